@@ -79,7 +79,8 @@ slow: $(VENV)/.ready
 COVERED := $(addprefix tests/,campaigns/test_hostile.py campaigns/test_findings.py checkpoints remote quantised export \
 	verification vocabulary recipe statistics engine inspection tensors e2e cli mergekit viewer \
 	test_addresses.py) \
-	$(addprefix src/covmerge/,stores checkpoints export quantised verification vocabulary recipe statistics)
+	$(addprefix src/covmerge/,files/stores files/checkpoints run/export files/quantised run/verification \
+	plan/vocabulary plan/recipe plan/statistics)
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(VENV)/.ready
 	$(BIN)/coverage erase

@@ -48,7 +48,7 @@ def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def no_base_is_run_unasked() -> Iterator[None]:
     """Where no method is named a merge runs its base; tests/e2e/test_unsaid.py is about that alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("covmerge.unsaid.why_not", lambda *given: "tests do not run it unasked")
+        patch.setattr("covmerge.run.unsaid.why_not", lambda *given: "tests do not run it unasked")
         yield
 
 

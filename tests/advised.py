@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from covmerge.phrasing import in_form
+from covmerge.base.phrasing import in_form
 
 SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
 TESTS = Path(__file__).parent

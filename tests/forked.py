@@ -18,7 +18,7 @@ import pytest
 
 _ANEW = ("covmerge", "filelock")  # and what looks at the system when it is imported
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "psutil", "covmerge.job", "covmerge.cli"])
+SERVER.set_forkserver_preload(["torch", "psutil", "covmerge.front.job", "covmerge.front.cli"])
 
 
 class Forked:
@@ -92,7 +92,7 @@ class Forked:
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
     """Fork the workers of merges too; how they start in earnest tests/engine/test_processes.py shows."""
-    patch.setattr("covmerge.engine.processes._SPAWN", SERVER)
+    patch.setattr("covmerge.run.engine.processes._SPAWN", SERVER)
 
 
 def run(program: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

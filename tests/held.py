@@ -14,8 +14,8 @@ from tests.forked import Forked
 # ignores Ctrl-C, so the handler is set in any case.
 _HOLD = """
 import signal, sys, time
-import covmerge.engine.threads as reader
-from covmerge.plan import Count
+import covmerge.run.engine.threads as reader
+from covmerge.plan.planning import Count
 
 surveyed, name = sys.argv.pop(1) == "survey", sys.argv.pop(1)
 read, interrupted = reader.read_inputs, []
@@ -34,7 +34,7 @@ def interrupt(*_):
 signal.signal(signal.SIGINT, interrupt)
 reader.read_inputs = held
 """
-COMMAND_LINE = "from covmerge.cli import main; main()"
+COMMAND_LINE = "from covmerge.front.cli import main; main()"
 
 
 @contextmanager

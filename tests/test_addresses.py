@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.checkpoints import Staging, destination_of, open_checkpoint
 from covmerge.errors import InputError
-from covmerge.recipe import load_recipe
-from covmerge.stores.address import address_of, hub_address, local_path
+from covmerge.files.checkpoints import Staging, destination_of, open_checkpoint
+from covmerge.files.stores.address import address_of, hub_address, local_path
+from covmerge.plan.recipe import load_recipe
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 

@@ -28,8 +28,8 @@ w0 = w1 = w2 = A1 = A2 = B1 = B2 = torch.zeros(2, 2)
 # What is public is called by its short name, whatever was imported before.
 CALLS = """\
 import covmerge
-import covmerge.verification
-import covmerge.statistics
+import covmerge.run.verification
+import covmerge.plan.statistics
 
 covmerge.verify("./merged").raise_if_failed()
 covmerge.collect("./code", "texts.jsonl", "code.covstats.safetensors")
@@ -108,7 +108,7 @@ def test_pyright_accepts_every_example(examples):
 
 def test_public_names_are_the_functions_whatever_came_before():
     before = (
-        "import covmerge.verification.verify, covmerge.statistics.collect",
+        "import covmerge.run.verification.verify, covmerge.plan.statistics.collect",
         "covmerge.verify, covmerge.collect",
         "from covmerge import collect, verify",
     )

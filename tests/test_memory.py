@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from covmerge import memory
-from covmerge.memory import MACHINE, Kept, all_memory, free_memory
+from covmerge.base import memory
+from covmerge.base.memory import MACHINE, Kept, all_memory, free_memory
 from tests.forked import printed
 
 GIB = 2**30
@@ -163,7 +163,7 @@ def _new_group():
 MERGE = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from covmerge.memory import all_memory, free_memory
+from covmerge.base.memory import all_memory, free_memory
 print(free_memory().size, all_memory().size, free_memory().whose, sep="\\n")
 """
 
@@ -195,7 +195,7 @@ def test_a_real_group(tmp_path):
 
 HOLES = """
 import psutil
-from covmerge.memory import Kept
+from covmerge.base.memory import Kept
 
 def held():
     return psutil.Process().memory_info().rss

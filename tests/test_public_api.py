@@ -10,8 +10,8 @@ import torch
 from typing_extensions import get_overloads
 
 import covmerge
-from covmerge.api import merge
 from covmerge.errors import RecipeError
+from covmerge.front.api import merge
 from tests.forked import printed
 
 

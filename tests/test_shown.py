@@ -12,10 +12,10 @@ import torch
 from tqdm import tqdm
 
 import covmerge
-from covmerge.engine import as_progress
+from covmerge.base.notebook import lines_svg, table_html
+from covmerge.base.table import Table
 from covmerge.errors import InputError
-from covmerge.notebook import lines_svg, table_html
-from covmerge.table import Table
+from covmerge.run.engine import as_progress
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain
 
@@ -85,7 +85,7 @@ def test_without_a_library_a_data_frame_says_what_to_install(results, monkeypatc
     def none(name):
         raise ImportError(name)
 
-    monkeypatch.setattr("covmerge.table.import_module", none)
+    monkeypatch.setattr("covmerge.base.table.import_module", none)
     with pytest.raises(InputError, match="pip install pandas"):
         results["comparison"].to_dataframe()
 

@@ -102,7 +102,7 @@ def command_line() -> str:
     from typer.cli import get_docs_for_click
     from typer.main import get_command
 
-    from covmerge.cli import app
+    from covmerge.front.cli import app
 
     command = get_command(app)
     assert isinstance(command, typer.core.TyperGroup)
@@ -132,7 +132,7 @@ and `study` come with `pip install covmerge-lab`.
 
 def recipe() -> str:
     """Return the sections of the recipe's keys, by its JSON Schema."""
-    schema = json.loads((ROOT / "src/covmerge/recipe/schema.json").read_text("utf-8"))
+    schema = json.loads((ROOT / "src/covmerge/plan/recipe/schema.json").read_text("utf-8"))
     parts = _keys("recipe", schema)
     for name, part in schema["$defs"].items():
         if "properties" in part:

@@ -71,11 +71,11 @@ def _collect(base: Path, way: str, examples: int) -> None:
     import torch
 
     from covmerge import Generated, collect
-    from covmerge.checkpoints import open_checkpoint
-    from covmerge.statistics.examples import Reading, size_of
-    from covmerge.statistics.gram import GramCollector
-    from covmerge.statistics.model import load_model
-    from covmerge.statistics.write import Contents, write_statistics
+    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.plan.statistics.examples import Reading, size_of
+    from covmerge.plan.statistics.gram import GramCollector
+    from covmerge.plan.statistics.model import load_model
+    from covmerge.plan.statistics.write import Contents, write_statistics
 
     drawn = Generated("random")
     if way == "block by block":
@@ -93,8 +93,8 @@ def _collect(base: Path, way: str, examples: int) -> None:
 
 
 def _planned(base: Path, examples: int) -> tuple[int, int]:
-    from covmerge.checkpoints import open_checkpoint
-    from covmerge.statistics.needed import memory_by_block, memory_needed
+    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.plan.statistics.needed import memory_by_block, memory_needed
 
     checkpoint = open_checkpoint(base)
     return memory_by_block(checkpoint, examples), memory_needed(checkpoint)

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import clock, machine, usable
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.testing.groups import group_of, random_updates, relative
 from covmerge.methods import Method, registry
-from covmerge.testing.groups import group_of, random_updates, relative
-from covmerge.types import LinearGroup, Merged
 
 RESULTS = Path(__file__).parent / "results"
 EXPERTS, SPREAD = 4, 30.0

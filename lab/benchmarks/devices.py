@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from benchmarks.measure import clock, machine, spread, usable
-from covmerge.engine import lots, options
+from covmerge.run.engine import lots, options
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = "average,ties,ace,auto,tsv_m,iso_c,actmat"

@@ -23,7 +23,7 @@ from torch import Tensor
 import covmerge
 from benchmarks.measure import machine
 from covmerge import LowRank, merge_layer
-from covmerge.linalg.auto import factored_choice
+from covmerge.maths.linalg.auto import factored_choice
 from covmerge.methods import registry
 
 RESULTS = Path(__file__).parent / "results"

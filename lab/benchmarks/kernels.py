@@ -52,7 +52,7 @@ from torch import Tensor
 
 from benchmarks.measure import clock, machine, spread, usable
 from covmerge import merge_layer
-from covmerge.linalg.auto import FLOAT64, dots_cost, eigh_cost
+from covmerge.maths.linalg.auto import FLOAT64, dots_cost, eigh_cost
 from covmerge.methods import registry
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,8 +16,8 @@ from statistics import median
 import torch
 
 import covmerge
-from covmerge.engine import usable_device
 from covmerge.errors import InputError
+from covmerge.run.engine import usable_device
 
 
 def machine(device: str = "cpu") -> dict[str, object]:

@@ -143,8 +143,8 @@ def serving(folder: Path, rates: Rates) -> Generator[Narrow]:
 
 def copy(address: str, folder: Path) -> None:
     """Copy a file from an address, as fast as covmerge would read all of it."""
-    from covmerge.stores.address import Address
-    from covmerge.stores.remote import RemoteStore, server_at
+    from covmerge.files.stores.address import Address
+    from covmerge.files.stores.remote import RemoteStore, server_at
 
     scheme, _, path = address.partition("://")
     parent, _, name = path.rpartition("/")

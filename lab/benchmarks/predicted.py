@@ -40,11 +40,11 @@ from benchmarks.measure import machine, spawn
 from benchmarks.narrow import Rates, serving
 from benchmarks.nodes import nodes_of_ray
 from benchmarks.throttled import Disk
-from covmerge.api import forecast_recipe
-from covmerge.engine import Forecast, Hardware
-from covmerge.linalg.auto import eigh_cost
-from covmerge.linalg.lapack import eigh
-from covmerge.recipe import parse_recipe
+from covmerge.front.api import forecast_recipe
+from covmerge.maths.linalg.auto import eigh_cost
+from covmerge.maths.linalg.lapack import eigh
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import Forecast, Hardware
 
 OUT = Path(__file__).parent / "results" / "predicted.json"
 EXPERTS = ("a", "b", "c")

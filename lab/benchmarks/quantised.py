@@ -38,8 +38,8 @@ from torch import Tensor
 import covmerge
 from benchmarks.measure import machine
 from benchmarks.models import WORK
-from covmerge.quantised import LAYOUTS, open_plain
-from covmerge.quantised.writing.gguf import WRITTEN
+from covmerge.files.quantised import LAYOUTS, open_plain
+from covmerge.files.quantised.writing.gguf import WRITTEN
 from tests.quantised import models as packed
 
 RESULTS = Path(__file__).parent / "results"

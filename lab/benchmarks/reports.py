@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.measure import machine, spawn
 from benchmarks.models import LLAMA, WORK, apart, checkpoints
-from covmerge.reporting import ReportJob
-from covmerge.reporting.html import render
-from covmerge.verification import Verification
+from covmerge.front.reporting import ReportJob
+from covmerge.front.reporting.html import render
+from covmerge.run.verification import Verification
 
 RESULTS = Path(__file__).parent / "results"
 OUT = WORK / "reported"

@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import clock, machine, usable
-from covmerge.covariance import normal
-from covmerge.covariance.estimate import Covariance
-from covmerge.covariance.estimate import gram as gram_of
-from covmerge.covariance.mixed import solve_mixed
-from covmerge.linalg import auto, spectral
-from covmerge.linalg.cholesky import all_above
-from covmerge.linalg.lapack import cholesky, eigh, norm, svd
-from covmerge.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
-from covmerge.linalg.polar import polar_by_products
-from covmerge.linalg.spectral import leading_directions, truncated_svd
-from covmerge.linalg.symmetric import gram
+from covmerge.base.types import LinearGroup, LowRank
+from covmerge.maths.covariance import normal
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.covariance.estimate import gram as gram_of
+from covmerge.maths.covariance.mixed import solve_mixed
+from covmerge.maths.linalg import auto, spectral
+from covmerge.maths.linalg.cholesky import all_above
+from covmerge.maths.linalg.lapack import cholesky, eigh, norm, svd
+from covmerge.maths.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
+from covmerge.maths.linalg.polar import polar_by_products
+from covmerge.maths.linalg.spectral import leading_directions, truncated_svd
+from covmerge.maths.linalg.symmetric import gram
+from covmerge.maths.methods.closed_form import solve_ridge
+from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.closed_form import solve_ridge
-from covmerge.methods.factored import merge_factors
-from covmerge.types import LinearGroup, LowRank
 
 RESULTS = Path(__file__).parent / "results"
 Routes = Mapping[str, Callable[[], object]]

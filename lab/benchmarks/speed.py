@@ -28,7 +28,7 @@ OUT = Path(__file__).parent / "results" / "speed.json"
 _FIRST_TASK = """
 import json, sys, time
 begun = time.perf_counter()
-from covmerge.engine.cluster.connection import connect
+from covmerge.run.engine.cluster.connection import connect
 import ray
 imported = time.perf_counter()
 connect(sys.argv[1])

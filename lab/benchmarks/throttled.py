@@ -21,7 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from covmerge.stores import local
+from covmerge.files.stores import local
 
 _TIME = struct.Struct("d")
 
@@ -89,7 +89,7 @@ def hold_up_tasks(given: str) -> None:
         return task
 
     for name in ("executor._do", "reading._read"):
-        module, _, function = f"covmerge.engine.cluster.{name}".rpartition(".")
+        module, _, function = f"covmerge.run.engine.cluster.{name}".rpartition(".")
         setattr(import_module(module), function, slow(module, function))
 
 
@@ -98,7 +98,7 @@ if __name__ in ("__main__", "__mp_main__") and "THROTTLE" in os.environ:
     _HELD.__enter__()  # to the end of the process
 
 if __name__ == "__main__":
-    from covmerge.cli import main
+    from covmerge.front.cli import main
 
     if "THROTTLE" in os.environ and "ray" in sys.argv:  # --executor ray
         hold_up_tasks(os.environ["THROTTLE"])

@@ -9,8 +9,8 @@ from torch import nn
 
 from covmerge import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import StatisticsFile
-from covmerge.statistics.model import load_model
+from covmerge.plan.statistics import StatisticsFile
+from covmerge.plan.statistics.model import load_model
 from covmerge_lab.anchors import Call, Effort, anchors, calls, collect_anchors
 from tests.e2e.models import TEXT, build, fine_tuned
 from tests.statistics.models import classifier, save

@@ -4,8 +4,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 import covmerge
-from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import InputError
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge_lab.card import BEGIN
 from covmerge_lab.harness import evaluate
 from tests.export.test_card import merge, save

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import covmerge
 from covmerge.errors import InputError
 from covmerge.methods import registry
-from covmerge.statistics import StatisticsFile
+from covmerge.plan.statistics import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
 from covmerge_lab.llm import LlmSuite, tasks

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.covariance.gate import gate
 from covmerge.errors import InputError
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.maths.covariance.gate import gate
 from covmerge_lab.alone import Cost, Order, run_alone
 from covmerge_lab.bench import Bench
 from covmerge_lab.models import Section

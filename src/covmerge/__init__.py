@@ -11,74 +11,74 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from covmerge.version import __version__
+from covmerge.base.version import __version__
 
 if TYPE_CHECKING:
-    # Each from the file that defines it: `covmerge.verification.verify` and `covmerge.statistics.collect`
-    # are a file and the function in it, and checkers differ on which of the two the package has.
+    # Each from the file that defines it: `run.verification.verify` and `plan.statistics.collect` are a
+    # file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods, steps, testing
-    from covmerge.api import compare, extract, inspect, merge, plan_recipe, report, run_recipe
-    from covmerge.checkpoints import open_checkpoint
-    from covmerge.comparison import Comparison
-    from covmerge.engine import Progress, RunOptions
-    from covmerge.export import load_expert
-    from covmerge.layer import merge_layer
-    from covmerge.linalg.auto import Cost
-    from covmerge.methods.registry import Laws, Reference, Survey, register
-    from covmerge.noticed import Noticed, Seen, Words
-    from covmerge.publish import push
-    from covmerge.recipe import Recipe, load_recipe, parse_recipe
-    from covmerge.reporting import figures as figures
-    from covmerge.result import MergedFolder, MergedTensors, MergeResult
-    from covmerge.statistics.collect import collect
-    from covmerge.statistics.generated import Generated
-    from covmerge.statistics.regmean_pp import collect_regmean_pp
-    from covmerge.steps.registry import register_step
-    from covmerge.types import LinearGroup, LowRank, Merged
-    from covmerge.verification.verify import verify
+    from covmerge.base.noticed import Noticed, Seen, Words
+    from covmerge.base.types import LinearGroup, LowRank, Merged
+    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.front.api import compare, extract, inspect, merge, plan_recipe, report, run_recipe
+    from covmerge.front.publish import push
+    from covmerge.front.reporting import figures as figures
+    from covmerge.maths.layer import merge_layer
+    from covmerge.maths.linalg.auto import Cost
+    from covmerge.maths.methods.registry import Laws, Reference, Survey, register
+    from covmerge.maths.steps.registry import register_step
+    from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
+    from covmerge.plan.statistics.collect import collect
+    from covmerge.plan.statistics.generated import Generated
+    from covmerge.plan.statistics.regmean_pp import collect_regmean_pp
+    from covmerge.run.comparison import Comparison
+    from covmerge.run.engine import Progress, RunOptions
+    from covmerge.run.export import load_expert
+    from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
+    from covmerge.run.verification.verify import verify
 
 _HOMES = {
-    "Comparison": "covmerge.comparison",
-    "Cost": "covmerge.linalg.auto",
-    "Generated": "covmerge.statistics",
-    "Laws": "covmerge.methods.registry",
-    "LinearGroup": "covmerge.types",
-    "LowRank": "covmerge.types",
-    "MergeResult": "covmerge.result",
-    "Merged": "covmerge.types",
-    "MergedFolder": "covmerge.result",
-    "MergedTensors": "covmerge.result",
-    "Noticed": "covmerge.noticed",
-    "Progress": "covmerge.engine",
-    "Reference": "covmerge.methods.registry",
-    "RunOptions": "covmerge.engine",
-    "Seen": "covmerge.noticed",
-    "Survey": "covmerge.methods.registry",
-    "Words": "covmerge.noticed",
-    "collect": "covmerge.statistics",
-    "collect_regmean_pp": "covmerge.statistics",
-    "compare": "covmerge.api",
-    "extract": "covmerge.api",
-    "inspect": "covmerge.api",
-    "load_expert": "covmerge.export",
-    "merge": "covmerge.api",
-    "merge_layer": "covmerge.layer",
-    "open_checkpoint": "covmerge.checkpoints",
-    "plan_recipe": "covmerge.api",
-    "push": "covmerge.publish",
-    "register": "covmerge.methods.registry",
-    "register_step": "covmerge.steps.registry",
-    "report": "covmerge.api",
-    "run_recipe": "covmerge.api",
-    "verify": "covmerge.verification",
-    "Recipe": "covmerge.recipe",
-    "load_recipe": "covmerge.recipe",
-    "parse_recipe": "covmerge.recipe",
+    "Comparison": "covmerge.run.comparison",
+    "Cost": "covmerge.maths.linalg.auto",
+    "Generated": "covmerge.plan.statistics",
+    "Laws": "covmerge.maths.methods.registry",
+    "LinearGroup": "covmerge.base.types",
+    "LowRank": "covmerge.base.types",
+    "MergeResult": "covmerge.run.result",
+    "Merged": "covmerge.base.types",
+    "MergedFolder": "covmerge.run.result",
+    "MergedTensors": "covmerge.run.result",
+    "Noticed": "covmerge.base.noticed",
+    "Progress": "covmerge.run.engine",
+    "Reference": "covmerge.maths.methods.registry",
+    "RunOptions": "covmerge.run.engine",
+    "Seen": "covmerge.base.noticed",
+    "Survey": "covmerge.maths.methods.registry",
+    "Words": "covmerge.base.noticed",
+    "collect": "covmerge.plan.statistics",
+    "collect_regmean_pp": "covmerge.plan.statistics",
+    "compare": "covmerge.front.api",
+    "extract": "covmerge.front.api",
+    "inspect": "covmerge.front.api",
+    "load_expert": "covmerge.run.export",
+    "merge": "covmerge.front.api",
+    "merge_layer": "covmerge.maths.layer",
+    "open_checkpoint": "covmerge.files.checkpoints",
+    "plan_recipe": "covmerge.front.api",
+    "push": "covmerge.front.publish",
+    "register": "covmerge.maths.methods.registry",
+    "register_step": "covmerge.maths.steps.registry",
+    "report": "covmerge.front.api",
+    "run_recipe": "covmerge.front.api",
+    "verify": "covmerge.run.verification",
+    "Recipe": "covmerge.plan.recipe",
+    "load_recipe": "covmerge.plan.recipe",
+    "parse_recipe": "covmerge.plan.recipe",
 }
 
 # Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
 _PACKAGES = {
-    "figures": "covmerge.reporting.figures",
+    "figures": "covmerge.front.reporting.figures",
     "methods": "covmerge.methods",
     "steps": "covmerge.steps",
     "testing": "covmerge.testing",

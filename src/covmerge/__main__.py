@@ -1,5 +1,5 @@
 """`python -m covmerge`: the command line."""
 
-from covmerge.cli import main
+from covmerge.front.cli import main
 
 main()

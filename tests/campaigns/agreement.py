@@ -29,8 +29,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from covmerge.base.types import LinearGroup
 from covmerge.errors import CovmergeError
-from covmerge.types import LinearGroup
 from tests.campaigns.layers import Layer, rows_of
 from tests.methods.groups import permuted
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from typer.main import get_command
 
-from covmerge.cli import app
-from covmerge.cli.outcome import interruptible
+from covmerge.front.cli import app
+from covmerge.front.cli.outcome import interruptible
 
 _HANGS = 120.0  # seconds after which a process is taken to hang
 _NOBODY = 65534
@@ -266,7 +266,7 @@ def start_server() -> None:
 
 def share_server() -> None:
     """Have this process, forked off the one that started the server, fork its workers there too."""
-    processes: Any = __import__("covmerge.engine.processes", fromlist=["_SPAWN"])
+    processes: Any = __import__("covmerge.run.engine.processes", fromlist=["_SPAWN"])
     processes._SPAWN = get_context("forkserver")
     # It is no child of this process, and would be taken to be gone.
     own: Any = forkserver._forkserver  # type: ignore[attr-defined]

@@ -30,9 +30,9 @@ import mpmath
 import torch
 from torch import Tensor
 
+from covmerge.base.types import LinearGroup
 from covmerge.errors import CovmergeError
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
 from tests.methods.groups import group_of
 
 METHODS: dict[str, dict[str, Any]] = {

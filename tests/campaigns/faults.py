@@ -34,8 +34,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from covmerge.stores import object_server, retries
-from covmerge.verification import verify
+from covmerge.files.stores import object_server, retries
+from covmerge.run.verification import verify
 from tests.campaigns.buckets import HELD, HELD_DONE, PASSING, REFUSED, Bucket, StoredScene
 from tests.campaigns.disturbed import (
     At,

@@ -27,11 +27,11 @@ from safetensors.torch import load, load_file
 from torch import Tensor
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
+from covmerge.files.checkpoints import open_checkpoint
 from covmerge.methods import registry
-from covmerge.statistics import Generated, of_base
-from covmerge.statistics.file import Kind, StatisticsFile
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.plan.statistics import Generated, of_base
+from covmerge.plan.statistics.file import Kind, StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.campaigns import formats, outcomes
 from tests.campaigns.merged import command, plain, verdict
 from tests.campaigns.outcomes import Tensors

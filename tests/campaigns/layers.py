@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from covmerge.linalg.lapack import norm
-from covmerge.linalg.random import Stream
-from covmerge.measures.rounding import rounding_of
+from covmerge.base.types import LinearGroup, LowRank, Measured, Merged
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.random import Stream
+from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.twins import STEP_TWINS, TWINS
 from covmerge.methods import Method, registry
-from covmerge.methods.factored import merge_factors
 from covmerge.steps import Step, resolve_steps, with_steps
 from covmerge.steps import registry as steps
-from covmerge.twins import STEP_TWINS, TWINS
-from covmerge.types import LinearGroup, LowRank, Measured, Merged
 from tests.methods.groups import group_of
 from tests.methods.variants import VARIANTS
 from tests.steps.variants import VARIANTS as STEP_VARIANTS

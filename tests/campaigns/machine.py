@@ -24,7 +24,7 @@ from tempfile import mkdtemp
 import transformers.models.llama.modeling_llama  # noqa: F401  # imported here, and not in each process
 from safetensors.torch import load_file, save_file
 
-from covmerge.stores import range_cache
+from covmerge.files.stores import range_cache
 from tests.campaigns import pages, servers
 from tests.campaigns.buckets import NAME
 from tests.campaigns.disturbed import At, Cgroup, Disk, Ended, limit_memory

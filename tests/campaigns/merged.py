@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from covmerge.cli import app
+from covmerge.front.cli import app
 from tests.campaigns.disturbed import Ended
 from tests.campaigns.outcomes import REFUSED, WRONG, Tensors, Verdict, judge
 

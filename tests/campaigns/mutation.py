@@ -45,9 +45,9 @@ import torch
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
-_SOURCE = Path("src/covmerge")
+_SOURCE = Path("src/covmerge/maths")
 FOLDERS = ("linalg", "covariance", "methods", "steps")
-TESTS = (*(f"tests/{folder}" for folder in FOLDERS), *(f"src/covmerge/{f}" for f in FOLDERS))
+TESTS = (*(f"tests/{folder}" for folder in FOLDERS), *(f"src/covmerge/maths/{f}" for f in FOLDERS))
 _LONGEST = 1.0  # seconds of a test that takes part
 _MEMORY = 4 << 30  # bytes beside what a process starts with
 

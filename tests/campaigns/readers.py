@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import covmerge
-from covmerge.api import run_recipe
-from covmerge.checkpoints import (
+from covmerge.errors import RecipeError
+from covmerge.files.checkpoints import (
     AdapterCheckpoint,
     Checkpoint,
     Entry,
@@ -36,22 +36,22 @@ from covmerge.checkpoints import (
     fingerprint,
     open_checkpoint,
 )
-from covmerge.checkpoints.manifest import read_manifest, unknown_files
-from covmerge.errors import RecipeError
-from covmerge.export.licences import read_licence
-from covmerge.quantised import dequantised
-from covmerge.recipe import dump_recipe, load_recipe, parse_recipe
-from covmerge.recipe.load import import_recipe, load_stages
-from covmerge.recipe.mergekit import Told
-from covmerge.recompute import recompute
-from covmerge.statistics import Reading, StatisticsFile
-from covmerge.statistics.examples import read_texts
-from covmerge.stores import object_server, page_server, retries
-from covmerge.stores.local import local_store
-from covmerge.tensors import conv1d_names, describe_checkpoint
-from covmerge.verification import verify
-from covmerge.vocabulary.chat import template_of
-from covmerge.vocabulary.tokens import Reader as TokenizerReader
+from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
+from covmerge.files.quantised import dequantised
+from covmerge.files.stores import object_server, page_server, retries
+from covmerge.files.stores.local import local_store
+from covmerge.files.tensors import conv1d_names, describe_checkpoint
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import dump_recipe, load_recipe, parse_recipe
+from covmerge.plan.recipe.load import import_recipe, load_stages
+from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.statistics import Reading, StatisticsFile
+from covmerge.plan.statistics.examples import read_texts
+from covmerge.plan.vocabulary.chat import template_of
+from covmerge.plan.vocabulary.tokens import Reader as TokenizerReader
+from covmerge.run.export.licences import read_licence
+from covmerge.run.recompute import recompute
+from covmerge.run.verification import verify
 from tests.campaigns import pages
 from tests.campaigns.inputs import Content, Sparse
 from tests.cli.runs import save_plain, statistics_for
@@ -573,7 +573,7 @@ def _read_remote(path: Path) -> None:
 
 def _build_stored(kind: str) -> None:
     """What a bucket or a Hub has; see `pages.py`."""
-    for module in ("s3fs", "huggingface_hub.utils", "covmerge.checkpoints.hub"):
+    for module in ("s3fs", "huggingface_hub.utils", "covmerge.files.checkpoints.hub"):
         import_module(module)
     _save(_model(), IN / "shards" / "a-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(_model(), "a-00001-of-00001.safetensors")}
@@ -598,7 +598,7 @@ def _read_hub(path: Path) -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    from covmerge.stores import hub
+    from covmerge.files.stores import hub
 
     url, cache = pages.start(path.absolute().parent), Path("cache/hub").absolute()
     shutil.rmtree(cache, ignore_errors=True)

@@ -29,7 +29,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from safetensors.torch import load, save, save_file
 
-from covmerge.stores import hub, object_server, page_server, remote, retries
+from covmerge.files.stores import hub, object_server, page_server, remote, retries
 from tests.campaigns import listings, pages
 from tests.campaigns.buckets import CHANGES, NAME, OTHER, PASSING, REFUSED, Bucket
 from tests.campaigns.disturbed import At, Ended, kill_self

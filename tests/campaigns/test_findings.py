@@ -15,22 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import Journal, find_unfinished, open_checkpoint
-from covmerge.checkpoints.manifest import read_manifest
-from covmerge.engine import Threads
-from covmerge.engine.processes import _serve
 from covmerge.errors import CheckpointError, InputError, RecipeError
-from covmerge.export.companions import copy_companions
-from covmerge.export.generation import notes_on_generation
-from covmerge.quantised import dequantised
-from covmerge.recipe import parse_recipe
-from covmerge.recompute import recompute
-from covmerge.statistics import Reading
-from covmerge.statistics.examples import read_texts
-from covmerge.stores.local import LocalFolder
-from covmerge.stores.page_server import onward
-from covmerge.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys
-from covmerge.vocabulary.tokens import Reader
+from covmerge.files.checkpoints import Journal, find_unfinished, open_checkpoint
+from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.quantised import dequantised
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.page_server import onward
+from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys
+from covmerge.plan.recipe import parse_recipe
+from covmerge.plan.statistics import Reading
+from covmerge.plan.statistics.examples import read_texts
+from covmerge.plan.vocabulary.tokens import Reader
+from covmerge.run.engine import Threads
+from covmerge.run.engine.processes import _serve
+from covmerge.run.export.companions import copy_companions
+from covmerge.run.export.generation import notes_on_generation
+from covmerge.run.recompute import recompute
 from tests.cli.runs import save_plain
 from tests.mergekit.token_cases import WORDS, save_model
 from tests.quantised.ggufs import save_llama

@@ -4,9 +4,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from covmerge.api import run_recipe
 from covmerge.errors import TensorError
-from covmerge.recipe import parse_recipe
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import parse_recipe
 from tests.campaigns import foreign, loras, outcomes, packed, stages, unions
 from tests.cli.runs import save_plain, statistics_for
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LinearGroup, Merged
 from covmerge.errors import TensorError
-from covmerge.linalg.lapack import lengths
+from covmerge.maths.linalg.lapack import lengths
+from covmerge.maths.twins import STEP_TWINS, TWINS
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
-from covmerge.twins import STEP_TWINS, TWINS
-from covmerge.types import LinearGroup, Merged
 from tests.campaigns import exact, numbers
 from tests.campaigns.agreement import look
 from tests.campaigns.layers import Layer, subjects

@@ -26,7 +26,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
+from covmerge.files.checkpoints import AdapterCheckpoint, open_checkpoint
 
 
 @dataclass

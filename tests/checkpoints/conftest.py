@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.checkpoints.folder import open_file, open_folder
-from covmerge.stores.local import LocalFolder
-from covmerge.stores.memory import MemoryStore
-from covmerge.stores.store import Store, StoredFile
+from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.folder import open_file, open_folder
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.memory import MemoryStore
+from covmerge.files.stores.store import Store, StoredFile
 
 
 def in_memory(source: str | Path) -> Checkpoint:

@@ -17,8 +17,8 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 
-from covmerge.checkpoints import AdapterCheckpoint, fingerprint, open_checkpoint
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import AdapterCheckpoint, fingerprint, open_checkpoint
 from tests.advised import advice
 from tests.checkpoints.adapters import (
     Attention,

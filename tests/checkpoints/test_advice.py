@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from transformers import AutoModelForCausalLM
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CovmergeError, InputError
+from covmerge.files.checkpoints import open_checkpoint
 from tests.advised import advice
 from tests.checkpoints.adapters import llama, make, save
 from tests.cli.runs import covmerge as command

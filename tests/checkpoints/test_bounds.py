@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.header import parse_header
-from covmerge.checkpoints.json_file import parse_object
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.header import parse_header
+from covmerge.files.checkpoints.json_file import parse_object
 
 
 def peak() -> int:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.staging import Staging
 from covmerge.errors import InputError
-from covmerge.stores.destination import Destination
-from covmerge.stores.local_destination import LocalDestination
-from covmerge.stores.lock import TakenError
-from covmerge.stores.memory import MemoryStore
-from covmerge.stores.memory_destination import MemoryDestination
-from covmerge.stores.store import StoredFile, WritableFile
-from covmerge.stores.walk import tree
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.files.checkpoints.staging import Staging
+from covmerge.files.stores.destination import Destination
+from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.lock import TakenError
+from covmerge.files.stores.memory import MemoryStore
+from covmerge.files.stores.memory_destination import MemoryDestination
+from covmerge.files.stores.store import StoredFile, WritableFile
+from covmerge.files.stores.walk import tree
 from tests.checkpoints.test_writer_staging import manifest
 
 # Makes a destination again, as another process would.

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from covmerge.api import run_recipe
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.distributed import METADATA
-from covmerge.checkpoints.trainer import last_steps
 from covmerge.errors import CheckpointError
-from covmerge.recipe import parse_recipe
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.distributed import METADATA
+from covmerge.files.checkpoints.trainer import last_steps
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import parse_recipe
 from tests.checkpoints.shards import MATRIX, write_shards
 from tests.forked import SERVER
 

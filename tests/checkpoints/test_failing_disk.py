@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from covmerge.errors import InputError, ResourceError
-from covmerge.stores import descriptor, lock, scratch
-from covmerge.stores.disk import disk_errors
-from covmerge.stores.local import LocalFolder
-from covmerge.stores.lock import REMOVED, Lock
-from covmerge.stores.scratch import scratch_folder
+from covmerge.files.stores import descriptor, lock, scratch
+from covmerge.files.stores.disk import disk_errors
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.lock import REMOVED, Lock
+from covmerge.files.stores.scratch import scratch_folder
 
 
 def failing(number: int):

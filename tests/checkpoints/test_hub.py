@@ -13,11 +13,11 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import HubModel, fingerprint, open_checkpoint
-from covmerge.checkpoints.folder import open_folder
 from covmerge.errors import CheckpointError
-from covmerge.stores.hub import HubStore
-from covmerge.stores.store import StoredFile, child
+from covmerge.files.checkpoints import HubModel, fingerprint, open_checkpoint
+from covmerge.files.checkpoints.folder import open_folder
+from covmerge.files.stores.hub import HubStore
+from covmerge.files.stores.store import StoredFile, child
 from tests.checkpoints.hub_server import COMMIT, Hub, connect, serve
 
 ROWS = 4000

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.export.front_matter import read_front_matter
-from covmerge.recipe import load_recipe
-from covmerge.statistics.examples import Reading, read_texts
-from covmerge.statistics.file import StatisticsFile
-from covmerge.stores.regular_file import open_regular
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.stores.regular_file import open_regular
+from covmerge.plan.recipe import load_recipe
+from covmerge.plan.statistics.examples import Reading, read_texts
+from covmerge.plan.statistics.file import StatisticsFile
+from covmerge.run.export.front_matter import read_front_matter
 
 
 def adapter_whose(name: str, path: Path) -> Path:

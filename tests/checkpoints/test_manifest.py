@@ -7,10 +7,10 @@ import os
 import pytest
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.errors import InputError
-from covmerge.export.expert_models import _check_base
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.run.export.expert_models import _check_base
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain
 

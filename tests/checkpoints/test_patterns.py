@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import open_checkpoint, patterns
-from covmerge.checkpoints.patterns import Patterns
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import open_checkpoint, patterns
+from covmerge.files.checkpoints.patterns import Patterns
 
 FOR_EVER = "(.*.*.*.*.*.*.*.*.*.*)x"
 MODULE = "model.layers.0.self_attn.some_rather_long_name_of_a_module.q_proj"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 
 Opens = Callable[[Path], Checkpoint]
 

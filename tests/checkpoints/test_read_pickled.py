@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from covmerge import merge
-from covmerge.checkpoints import open_checkpoint, unpickler
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import open_checkpoint, unpickler
 
 
 class Encoder(nn.Module):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from covmerge.checkpoints import Checkpoint, fingerprint, open_checkpoint
-from covmerge.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
-from covmerge.checkpoints.ranges import read_into
+from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError
-from covmerge.stores.local import local_file
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints import Checkpoint, fingerprint, open_checkpoint
+from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
+from covmerge.files.checkpoints.ranges import read_into
+from covmerge.files.stores.local import local_file
 
 Opens = Callable[[Path], Checkpoint]
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from covmerge.checkpoints import Checkpoint, fingerprint, open_checkpoint, safe_child
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import Checkpoint, fingerprint, open_checkpoint, safe_child
 
 Opens = Callable[[Path], Checkpoint]
 

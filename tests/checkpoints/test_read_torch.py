@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from covmerge.checkpoints import open_checkpoint, pickle_bounds
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import open_checkpoint, pickle_bounds
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.float32).reshape(4, 3),

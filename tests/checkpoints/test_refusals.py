@@ -12,22 +12,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import distributed, journal, open_checkpoint, pattern_process
-from covmerge.checkpoints import pickle_bounds as bounds
-from covmerge.checkpoints.distributed import METADATA
-from covmerge.checkpoints.hashes import _Reader
-from covmerge.checkpoints.layer_count import layer_count, restacked
-from covmerge.checkpoints.trainer import last_steps
-from covmerge.checkpoints.vocabulary_size import with_vocabulary
+from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, InputError
-from covmerge.quantised import LAYOUTS
-from covmerge.quantised.undeclared import packed_pair
-from covmerge.quantised.writing.settings import with_plain
-from covmerge.reporting.file import check_page
-from covmerge.stores.local import LocalFolder
-from covmerge.stores.regular_file import read_regular
-from covmerge.stores.store import StoredFile
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints import distributed, journal, open_checkpoint, pattern_process
+from covmerge.files.checkpoints import pickle_bounds as bounds
+from covmerge.files.checkpoints.distributed import METADATA
+from covmerge.files.checkpoints.hashes import _Reader
+from covmerge.files.checkpoints.layer_count import layer_count, restacked
+from covmerge.files.checkpoints.trainer import last_steps
+from covmerge.files.checkpoints.vocabulary_size import with_vocabulary
+from covmerge.files.quantised import LAYOUTS
+from covmerge.files.quantised.undeclared import packed_pair
+from covmerge.files.quantised.writing.settings import with_plain
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.regular_file import read_regular
+from covmerge.files.stores.store import StoredFile
+from covmerge.front.reporting.file import check_page
 from tests.checkpoints.test_adapters import CONFIG, STEM, WEIGHTS, adapter, change  # noqa: F401
 from tests.checkpoints.test_distributed import STATE, chunk, save, spoil
 

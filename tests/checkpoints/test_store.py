@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from covmerge.checkpoints import fingerprint
-from covmerge.checkpoints.folder import open_file, open_folder
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import descriptor
-from covmerge.stores.local import LocalFolder
-from covmerge.stores.memory import MemoryStore
-from covmerge.stores.store import Store, StoredFile, WritableFile, child
-from covmerge.stores.walk import file_at, remove_others, tree
+from covmerge.files.checkpoints import fingerprint
+from covmerge.files.checkpoints.folder import open_file, open_folder
+from covmerge.files.stores import descriptor
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.memory import MemoryStore
+from covmerge.files.stores.store import Store, StoredFile, WritableFile, child
+from covmerge.files.stores.walk import file_at, remove_others, tree
 
 
 def read(store: Store, name: str) -> bytes:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.checkpoints.staging import check_not_input
-from covmerge.checkpoints.trainer import last_steps
 from covmerge.errors import CheckpointError, InputError
+from covmerge.files.checkpoints.staging import check_not_input
+from covmerge.files.checkpoints.trainer import last_steps
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from covmerge.checkpoints.layout import Layout, plan_layout
-from covmerge.checkpoints.writer import ShardWriter
+from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, InputError, TensorError
-from covmerge.stores.store import Store
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints.layout import Layout, plan_layout
+from covmerge.files.checkpoints.writer import ShardWriter
+from covmerge.files.stores.store import Store
 from tests.checkpoints.conftest import content
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.layout import plan_layout
-from covmerge.checkpoints.writer import ShardWriter
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.files.checkpoints.layout import plan_layout
+from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.errors import ResourceError
-from covmerge.export.manifest import write_manifest
-from covmerge.stores.local import LocalFolder
-from covmerge.types import TensorHeader
+from covmerge.run.export.manifest import write_manifest
+from covmerge.files.stores.local import LocalFolder
+from covmerge.base.types import TensorHeader
 
 folder = Path(sys.argv[1])
 headers = [TensorHeader(name, (100, 1000), torch.float32) for name in "abc"]

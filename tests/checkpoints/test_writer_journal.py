@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores.store import Store, StoredFile
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.stores.store import Store, StoredFile
 
 ENTRIES = [
     Entry("h.0.weight", (0, 4), "aa", {"rank": 3, "gate": True, "loss": 0.1}),

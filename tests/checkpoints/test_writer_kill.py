@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.layout import Layout, plan_layout
-from covmerge.checkpoints.staging import Staging
-from covmerge.checkpoints.writer import ShardWriter
+from covmerge.base.types import TensorHeader
 from covmerge.errors import InputError
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.files.checkpoints.layout import Layout, plan_layout
+from covmerge.files.checkpoints.staging import Staging
+from covmerge.files.checkpoints.writer import ShardWriter
 from tests.checkpoints.test_writer_staging import manifest
 from tests.forked import Forked
 from tests.held import journaled, wait_until

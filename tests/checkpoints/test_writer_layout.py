@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from covmerge.checkpoints.layout import SAFETENSORS_NAMES, plan_layout, plan_shard
-from covmerge.checkpoints.writer import ShardWriter
+from covmerge.base.types import TensorHeader
 from covmerge.errors import InputError, TensorError
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES, plan_layout, plan_shard
+from covmerge.files.checkpoints.writer import ShardWriter
 
 F32 = torch.float32
 DTYPES = sorted(SAFETENSORS_NAMES, key=str)
@@ -152,6 +152,6 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
 
 
 def test_a_header_that_readers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covmerge.checkpoints.layout.MAX_HEADER_BYTES", 200)
+    monkeypatch.setattr("covmerge.files.checkpoints.layout.MAX_HEADER_BYTES", 200)
     with pytest.raises(TensorError, match="smaller shard size"):
         plan_layout([header(f"tensor{i}", 1) for i in range(9)], 1000)

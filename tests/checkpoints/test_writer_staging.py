@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.staging import Staging, check_not_input, find_unfinished
 from covmerge.errors import InputError
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.files.checkpoints.staging import Staging, check_not_input, find_unfinished
 
 
 @pytest.fixture

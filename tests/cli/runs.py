@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from covmerge.checkpoints import open_checkpoint
-from covmerge.cli import app
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.front.cli import app
 from covmerge.methods import registry
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from covmerge.cli.progress import ExamplesProgress
-from covmerge.statistics import StatisticsFile
+from covmerge.front.cli.progress import ExamplesProgress
+from covmerge.plan.statistics import StatisticsFile
 from tests.cli.runs import covmerge, words
 from tests.cli.test_light import WITHOUT_TORCH
 from tests.e2e.models import build

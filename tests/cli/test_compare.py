@@ -4,8 +4,8 @@ from collections import Counter
 import pytest
 from rich.cells import cell_len
 
-from covmerge.engine import read_inputs
 from covmerge.methods import registry
+from covmerge.run.engine import read_inputs
 from tests.cli.runs import covmerge, flags, save_plain, statistics_for, words, write_recipe
 
 
@@ -61,7 +61,7 @@ def test_a_sweep_reads_every_tensor_once(models, monkeypatch):
         read[items[0].key] += 1
         return read_inputs(items, sources)
 
-    monkeypatch.setattr("covmerge.engine.threads.read_inputs", counted)
+    monkeypatch.setattr("covmerge.run.engine.threads.read_inputs", counted)
     wanted = ",".join(f"task_arithmetic(scale={tenth / 10})" for tenth in range(1, 11))
     covmerge("compare", *flags(models), "--methods", wanted)
     assert set(read.values()) == {1}

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covmerge.api import plan_recipe
-from covmerge.cli import machine, show
-from covmerge.recipe import load_recipe, parse_recipe
+from covmerge.front.api import plan_recipe
+from covmerge.front.cli import machine, show
+from covmerge.plan.recipe import load_recipe, parse_recipe
 from tests.cli.runs import covmerge, flags, words, write_recipe
 from tests.e2e.models import save_family
 

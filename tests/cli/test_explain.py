@@ -1,6 +1,6 @@
 import pytest
 
-from covmerge.linalg.auto import routes
+from covmerge.maths.linalg.auto import routes
 from tests.cli.runs import covmerge, words
 
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.cli.flags import RecipeFlags, place_paths, read_recipe
 from covmerge.errors import RecipeError
-from covmerge.recipe import Expert
+from covmerge.front.cli.flags import RecipeFlags, place_paths, read_recipe
+from covmerge.plan.recipe import Expert
 
 FILE = """\
 base: org/base
@@ -114,7 +114,7 @@ def test_values_are_yaml_scalars(text, value):
 
 
 def test_a_file_without_flags_is_taken_as_it_is(file):
-    from covmerge.recipe import load_recipe
+    from covmerge.plan.recipe import load_recipe
 
     assert read_recipe(file, RecipeFlags()) == load_recipe(file)
 

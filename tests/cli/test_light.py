@@ -9,7 +9,7 @@ import covmerge
 
 WITHOUT_TORCH = """
 import sys
-from covmerge.cli import main
+from covmerge.front.cli import main
 sys.argv = ["covmerge", *{arguments!r}]
 try:
     main()

@@ -95,7 +95,7 @@ def test_unknown_method():
 
 
 def test_schema():
-    from covmerge.recipe import json_schema
+    from covmerge.plan.recipe import json_schema
 
     assert covmerge("schema").stdout == json.dumps(json_schema(), indent=2) + "\n"
 

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_in_python
-from covmerge import api, phrasing
-from covmerge.cli import merging, outcome
+from covmerge.base import phrasing
+from covmerge.base.phrasing import in_form
 from covmerge.errors import CheckFailed, TensorError
+from covmerge.front import api
+from covmerge.front.cli import merging, outcome
+from covmerge.maths.methods.other_names import OTHER_NAMES
 from covmerge.methods import registry
-from covmerge.methods.other_names import OTHER_NAMES
-from covmerge.phrasing import in_form
 from tests.cli.runs import covmerge, flags, save_plain, words, write_recipe
 from tests.e2e.test_resume import PARTIAL
 from tests.e2e.test_resume import save_plain as save_large
@@ -134,7 +135,7 @@ def test_memory_that_is_refused_while_a_source_is_opened_is_no_wrong_path(models
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("covmerge.checkpoints.open.open_adapter_file", refuse)
+    monkeypatch.setattr("covmerge.files.checkpoints.open.open_adapter_file", refuse)
     ran = covmerge("merge", *flags(models), models / "out", code=2)
     assert "correct the path" not in ran.stderr
     assert words(ran.stderr).startswith("error: the memory is used up (can't start new thread)")
@@ -352,8 +353,8 @@ def test_ctrl_c_then_resume(tmp_path):
 # Each try is a fork of a process that has imported torch, which takes seconds; it ends as Python does.
 STARTING = """
 import os, shutil, signal, sys, threading
-import covmerge.job
-from covmerge.cli import main
+import covmerge.front.job
+from covmerge.front.cli import main
 
 partial = sys.argv.pop(1)
 for name in ["covmerge_0", "covmerge_1", "covmerge-hash_0"] * 3:

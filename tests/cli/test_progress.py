@@ -3,10 +3,10 @@ import io
 import pytest
 from rich.console import Console
 
-from covmerge import api
-from covmerge.cli.progress import BytesProgress
-from covmerge.cli.units import format_seconds
-from covmerge.recipe import format_size, parse_recipe
+from covmerge.front import api
+from covmerge.front.cli.progress import BytesProgress
+from covmerge.front.cli.units import format_seconds
+from covmerge.plan.recipe import format_size, parse_recipe
 from tests.cli.runs import save_plain
 
 

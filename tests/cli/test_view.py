@@ -12,7 +12,7 @@ from tests.cli.runs import save_plain, write_recipe
 from tests.cli.runs import words as flowing
 from tests.forked import Forked
 
-PROGRAM = "from covmerge.cli import main; import sys; sys.argv[0] = 'covmerge'; main()"
+PROGRAM = "from covmerge.front.cli import main; import sys; sys.argv[0] = 'covmerge'; main()"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")
@@ -63,7 +63,7 @@ def test_a_browser_is_opened_unless_it_is_not_wanted(tmp_path, monkeypatch):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("covmerge.viewer.Server.serve", interrupted)
+    monkeypatch.setattr("covmerge.front.viewer.Server.serve", interrupted)
     recipe = write_recipe(save_plain(tmp_path))
     url = command("view", recipe).stdout.split()[0]
     assert opened == [url]

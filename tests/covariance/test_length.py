@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from covmerge.covariance.estimate import Covariance
-from covmerge.covariance.mixed import solve_mixed
-from covmerge.covariance.normal import normal_equations
-from covmerge.linalg.lapack import norm
-from covmerge.methods.closed_form import solve_ridge
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.covariance.mixed import solve_mixed
+from covmerge.maths.covariance.normal import normal_equations
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.methods.closed_form import solve_ridge
 
 LENGTHS = (0.3, 1.0, 2.0)
 

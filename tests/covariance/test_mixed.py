@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from covmerge import merge_layer
-from covmerge.covariance import mixed
-from covmerge.covariance.estimate import Covariance
-from covmerge.covariance.mixed import solve_mixed
-from covmerge.linalg import auto
-from covmerge.linalg.lapack import norm
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup
+from covmerge.base.types import LinearGroup
+from covmerge.maths.covariance import mixed
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.covariance.mixed import solve_mixed
+from covmerge.maths.linalg import auto
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.twins import TWINS
 
 TALL, WIDE = (160, 128), (120, 144)
 I = torch.arange(1.0, 129.0, dtype=torch.float64)  # noqa: E741

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from covmerge.covariance import told
-from covmerge.covariance.told import share_used, shares_used
+from covmerge.maths.covariance import told
+from covmerge.maths.covariance.told import share_used, shares_used
 
 
 def in_a_corner(size, rank, seed=0):

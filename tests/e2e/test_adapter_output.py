@@ -121,8 +121,8 @@ def test_the_survey_may_look_at_a_sample_first(family, monkeypatch):  # noqa: F8
         return (out / "adapter_model.safetensors").read_bytes()
 
     usual = merged(family / "usual")
-    monkeypatch.setattr("covmerge.plan.types._LEAST_SAMPLED", 0)
-    monkeypatch.setattr("covmerge.plan.types._SAMPLED", 0.5)
+    monkeypatch.setattr("covmerge.plan.planning.types._LEAST_SAMPLED", 0)
+    monkeypatch.setattr("covmerge.plan.planning.types._SAMPLED", 0.5)
     assert merged(family / "sampled") == usual
 
 

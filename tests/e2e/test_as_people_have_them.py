@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.unwrapped import unwrapped
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.unwrapped import unwrapped
 from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge as command
 

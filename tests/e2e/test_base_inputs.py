@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge import LowRank
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, RecipeError
-from covmerge.recompute import recompute
-from covmerge.statistics import StatisticsFile
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
+from covmerge.run.recompute import recompute
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.choice import TAKEN, choose
+from covmerge.base.choice import TAKEN, choose
 from covmerge.errors import RecipeError
-from covmerge.recipe import json_schema
+from covmerge.plan.recipe import json_schema
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

@@ -8,10 +8,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.ldm_names import diffusers_name
 from covmerge.errors import CheckpointError
-from covmerge.reporting import ReportJob
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.ldm_names import diffusers_name
+from covmerge.front.reporting import ReportJob
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.engine.hashing import InStep
-from covmerge.sources import open_checkpoints
+from covmerge.run.engine.hashing import InStep
+from covmerge.run.sources import open_checkpoints
 from tests.e2e.models import save_family
 
 PIECE = 2**20  # hashed at once

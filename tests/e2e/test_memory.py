@@ -140,7 +140,7 @@ def test_what_two_items_in_hand_take_is_expected(tmp_path):
     """As workers on GPUs have them: over the tree of processes, and where there is room for one alone."""
     sources = save_layers(tmp_path, 3, HEAVY)
     how = {"method": "actmat", "threads": 1, "workers": 2}
-    two = "from covmerge.engine import budget; budget._hands = lambda device: 2\n" + MERGE
+    two = "from covmerge.run.engine import budget; budget._hands = lambda device: 2\n" + MERGE
     (peak,), report = watched(together, Forked(two, given(*sources, tmp_path / "two", **how)))
     assert peak <= report["expected_peak_memory"]
     # Half of what a second item takes that is read (three tensors) and written, of each.

@@ -8,18 +8,18 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_store
-from covmerge.engine import RunOptions
 from covmerge.errors import CheckFailed, InputError, TensorError
-from covmerge.job import Job
-from covmerge.recipe import parse_recipe
-from covmerge.result import MergeResult
-from covmerge.sources import open_recipe
-from covmerge.stores.destination import Destination
-from covmerge.stores.local_destination import LocalDestination
-from covmerge.stores.memory import MemoryStore
-from covmerge.stores.memory_destination import MemoryDestination
-from covmerge.verification import verify
+from covmerge.files.checkpoints import open_store
+from covmerge.files.stores.destination import Destination
+from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.memory import MemoryStore
+from covmerge.files.stores.memory_destination import MemoryDestination
+from covmerge.front.job import Job
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import RunOptions
+from covmerge.run.result import MergeResult
+from covmerge.run.sources import open_recipe
+from covmerge.run.verification import verify
 from tests.interrupted import InterruptAfter
 from tests.verification.test_files import save_models
 

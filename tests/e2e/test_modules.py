@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, InputError, TensorError
+from covmerge.files.checkpoints import open_checkpoint
 from tests.advised import advice
 from tests.checkpoints.adapters import llama
 from tests.checkpoints.hub_server import connect, serve

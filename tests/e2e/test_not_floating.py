@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError, TensorError
-from covmerge.recompute import recompute
+from covmerge.run.recompute import recompute
 from tests.cli.runs import covmerge as cli
 
 NAMES = ("a", "b")

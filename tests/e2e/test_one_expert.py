@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import RecipeError
-from covmerge.recompute import recompute
+from covmerge.run.recompute import recompute
 from tests.cli.runs import covmerge as run
 
 BASE = {"h.0.proj.weight": torch.randn(24, 16), "h.0.proj.bias": torch.randn(24)}

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, RecipeError, ResourceError
-from covmerge.recompute import recompute
-from covmerge.statistics import Generated, StatisticsFile, base_inputs, of_base
-from covmerge.stores.lock import Lock
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.stores.lock import Lock
+from covmerge.plan.statistics import Generated, StatisticsFile, base_inputs, of_base
+from covmerge.run.recompute import recompute
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -42,7 +42,7 @@ def never_run(monkeypatch):
     def run(*args, **kwargs):
         pytest.fail("the base was run")
 
-    monkeypatch.setattr("covmerge.statistics.of_base.collect", run)
+    monkeypatch.setattr("covmerge.plan.statistics.of_base.collect", run)
 
 
 def kept(folder):
@@ -72,7 +72,7 @@ def test_it_is_what_collect_makes_and_is_made_once(models, tmp_path, monkeypatch
         pytest.fail("the base was run again")
 
     with monkeypatch.context() as patched:
-        patched.setattr("covmerge.statistics.of_base.collect", fail)
+        patched.setattr("covmerge.plan.statistics.of_base.collect", fail)
         # However the base is named: what is written knows nothing of the cache.
         second = covmerge.merge(str(base), experts, out=again, base_statistics="random")
         assert second.run["base_inputs_seconds"] == 0.0
@@ -174,7 +174,7 @@ def test_another_tokenizer_draws_other_inputs(models):
 def test_only_so_much_is_kept(models, tmp_path, monkeypatch):
     """And what was used within a day, which a merge may still be reading."""
     base, experts = models
-    monkeypatch.setattr("covmerge.statistics.of_base._KEPT_BYTES", 0)
+    monkeypatch.setattr("covmerge.plan.statistics.of_base._KEPT_BYTES", 0)
 
     def made(folder):
         with closing(open_checkpoint(folder)) as opened:

@@ -128,7 +128,7 @@ def test_unfinished_work_needs_a_decision(tmp_path):
 
 def test_large_matrices_are_gone_on_with_by_as_many_threads(tmp_path, monkeypatch):
     """Their sums are rounded by it, and the output had some of each."""
-    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", 60)
+    monkeypatch.setattr("covmerge.plan.planning.work._NARROW_ELEMENTS", 60)
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2, method="ace", threads=1)
     with pytest.raises(InputError, match=r"threads was 1 and is now 2\. Take these back"):
@@ -140,7 +140,7 @@ def test_large_matrices_are_gone_on_with_by_as_many_threads(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("method", "narrow"), [("ace", 2**20), ("average", 60)])
 def test_what_does_not_hang_on_threads_is_gone_on_with(tmp_path, monkeypatch, method, narrow):
-    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", narrow)
+    monkeypatch.setattr("covmerge.plan.planning.work._NARROW_ELEMENTS", narrow)
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2, method=method, threads=1)
     covmerge.merge(base, experts, method, out=tmp_path / "out", resume=True, threads=2)
@@ -195,7 +195,7 @@ def test_products_of_less_precision_are_not_resumed(tmp_path):
 def test_another_processor_goes_on_and_says_so(tmp_path, monkeypatch):
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2)
-    monkeypatch.setattr("covmerge.engine.options.processor_of", lambda device: "Z80")
+    monkeypatch.setattr("covmerge.run.engine.options.processor_of", lambda device: "Z80")
     done = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert done.run["resumed_items"] == 2
     assert any("another processor" in note and "this one is Z80" in note for note in done.notes)

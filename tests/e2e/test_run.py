@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from covmerge.errors import CheckpointError, RecipeError
-from covmerge.recipe import load_recipe, parse_recipe
+from covmerge.plan.recipe import load_recipe, parse_recipe
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build

@@ -8,11 +8,11 @@ import transformers
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.api import plan_recipe, run_recipe
-from covmerge.engine import RunOptions
 from covmerge.errors import InputError, RecipeError
-from covmerge.recipe import parse_recipe
-from covmerge.recompute import recompute
+from covmerge.front.api import plan_recipe, run_recipe
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import RunOptions
+from covmerge.run.recompute import recompute
 from tests.e2e.models import run, save_family
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
@@ -224,8 +224,8 @@ def test_without_a_base_no_update_is_lost_to_rounding(tmp_path):
 
 def test_inspection_needs_a_base(tmp_path):
     with pytest.raises(InputError, match="the recipe has no base"):
-        covmerge.api.run_comparison(
-            covmerge.comparison.CompareJob(recipe=stacked(tmp_path), methods=["average"])
+        covmerge.front.api.run_comparison(
+            covmerge.run.comparison.CompareJob(recipe=stacked(tmp_path), methods=["average"])
         )
 
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.linalg.select import kth_magnitude, threshold_rank
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
+from covmerge.maths.methods.factored import merge_factors, survey_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors, survey_factors
 from tests.e2e.test_adapter_output import base_of
 from tests.e2e.test_adapters import experts, family, of_gpt2, saved_family  # noqa: F401 - fixtures
 

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build
 from tests.e2e.test_adapters import save_adapter

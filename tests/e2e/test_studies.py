@@ -14,13 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, CovmergeError, InputError, RecipeError, TensorError
-from covmerge.linalg.random import Stream
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.maths.linalg.random import Stream
+from covmerge.maths.methods.emr import Masses, rescalers
 from covmerge.methods import registry
-from covmerge.methods.emr import Masses, rescalers
-from covmerge.plan import build as plan_build
-from covmerge.statistics import StatisticsFile, collect, collect_regmean_pp
+from covmerge.plan.planning import build as plan_build
+from covmerge.plan.statistics import StatisticsFile, collect, collect_regmean_pp
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
@@ -755,7 +755,7 @@ class TestStatistics:
                     raise CheckpointError("not downloaded")
                 return self._local.read(name, rows)
 
-        monkeypatch.setattr("covmerge.sources.open_checkpoint", Remote)
+        monkeypatch.setattr("covmerge.run.sources.open_checkpoint", Remote)
         arguments = (
             folder / "base.safetensors",
             {e: folder / f"{e}.safetensors" for e in files},

@@ -7,12 +7,12 @@ import pytest
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.engine import RunOptions
 from covmerge.errors import InputError, ResourceError
-from covmerge.recipe import parse_recipe
-from covmerge.recompute import recompute
-from covmerge.sources import open_recipe
-from covmerge.unsaid import why_not
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import RunOptions
+from covmerge.run.recompute import recompute
+from covmerge.run.sources import open_recipe
+from covmerge.run.unsaid import why_not
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("covmerge.unsaid.why_not", why_not)  # which other tests go without
+    monkeypatch.setattr("covmerge.run.unsaid.why_not", why_not)  # which other tests go without
     return save_family(build("llama"), tmp_path)
 
 
@@ -35,7 +35,7 @@ def never_run(monkeypatch):
     def run(*args, **kwargs):
         pytest.fail("the base was run")
 
-    monkeypatch.setattr("covmerge.statistics.of_base.collect", run)
+    monkeypatch.setattr("covmerge.plan.statistics.of_base.collect", run)
 
 
 def not_known(result):
@@ -95,10 +95,10 @@ def test_too_little_memory_is_said(models, never_run):
 
 def test_too_little_disk_is_said(models, never_run, monkeypatch):
     base, experts = models
-    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("covmerge.run.unsaid.free_bytes", lambda folder: 1000)
     told = not_known(covmerge.merge(base, experts))
     assert "what it sees takes 16.9 kB of disk" in told and "has 1.00 kB free" in told
-    monkeypatch.setattr("covmerge.statistics.needed.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("covmerge.plan.statistics.needed.free_bytes", lambda folder: 1000)
     with pytest.raises(ResourceError, match=r"free some, or name another folder by COVMERGE_CACHE"):
         covmerge.merge(base, experts, base_statistics="random")
 
@@ -107,7 +107,7 @@ def test_what_was_made_needs_no_disk(models, monkeypatch, tmp_path):
     base, experts = models
     covmerge.merge(base, experts)
     (file,) = (tmp_path / "cache" / "base-inputs").glob("*.covstats.safetensors")
-    for where in ("covmerge.unsaid", "covmerge.statistics.needed"):
+    for where in ("covmerge.run.unsaid", "covmerge.plan.statistics.needed"):
         monkeypatch.setattr(f"{where}.free_bytes", lambda folder: 1000)
     result = covmerge.merge(base, experts)
     assert result.recipe.base_statistics == "random"
@@ -120,7 +120,7 @@ def test_what_was_made_needs_no_disk(models, monkeypatch, tmp_path):
 
 def test_a_device_that_is_not_here_is_not_asked_what_was_made(models, monkeypatch):
     base, experts = models
-    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("covmerge.run.unsaid.free_bytes", lambda folder: 1000)
     recipe = parse_recipe({"base": str(base), "experts": paths(experts)})
     with open_recipe(recipe) as opened:
         settled = opened.settled([recipe], RunOptions(device="cuda:99"))
@@ -154,7 +154,7 @@ def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):
     def fail(*args, **kwargs):
         raise InputError("no inputs for such a model")
 
-    monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
+    monkeypatch.setattr("covmerge.plan.statistics.of_base.collect", fail)
     base, experts = models
     result = covmerge.merge(base, experts)
     assert result.recipe.method == "auto"
@@ -177,13 +177,13 @@ def test_an_adapter_of_adapters_needs_nothing_of_its_base(tmp_path, models, neve
 @pytest.mark.parametrize("name", ["clip", "llama"])
 def test_whatever_a_strangers_model_does_is_said(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("covmerge.unsaid.why_not", why_not)
+    monkeypatch.setattr("covmerge.run.unsaid.why_not", why_not)
     if name == "llama":  # one whose layers fail in a way of their own; clip fails by itself
 
         def fail(*args, **kwargs):
             raise AttributeError("no such thing")
 
-        monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
+        monkeypatch.setattr("covmerge.plan.statistics.of_base.collect", fail)
     base, experts = save_family(build(name), tmp_path)
     result = covmerge.merge(base, experts, out=tmp_path / "out")
     assert result.recipe.method == "auto"
@@ -199,7 +199,7 @@ def test_a_merge_by_what_was_made_is_resumed(models, tmp_path, monkeypatch):
         covmerge.merge(base, experts, out=tmp_path / "out", progress=InterruptAfter(6))
     covmerge.merge(base, experts, "auto")  # another merge by the same file
     # The file itself took the room that there was.
-    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("covmerge.run.unsaid.free_bytes", lambda folder: 1000)
     resumed = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert resumed.run["resumed_items"] > 0
     for name, tensor in load_file(tmp_path / "undisturbed" / "model.safetensors").items():

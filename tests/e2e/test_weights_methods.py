@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.linalg.random import Stream
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.random import Stream
+from covmerge.maths.methods.mergekit import Drawn, places
 from covmerge.methods import registry
-from covmerge.methods.mergekit import Drawn, places
-from covmerge.types import LinearGroup
 from tests.forked import fork_workers
 
 SHAPES = {

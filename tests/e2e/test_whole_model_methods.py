@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import Silent, read_inputs, survey
-from covmerge.engine.selection import Selections
 from covmerge.errors import RecipeError, TensorError
-from covmerge.linalg.select import kth_magnitude
-from covmerge.methods.emr import Masses, rescalers
-from covmerge.plan import Count, build, build_plan, types
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.maths.linalg.select import kth_magnitude
+from covmerge.maths.methods.emr import Masses, rescalers
+from covmerge.plan.planning import Count, build, build_plan, types
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import Silent, read_inputs, survey
+from covmerge.run.engine.selection import Selections
+from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import save_plain, statistics_for
 from tests.interrupted import InterruptAfter
 
@@ -126,7 +126,7 @@ class TestTheSample:
             read[items[0].key] += isinstance(items[0].tensor.operation, Count)
             return read_inputs(items, sources)
 
-        monkeypatch.setattr("covmerge.engine.threads.read_inputs", counted)
+        monkeypatch.setattr("covmerge.run.engine.threads.read_inputs", counted)
         return read
 
     @pytest.mark.parametrize(("dtype", "expected"), [("float32", 1), ("float64", 3)])
@@ -391,7 +391,7 @@ class TestCompare:
         assert all(row.stable_rank > 0 for row in compared.rows)
 
     def test_reads_each_tensor_once(self, states, monkeypatch):
-        from covmerge.checkpoints.memory import MemoryCheckpoint
+        from covmerge.files.checkpoints.memory import MemoryCheckpoint
 
         reads = []
         original = MemoryCheckpoint.read

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.checkpoints import patterns
-from covmerge.checkpoints.patterns import Patterns
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints import patterns
+from covmerge.files.checkpoints.patterns import Patterns
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import run
 
@@ -44,7 +44,7 @@ for name in calls.split():
 MERGE = """
 import json, os, signal, sys
 import covmerge
-import covmerge.cli
+import covmerge.front.cli
 from covmerge.errors import InputError
 
 given, kill = json.loads(sys.argv[1]), int(sys.argv[2])
@@ -134,7 +134,7 @@ def test_no_link_is_followed_without_the_flag_for_it(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("precious")
     program = WITHOUT + (
         "from pathlib import Path\n"
-        "from covmerge.stores.descriptor import open_descriptor\n"
+        "from covmerge.files.stores.descriptor import open_descriptor\n"
         "open_descriptor(Path(sys.argv[1]), os.O_WRONLY | os.O_TRUNC)\n"
     )
     assert "Too many levels of symbolic links" in run(program, tmp_path / "link").stderr

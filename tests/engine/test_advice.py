@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import account_of_lengths
-from covmerge.noticed import Noticed, Seen
+from covmerge.base.noticed import Noticed, Seen
+from covmerge.run.engine import account_of_lengths
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain, words
 

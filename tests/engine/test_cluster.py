@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import Context, NoOutput, RunOptions, Sources, Task, with_executor
-from covmerge.engine.cluster import cluster_address, executor
-from covmerge.engine.cluster.executor import _loads, needs_of
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan import WorkItem, build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.plan.planning import WorkItem, build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import Context, NoOutput, RunOptions, Sources, Task, with_executor
+from covmerge.run.engine.cluster import cluster_address, executor
+from covmerge.run.engine.cluster.executor import _loads, needs_of
+from covmerge.run.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
 from tests.interrupted import InterruptAfter
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import (
+from covmerge.errors import InputError, ResourceError
+from covmerge.maths.layer import Method
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import (
     Context,
     NoOutput,
     Processes,
@@ -16,16 +20,12 @@ from covmerge.engine import (
     find_rank,
     usable_device,
 )
-from covmerge.engine import options as of_runs
-from covmerge.engine import workers as choosing
-from covmerge.engine.device_room import _BESIDE, check_room
-from covmerge.engine.devices import own_device
-from covmerge.engine.lots import lots_of
-from covmerge.errors import InputError, ResourceError
-from covmerge.layer import Method
-from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.run.engine import options as of_runs
+from covmerge.run.engine import workers as choosing
+from covmerge.run.engine.device_room import _BESIDE, check_room
+from covmerge.run.engine.devices import own_device
+from covmerge.run.engine.lots import lots_of
+from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
 

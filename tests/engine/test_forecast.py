@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from covmerge.engine import Hardware, forecast, parse_hardware
 from covmerge.errors import InputError, ResourceError
-from covmerge.linalg.auto import eigh_cost
-from covmerge.plan import build_plan
-from covmerge.recipe import format_size, parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.maths.linalg.auto import eigh_cost
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import format_size, parse_recipe
+from covmerge.run.engine import Hardware, forecast, parse_hardware
+from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.test_resume import save_plain

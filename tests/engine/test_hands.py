@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import Processes, RunOptions, budget, options, plan_memory
-from covmerge.engine.device_room import _BESIDE
-from covmerge.engine.lots import lots_of
-from covmerge.engine.staging import pinned_bytes
 from covmerge.errors import ResourceError, TensorError
+from covmerge.run.engine import Processes, RunOptions, budget, options, plan_memory
+from covmerge.run.engine.device_room import _BESIDE
+from covmerge.run.engine.lots import lots_of
+from covmerge.run.engine.staging import pinned_bytes
 from tests.e2e.test_resume import digests, interrupt_after
 from tests.engine.test_lots import batches, models, plan, saved
 from tests.engine.watched import Watched, noted

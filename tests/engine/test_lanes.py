@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import plan_memory, work
-from covmerge.engine.inputs import read_inputs
 from covmerge.errors import TensorError
-from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import plan_memory, work
+from covmerge.run.engine.inputs import read_inputs
+from covmerge.run.sources import open_checkpoints
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_the_number_of_lanes_changes_no_byte(method):
 def test_large_items_are_surveyed_alone(monkeypatch):
     base, experts = models()
     expected = covmerge.merge(base, experts, "ties", threads=3).tensors
-    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", 0)
+    monkeypatch.setattr("covmerge.plan.planning.work._NARROW_ELEMENTS", 0)
     running, lock = 0, threading.Lock()
 
     def watched(items, *given):
@@ -62,7 +62,7 @@ def test_large_items_are_surveyed_alone(monkeypatch):
             running -= 1
         yield from work(items, *given)
 
-    monkeypatch.setattr("covmerge.engine.threads.work", watched)
+    monkeypatch.setattr("covmerge.run.engine.threads.work", watched)
     merged = covmerge.merge(base, experts, "ties", threads=3).tensors
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
@@ -78,7 +78,7 @@ def test_items_really_run_beside_each_other(monkeypatch):
     base, experts = models()
     assert len(base) % 3 == 0
     before = torch.get_num_threads()
-    monkeypatch.setattr("covmerge.engine.threads.work", watched)
+    monkeypatch.setattr("covmerge.run.engine.threads.work", watched)
     covmerge.merge(base, experts, "average", threads=3)
     assert torch.get_num_threads() == before
 
@@ -91,7 +91,7 @@ def test_reading_leaves_the_other_cores_to_the_lanes(monkeypatch):
         seen.add(torch.get_num_threads())
         return read_inputs(*given)
 
-    monkeypatch.setattr("covmerge.engine.threads.read_inputs", watched)
+    monkeypatch.setattr("covmerge.run.engine.threads.read_inputs", watched)
     covmerge.merge(*models(), "average", threads=3)
     assert seen == {1}
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import RunOptions, find_rank, lots, plan_memory
-from covmerge.engine.lots import lots_of
 from covmerge.errors import InputError, TensorError
 from covmerge.methods.registry import Method
-from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import RunOptions, find_rank, lots, plan_memory
+from covmerge.run.engine.lots import lots_of
+from covmerge.run.sources import open_checkpoints
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.engine import Processes, budget, plan_memory
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import Processes, budget, plan_memory
+from covmerge.run.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import fork_workers
 from tests.held import COMMAND_LINE, held, journaled, wait_until

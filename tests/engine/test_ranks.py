@@ -16,20 +16,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge import api
-from covmerge.checkpoints import Content
-from covmerge.checkpoints.sealed import sealed
-from covmerge.engine import Rank, RunOptions, find_rank
-from covmerge.engine.ranks.hashing import SharedHashing
-from covmerge.engine.ranks.session import Session
-from covmerge.engine.ranks.shares import own_first, shares
-from covmerge.engine.ranks.sharing import Sharing
 from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
+from covmerge.files.checkpoints import Content
+from covmerge.files.checkpoints.sealed import sealed
+from covmerge.files.stores.local import LocalFolder
+from covmerge.front import api
 from covmerge.methods import registry
 from covmerge.methods.registry import Survey
-from covmerge.recipe import dump_recipe, parse_recipe
-from covmerge.stores.local import LocalFolder
-from covmerge.verification import WeightsLook
+from covmerge.plan.recipe import dump_recipe, parse_recipe
+from covmerge.run.engine import Rank, RunOptions, find_rank
+from covmerge.run.engine.ranks.hashing import SharedHashing
+from covmerge.run.engine.ranks.session import Session
+from covmerge.run.engine.ranks.shares import own_first, shares
+from covmerge.run.engine.ranks.sharing import Sharing
+from covmerge.run.verification import WeightsLook
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import Forked, fork_workers
 from tests.held import COMMAND_LINE, wait_until
@@ -108,8 +108,8 @@ def test_ranks_of_processes(plain, whole, tmp_path, monkeypatch):
 @pytest.fixture
 def together(monkeypatch):
     """Have ranks wait for each other once, and take a moment for each item, so that each has some."""
-    from covmerge.engine import threads
-    from covmerge.engine.ranks import Ranks
+    from covmerge.run.engine import threads
+    from covmerge.run.engine.ranks import Ranks
 
     run, read = Ranks.run, threads.read_inputs
 
@@ -141,10 +141,10 @@ def command(plain, method, out, number, world, *more):
 _WAIT = """
 import sys, time
 from pathlib import Path
-import covmerge.engine.threads as reader
-from covmerge.engine.ranks.hashing import SharedHashing
-from covmerge.engine.ranks.sharing import Sharing
-from covmerge.verification import WeightsLook
+import covmerge.run.engine.threads as reader
+from covmerge.run.engine.ranks.hashing import SharedHashing
+from covmerge.run.engine.ranks.sharing import Sharing
+from covmerge.run.verification import WeightsLook
 
 go = Path(sys.argv.pop(1))
 
@@ -248,7 +248,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
     plain, tmp_path, together, monkeypatch, world
 ):
     together(world)
-    monkeypatch.setattr("covmerge.engine.reading._CORES", 10**6)  # one thread each
+    monkeypatch.setattr("covmerge.run.engine.reading._CORES", 10**6)  # one thread each
     recipe = with_output(recipe_of(plain, "ace"), shard_size=40_000)
     api.run_recipe(recipe, tmp_path / "whole", RunOptions())
     seen, look, met = [], WeightsLook.__call__, threading.Barrier(world)
@@ -417,7 +417,7 @@ def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
     plain, whole, tmp_path, together, monkeypatch
 ):
     """The others void what it had counted, while it goes on as if nothing was."""
-    from covmerge.engine.ranks import executor, ledger
+    from covmerge.run.engine.ranks import executor, ledger
 
     together(2)
     slow, waiting = threading.Event(), executor.settle
@@ -441,7 +441,7 @@ def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
 
 
 def test_what_others_voided_that_are_gone_is_counted_again(plain, whole, tmp_path, monkeypatch):
-    from covmerge.engine.ranks import executor
+    from covmerge.run.engine.ranks import executor
 
     settle, voided = executor.settle, []
 
@@ -560,9 +560,9 @@ def test_ranks_that_would_merge_different_things(plain, tmp_path):
 
 def test_rows_that_another_machine_does_not_show(plain, tmp_path, together, monkeypatch):
     together(2)
-    monkeypatch.setattr("covmerge.engine.serving._LOOKS", 2)
+    monkeypatch.setattr("covmerge.run.engine.serving._LOOKS", 2)
     monkeypatch.setattr(
-        "covmerge.engine.outputs.FileOutput.read_back", lambda self, places: "another"
+        "covmerge.run.engine.outputs.FileOutput.read_back", lambda self, places: "another"
     )
     results = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=1.0)
     assert isinstance(results[0], CheckpointError)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import survey
-from covmerge.engine.selection import Selections
-from covmerge.plan import types
+from covmerge.plan.planning import types
+from covmerge.run.engine import survey
+from covmerge.run.engine.selection import Selections
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import RunOptions, lots, options, plan_memory, threads
-from covmerge.engine import staging as of_staging
-from covmerge.engine.inputs import Inputs
-from covmerge.engine.staging import Staging, pinned_bytes
+from covmerge.base.types import LowRank, Measured
 from covmerge.errors import TensorError
-from covmerge.types import LowRank, Measured
+from covmerge.run.engine import RunOptions, lots, options, plan_memory, threads
+from covmerge.run.engine import staging as of_staging
+from covmerge.run.engine.inputs import Inputs
+from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import digests

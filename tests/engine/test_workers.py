@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import Context, NoOutput, RunOptions, Task, Threads
-from covmerge.engine import workers as choosing
-from covmerge.engine.thread_count import usable_cores
-from covmerge.engine.workers import choose_workers
 from covmerge.errors import InputError
-from covmerge.plan import WorkItem, build_plan
-from covmerge.recipe import parse_recipe
-from covmerge.sources import open_checkpoints
+from covmerge.plan.planning import WorkItem, build_plan
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import Context, NoOutput, RunOptions, Task, Threads
+from covmerge.run.engine import workers as choosing
+from covmerge.run.engine.thread_count import usable_cores
+from covmerge.run.engine.workers import choose_workers
+from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
 

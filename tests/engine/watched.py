@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from covmerge.engine import Opener, threads
-from covmerge.engine.staging import Staging
 from covmerge.methods.registry import Method
-from covmerge.plan import Count
+from covmerge.plan.planning import Count
+from covmerge.run.engine import Opener, threads
+from covmerge.run.engine.staging import Staging
 
 SMALL = 1000  # bytes of a buffer: a matrix takes some, and the last piece does not fill one
 

@@ -14,14 +14,14 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.checkpoints import HubModel, open_checkpoint
 from covmerge.errors import CheckpointError
-from covmerge.export.front_matter import read_front_matter
-from covmerge.export.library import library_of, pipeline_of
-from covmerge.export.licences import Licence, licence_notes, read_licence, shared_licence
-from covmerge.recipe import parse_recipe
-from covmerge.recipe.strict_yaml import parse_yaml
-from covmerge.stores.local import LocalFolder
+from covmerge.files.checkpoints import HubModel, open_checkpoint
+from covmerge.files.stores.local import LocalFolder
+from covmerge.plan.recipe import parse_recipe
+from covmerge.plan.recipe.strict_yaml import parse_yaml
+from covmerge.run.export.front_matter import read_front_matter
+from covmerge.run.export.library import library_of, pipeline_of
+from covmerge.run.export.licences import Licence, licence_notes, read_licence, shared_licence
 from tests.checkpoints.hub_server import COMMIT, connect, serve
 from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for

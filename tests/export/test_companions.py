@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from covmerge.errors import CheckpointError
-from covmerge.export import copy_companions
-from covmerge.stores.local import LocalFolder
+from covmerge.files.stores.local import LocalFolder
+from covmerge.run.export import copy_companions
 
 COMPANIONS = [
     "1_Pooling/config.json",

@@ -6,11 +6,11 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.checkpoints.layout import plan_layout
+from covmerge.base.types import TensorHeader
 from covmerge.errors import InputError
-from covmerge.export import write_indices, write_manifest
-from covmerge.stores.local import LocalFolder
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints.layout import plan_layout
+from covmerge.files.stores.local import LocalFolder
+from covmerge.run.export import write_indices, write_manifest
 
 
 def save_heads(folder):

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from covmerge.checkpoints.layout import plan_layout
-from covmerge.checkpoints.writer import ShardWriter
-from covmerge.export import copy_companions, write_indices
-from covmerge.stores.local import LocalFolder
-from covmerge.types import TensorHeader
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.layout import plan_layout
+from covmerge.files.checkpoints.writer import ShardWriter
+from covmerge.files.stores.local import LocalFolder
+from covmerge.run.export import copy_companions, write_indices
 
 transformers = pytest.importorskip("transformers")
 

@@ -50,7 +50,7 @@ def package(tmp_path):
 SERVE = """
 import json, sys
 from typer.testing import CliRunner
-from covmerge.cli import app
+from covmerge.front.cli import app
 results = [CliRunner().invoke(app, command, prog_name="covmerge") for command in json.loads(sys.argv[1])]
 print(json.dumps([[ran.exit_code, ran.stdout, ran.stderr] for ran in results]))
 """

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.maths.testing.forms import FORMS
+from covmerge.maths.testing.laws import LAWS, SHAPES
 from covmerge.testing import Broken, check_method, check_step, checks
-from covmerge.testing.forms import FORMS
-from covmerge.testing.laws import LAWS, SHAPES
 
 pytestmark = pytest.mark.usefixtures("forget")
 

@@ -108,7 +108,7 @@ def test_a_resume_after_an_upgrade_is_refused(installed, script, models, tmp_pat
     """The version, and the code, of an outside method are part of the plan's digest."""
     recipe = write_recipe(models, RECIPE, experts=("a", "b", "c"))
     digest = (
-        "from covmerge.api import plan_recipe; from covmerge.recipe import load_recipe; "
+        "from covmerge.front.api import plan_recipe; from covmerge.plan.recipe import load_recipe; "
         f"print(plan_recipe(load_recipe({str(recipe)!r}))[0].digest({{}}))"
     )
     before = script([installed], digest)

@@ -10,7 +10,7 @@ import torch
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.reporting import page
+from covmerge.front.reporting import page
 from tests.cli.runs import save_plain
 
 pytestmark = pytest.mark.usefixtures("forget")

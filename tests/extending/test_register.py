@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.registry.packages import origin_of
-from covmerge.types import LinearGroup
+from covmerge.maths.registry.packages import origin_of
 
 pytestmark = pytest.mark.usefixtures("forget")
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from covmerge.linalg.pinv import cut_off_right
-from covmerge.linalg.polar import polar, polar_by_products
-from covmerge.linalg.spectral import leading_directions
+from covmerge.base.types import LowRank
+from covmerge.maths.linalg.pinv import cut_off_right
+from covmerge.maths.linalg.polar import polar, polar_by_products
+from covmerge.maths.linalg.spectral import leading_directions
+from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
 from covmerge.methods.registry import cost_with
-from covmerge.types import LowRank
 from tests.linalg.test_by_products import SPECTRA, default, of_spectrum, truth
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_batched import BATCHED, SOLVED

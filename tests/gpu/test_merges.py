@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.engine import RunOptions
-from covmerge.engine.device_room import _BESIDE
-from covmerge.engine.inputs import Inputs
-from covmerge.engine.lots import lots_of
-from covmerge.engine.staging import Staging, pinned_bytes
 from covmerge.errors import ResourceError
+from covmerge.run.engine import RunOptions
+from covmerge.run.engine.device_room import _BESIDE
+from covmerge.run.engine.inputs import Inputs
+from covmerge.run.engine.lots import lots_of
+from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from covmerge.linalg import auto, select
+from covmerge.base.types import LowRank
+from covmerge.maths.linalg import auto, select
+from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
 from covmerge.steps import registry as steps
 from covmerge.steps import resolve_steps, with_steps
-from covmerge.types import LowRank
 from tests.gpu.pretended import Pretended, fetched, pretended_gpu
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_batched import SOLVED

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.inspection import Severity, job
-from covmerge.inspection.compatibility import check_tokenizers
+from covmerge.run.inspection import Severity, job
+from covmerge.run.inspection.compatibility import check_tokenizers
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

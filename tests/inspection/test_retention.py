@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge import api
-from covmerge.comparison import SPENT
-from covmerge.recipe import parse_recipe
+from covmerge.front import api
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.comparison import SPENT
 from tests.e2e.models import build, fine_tuned, save_family
 
 # transformers' own, when PEFT wraps a model.

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.checkpoints import Journal
 from covmerge.errors import InputError, RecipeError
+from covmerge.files.checkpoints import Journal
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

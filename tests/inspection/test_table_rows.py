@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import covmerge
-from covmerge.measures.table_rows import TableRows, table_rows
+from covmerge.maths.measures.table_rows import TableRows, table_rows
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge import merge_layer
-from covmerge.linalg import auto, by_products
-from covmerge.linalg import polar as polar_rules
-from covmerge.linalg.by_products import inverse_root, largest_bound, newton_schulz, projector
-from covmerge.linalg.pinv import cut_off_right, kept_eigenpairs, kept_projector
-from covmerge.linalg.polar import goes_by_products, polar, polar_by_products
-from covmerge.linalg.spectral import EXACT, leading_directions, rank_tolerance
-from covmerge.methods import iso, registry
-from covmerge.types import LinearGroup, Rounding
+from covmerge.base.types import LinearGroup, Rounding
+from covmerge.maths.linalg import auto, by_products
+from covmerge.maths.linalg import polar as polar_rules
+from covmerge.maths.linalg.by_products import inverse_root, largest_bound, newton_schulz, projector
+from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, kept_projector
+from covmerge.maths.linalg.polar import goes_by_products, polar, polar_by_products
+from covmerge.maths.linalg.spectral import EXACT, leading_directions, rank_tolerance
+from covmerge.maths.methods import iso, registry
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_costs import allocated
 from tests.methods.test_twins import both

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.linalg.joint import joint_directions
-from covmerge.linalg.spectral import leading_directions, truncated_svd
+from covmerge.maths.linalg.joint import joint_directions
+from covmerge.maths.linalg.spectral import leading_directions, truncated_svd
 from covmerge.methods import registry
 from tests.methods.groups import group_of, random_rotation, relative
 

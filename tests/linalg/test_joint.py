@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from covmerge.linalg.joint import joint_directions
-from covmerge.types import Rounding
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg.joint import joint_directions
 from tests.methods.groups import random_updates, relative
 
 

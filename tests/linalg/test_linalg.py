@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.linalg.cholesky import factorize, factorize_above
-from covmerge.linalg.lapack import lengths
-from covmerge.linalg.pinv import pinv_right
-from covmerge.linalg.rank_one import add_rank_one_
-from covmerge.linalg.spectral import leading_directions
+from covmerge.maths.linalg.cholesky import factorize, factorize_above
+from covmerge.maths.linalg.lapack import lengths
+from covmerge.maths.linalg.pinv import pinv_right
+from covmerge.maths.linalg.rank_one import add_rank_one_
+from covmerge.maths.linalg.spectral import leading_directions
 
 
 def spd(n, seed=0, dtype=torch.float64):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from covmerge.linalg.batched_metric import Metrics
-from covmerge.linalg.metric import Metric
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.maths.linalg.batched_metric import Metrics
+from covmerge.maths.linalg.metric import Metric
+from covmerge.maths.linalg.spectral import rank_tolerance
 
 SHAPES = [(12, 30), (30, 12), (20, 20)]
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from covmerge import merge_layer
-from covmerge.linalg import auto
-from covmerge.linalg.polar import orthogonalized
-from covmerge.linalg.refined import leading_pairs
-from covmerge.linalg.spectral import leading_svd, rank_tolerance, truncated_svd, with_equals
-from covmerge.types import Rounding
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg import auto
+from covmerge.maths.linalg.polar import orthogonalized
+from covmerge.maths.linalg.refined import leading_pairs
+from covmerge.maths.linalg.spectral import leading_svd, rank_tolerance, truncated_svd, with_equals
 
 SIDE = 264  # no smaller matrix is refined
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge import merge_layer
-from covmerge.linalg import auto
-from covmerge.linalg.pinv import largest_eigenvalue, pinv_right, solve_full_rank
+from covmerge.maths.linalg import auto
+from covmerge.maths.linalg.pinv import largest_eigenvalue, pinv_right, solve_full_rank
 
 dims = st.integers(1, 6000)
 
@@ -108,8 +108,8 @@ def updates(ratio, count=4, n=48):
     ("ratio", "solver"), [(0.0, "cholesky32"), (-4.0, "cholesky64"), (-12.0, "eigen64")]
 )
 def test_each_solver_gives_the_answer_of_float64(method, ratio, solver):
+    from covmerge.base.types import LinearGroup
     from covmerge.methods import registry
-    from covmerge.types import LinearGroup
 
     exact = updates(ratio)
     single = tuple(update.float() for update in exact)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.linalg import select
-from covmerge.linalg.random import Stream
-from covmerge.linalg.select import MagnitudeSelect, kth_magnitude, threshold_rank
+from covmerge.maths.linalg import select
+from covmerge.maths.linalg.random import Stream
+from covmerge.maths.linalg.select import MagnitudeSelect, kth_magnitude, threshold_rank
 
 DTYPES = [torch.float32, torch.float64]
 # Zeros of both signs, subnormals and the largest numbers among the rest.

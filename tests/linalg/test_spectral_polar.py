@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from covmerge.linalg.polar import orthogonalized, polar
-from covmerge.linalg.spectral import leading_directions, rank_tolerance, residual, truncated_svd
+from covmerge.maths.linalg.polar import orthogonalized, polar
+from covmerge.maths.linalg.spectral import (
+    leading_directions,
+    rank_tolerance,
+    residual,
+    truncated_svd,
+)
 
 
 def rows(m, n, seed=1, dtype=torch.float64):

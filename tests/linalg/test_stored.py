@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import TensorError
-from covmerge.linalg.stored import stored_as
+from covmerge.maths.linalg.stored import stored_as
 
 # The largest number and the end of what rounds to it, from the formats' definitions: IEEE 754's (a number
 # with an odd last bit loses the tie), and the OCP's FP8, whose 480 is NaN.

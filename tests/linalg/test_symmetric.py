@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.linalg.cholesky import factorize, factorize_above
-from covmerge.linalg.symmetric import add_gram_, gram, half, mirror_, times_lower
+from covmerge.maths.linalg.cholesky import factorize, factorize_above
+from covmerge.maths.linalg.symmetric import add_gram_, gram, half, mirror_, times_lower
 
 
 def matrix(m, n, dtype=torch.float64):

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covmerge.linalg.spectral import numerical_rank
-from covmerge.measures.retention import energy_gram, retention
-from covmerge.measures.rounding import Lost, lost_when_stored, rounding_of
-from covmerge.measures.spectrum import leading, spectrum_of
-from covmerge.measures.sums import sums_from_json, sums_of
-from covmerge.types import LowRank
+from covmerge.base.types import LowRank
+from covmerge.maths.linalg.spectral import numerical_rank
+from covmerge.maths.measures.retention import energy_gram, retention
+from covmerge.maths.measures.rounding import Lost, lost_when_stored, rounding_of
+from covmerge.maths.measures.spectrum import leading, spectrum_of
+from covmerge.maths.measures.sums import sums_from_json, sums_of
 
 
 def draw(*shape, seed=0, scale=1.0):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covmerge.measures.quadratics import kept, quadratics
-from covmerge.measures.retention import retention
-from covmerge.types import LowRank
+from covmerge.base.types import LowRank
+from covmerge.maths.measures.quadratics import kept, quadratics
+from covmerge.maths.measures.retention import retention
 
 
 def drawn(generator, shape, scale):

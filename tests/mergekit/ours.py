@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from covmerge.api import run_recipe
-from covmerge.cli.flags import RecipeFlags, read_recipe
-from covmerge.engine import RunOptions
+from covmerge.base.findings import FAULTS
 from covmerge.errors import CovmergeError
-from covmerge.findings import FAULTS
-from covmerge.recipe import Recipe
+from covmerge.front.api import run_recipe
+from covmerge.front.cli.flags import RecipeFlags, read_recipe
+from covmerge.plan.recipe import Recipe
+from covmerge.run.engine import RunOptions
 from tests.mergekit.differences import Merged
 
 

@@ -10,10 +10,10 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from covmerge.api import run_recipe
 from covmerge.errors import InputError
-from covmerge.recipe import load_recipe
-from covmerge.tensors.layers import layer_name
+from covmerge.files.tensors.layers import layer_name
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import load_recipe
 from tests.tensors.models import EXPERTS, GROUPED, IMAGE, T5, TEXT
 
 TWO = {"num_hidden_layers": 2}

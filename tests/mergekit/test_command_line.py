@@ -4,9 +4,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from covmerge.cli import app
-from covmerge.cli.theirs import translated
 from covmerge.errors import RecipeError
+from covmerge.front.cli import app
+from covmerge.front.cli.theirs import translated
 
 THEIRS = "merge_method: linear\nmodels: [{model: org/a, parameters: {weight: [0, 1], wieght: 2}}]\n"
 

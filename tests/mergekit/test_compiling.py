@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from covmerge.errors import RecipeError
-from covmerge.recipe import load_recipe, parse_recipe
-from covmerge.recipe.mergekit import Told, compile_mergekit
-from covmerge.recipe.mergekit.models import Reference, located, names_of
-from covmerge.recipe.strict_yaml import parse_yaml
-from covmerge.recipe.varied import value_at
+from covmerge.plan.recipe import load_recipe, parse_recipe
+from covmerge.plan.recipe.mergekit import Told, compile_mergekit
+from covmerge.plan.recipe.mergekit.models import Reference, located, names_of
+from covmerge.plan.recipe.strict_yaml import parse_yaml
+from covmerge.plan.recipe.varied import value_at
 
 TIES = "merge_method: ties\nbase_model: org/base\n"
 PASS = "merge_method: passthrough\n"

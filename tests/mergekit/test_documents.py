@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from covmerge import verify
-from covmerge.cli import app
 from covmerge.errors import RecipeError
-from covmerge.recipe import load_recipe
-from covmerge.recipe.load import load_stages
+from covmerge.front.cli import app
+from covmerge.plan.recipe import load_recipe
+from covmerge.plan.recipe.load import load_stages
 from tests.mergekit.models import save_models
 
 MEAN = """

@@ -7,11 +7,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.engine import RunOptions
 from covmerge.errors import CovmergeError
-from covmerge.recipe import load_recipe
-from covmerge.recipe.load import import_recipe
-from covmerge.recipe.mergekit import Told
+from covmerge.plan.recipe import load_recipe
+from covmerge.plan.recipe.load import import_recipe
+from covmerge.plan.recipe.mergekit import Told
+from covmerge.run.engine import RunOptions
 from tests.forked import fork_workers
 from tests.mergekit import differences, module_generator, token_generator
 from tests.mergekit.agreement import assert_agrees, is_elementwise

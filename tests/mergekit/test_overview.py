@@ -5,11 +5,11 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from covmerge.api import plan_recipe
-from covmerge.engine import RunOptions, overview, worker
 from covmerge.errors import NotFiniteError
-from covmerge.plan import build, work
-from covmerge.recipe import parse_recipe
+from covmerge.front.api import plan_recipe
+from covmerge.plan.planning import build, work
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import RunOptions, overview, worker
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory

@@ -9,13 +9,13 @@ import yaml
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.api import run_recipe
-from covmerge.cli.flags import RecipeFlags, read_recipe
-from covmerge.recipe import load_recipe
-from covmerge.recipe.load import import_recipe
-from covmerge.recipe.mergekit import Told
-from covmerge.recipe.mergekit.methods import METHODS
-from covmerge.recompute import recompute
+from covmerge.front.api import run_recipe
+from covmerge.front.cli.flags import RecipeFlags, read_recipe
+from covmerge.plan.recipe import load_recipe
+from covmerge.plan.recipe.load import import_recipe
+from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit.methods import METHODS
+from covmerge.run.recompute import recompute
 from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.cases import RECIPES, SEED
 from tests.mergekit.models import EXPERTS, LAYERS, flat, save_models

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from covmerge.recipe.varied import value_at
+from covmerge.plan.recipe.varied import value_at
 from tests.mergekit import token_cases
 from tests.mergekit.models import CONFIGS, weights
 from tests.mergekit.outputs import loaded, merged, stored

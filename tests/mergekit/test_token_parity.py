@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.api import run_recipe
-from covmerge.recipe import load_recipe
-from covmerge.recipe.load import import_recipe
-from covmerge.recipe.mergekit import Told
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import load_recipe
+from covmerge.plan.recipe.load import import_recipe
+from covmerge.plan.recipe.mergekit import Told
 from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.test_parity import merged
 from tests.mergekit.token_cases import RECIPES, by_token, ids_of, save_models

@@ -1,6 +1,6 @@
 """Layers for tests: those that `covmerge.testing` checks other people's methods on."""
 
-from covmerge.testing.groups import (
+from covmerge.maths.testing.groups import (
     group_of,
     permuted,
     random_rotation,

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import covmerge
 from covmerge import LowRank
+from covmerge.base.types import LinearGroup
+from covmerge.maths.methods.auto_least_squares import least_squares
+from covmerge.maths.methods.equalise import Counted, Likeness
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.testing.groups import random_rotation, random_updates
+from covmerge.maths.twins import TWINS
+from covmerge.maths.twins.closed_form import equalised
 from covmerge.methods import registry
-from covmerge.methods.auto_least_squares import least_squares
-from covmerge.methods.equalise import Counted, Likeness
-from covmerge.methods.factored import merge_factors
-from covmerge.testing.groups import random_rotation, random_updates
-from covmerge.twins import TWINS
-from covmerge.twins.closed_form import equalised
-from covmerge.types import LinearGroup
 
 AUTO = registry.get("auto")
 SHAPES = [(24, 40), (40, 24), (32, 32)]

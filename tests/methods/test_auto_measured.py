@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import covmerge
 from covmerge import Generated
+from covmerge.base.types import LinearGroup, Measured
+from covmerge.maths.testing.groups import random_updates
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.testing.groups import random_updates
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup, Measured
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import save
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.noticed import Seen, account_of
+from covmerge.base.types import LinearGroup
+from covmerge.front.reporting.tables import told
+from covmerge.maths.methods.auto_noticed import Equalised
+from covmerge.maths.testing.groups import random_updates
 from covmerge.methods import registry
-from covmerge.methods.auto_noticed import Equalised
-from covmerge.noticed import Seen, account_of
-from covmerge.reporting.tables import told
-from covmerge.testing.groups import random_updates
-from covmerge.types import LinearGroup
 from tests.report.merges import checkpoints, report
 from tests.report.pages import parse, rows_of
 
-page = pytest.importorskip("covmerge.reporting.html")
+page = pytest.importorskip("covmerge.front.reporting.html")
 
 
 def merged(updates, inputs=None):

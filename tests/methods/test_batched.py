@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covmerge.base.types import LowRank, Merged, Rounding
 from covmerge.errors import TensorError
-from covmerge.linalg.auto import precision_choice
-from covmerge.linalg.lapack import LinAlgError
+from covmerge.maths.linalg.auto import precision_choice
+from covmerge.maths.linalg.lapack import LinAlgError
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
 from covmerge.methods.registry import Method
 from covmerge.steps import resolve_steps, with_steps
 from covmerge.testing import checks
-from covmerge.twins import TWINS
-from covmerge.types import LowRank, Merged, Rounding
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_costs import allocated
 from tests.methods.variants import VARIANTS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.types import LinearGroup, LowRank
+from covmerge.base.types import LinearGroup, LowRank
 from tests.methods.groups import random_updates, relative
 
 UPDATES = random_updates(24, 40, 3, 4, 3.0, seed=0)

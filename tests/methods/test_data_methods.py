@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LinearGroup, Measured
 from covmerge.errors import RecipeError, TensorError
 from covmerge.methods import registry
-from covmerge.types import LinearGroup, Measured
 from tests.methods.groups import group_of, random_updates, relative
 
 DATA = ["auto_measured", "regmean", "regmean++", "lot", "ssr", "fisher"]

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
+from covmerge.base.types import LinearGroup
 from covmerge.errors import TensorError
+from covmerge.maths.methods.emr import rescalers
 from covmerge.methods import registry
-from covmerge.methods.emr import rescalers
-from covmerge.types import LinearGroup
 from tests.methods.edge_cases import (
     ACE,
     ALL_ZERO,

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covmerge.base.noticed import Seen
+from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError
-from covmerge.linalg.random import Stream
+from covmerge.maths.linalg.random import Stream
+from covmerge.maths.methods.dare import sparsified
+from covmerge.maths.methods.della import keep_probability
+from covmerge.maths.methods.elect import thresholds_of
+from covmerge.maths.methods.emr import Masses, rescalers, rescalers_of
+from covmerge.maths.methods.sparsify import Kept, keep_probabilities
 from covmerge.methods import registry
-from covmerge.methods.dare import sparsified
-from covmerge.methods.della import keep_probability
-from covmerge.methods.elect import thresholds_of
-from covmerge.methods.emr import Masses, rescalers, rescalers_of
-from covmerge.methods.sparsify import Kept, keep_probabilities
-from covmerge.noticed import Seen
-from covmerge.types import LinearGroup
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
 from tests.methods.golden_cases.common import EXPERTS, NAMES, updates_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covmerge.base.types import LinearGroup, Measured
 from covmerge.methods import registry
-from covmerge.types import LinearGroup, Measured
 from tests.methods.groups import group_of, permuted, random_updates, relative
 
 ESM = registry.get("esm")

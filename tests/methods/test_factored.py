@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import covmerge
+from covmerge.base.types import LowRank
 from covmerge.errors import TensorError
+from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
-from covmerge.types import LowRank
 from tests.methods.groups import group_of, relative
 from tests.methods.variants import LOW_RANK
 

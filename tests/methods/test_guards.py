@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.covariance.gate import heterogeneity
+from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
+from covmerge.maths.covariance.gate import heterogeneity
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
 from tests.methods.edge_cases import PUBLISHED, TINY_HETEROG, draw
 
 

@@ -8,12 +8,12 @@ from typing import get_args
 
 import pytest
 
+from covmerge.maths.testing.forms import FORMS
+from covmerge.maths.testing.laws import LAWS, SHAPES
+from covmerge.maths.testing.subject import Subject
 from covmerge.methods import registry
 from covmerge.methods.registry import Sides, Unit
 from covmerge.steps import registry as steps
-from covmerge.testing.forms import FORMS
-from covmerge.testing.laws import LAWS, SHAPES
-from covmerge.testing.subject import Subject
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.variants import VARIANTS
 

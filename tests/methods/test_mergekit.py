@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.linalg.mersenne import mersenne_twister
+from covmerge.maths.linalg.mersenne import mersenne_twister
+from covmerge.maths.methods.mergekit import SETTINGS, Drawn, places
+from covmerge.maths.methods.sparsify import Rows, keep
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.methods.mergekit import SETTINGS, Drawn, places
-from covmerge.methods.sparsify import Rows, keep
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup
 from tests.mergekit.agreement import assert_agrees
 from tests.methods.mergekit_cases import (
     CASES,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.noticed import Account, Noticed, Seen, account_of
+from covmerge.base.types import LinearGroup
+from covmerge.maths.methods.ace_noticed import AceNoticed
+from covmerge.maths.methods.words import DEPENDENT
 from covmerge.methods import WORDS, registry
-from covmerge.methods.ace_noticed import AceNoticed
-from covmerge.methods.words import DEPENDENT
-from covmerge.noticed import Account, Noticed, Seen, account_of
-from covmerge.types import LinearGroup
 from tests.methods.groups import group_of, random_updates
 
 SOURCE = Path(covmerge.__file__).parent

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.measures.rounding import rounding_of
-from covmerge.methods import ace_rules, registry
-from covmerge.methods.closed_form import active_experts
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup, LowRank, Rounding
+from covmerge.base.types import LinearGroup, LowRank, Rounding
+from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.methods import ace_rules, registry
+from covmerge.maths.methods.closed_form import active_experts
+from covmerge.maths.twins import TWINS
 from tests.advised import advice
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_factored import VARIANTS
@@ -325,7 +325,7 @@ class TestAce:
             raise AssertionError("asked of all together")
 
         known_rank = ace_rules.known_rank
-        monkeypatch.setattr("covmerge.methods.ace.known_rank", known)
+        monkeypatch.setattr("covmerge.maths.methods.ace.known_rank", known)
         monkeypatch.setattr(ace_rules, "joint_directions", never)
         ace = registry.get("ace")
         merged = ace(LinearGroup(tuple(updates), (1.0,) * 3), **ace.resolve({}))

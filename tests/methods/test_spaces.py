@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.linalg.joint import joint_directions
-from covmerge.linalg.select import kth_magnitude, threshold_rank
-from covmerge.methods import knots as knots_module
+from covmerge.base.types import LinearGroup, LowRank
+from covmerge.maths.linalg.joint import joint_directions
+from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
+from covmerge.maths.methods import knots as knots_module
+from covmerge.maths.methods.factored import merge_factors, survey_factors
+from covmerge.maths.methods.knots import align
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors, survey_factors
-from covmerge.methods.knots import align
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import random_rotation, random_updates, relative
 
 WEIGHTS = (1.0, 2.0, 0.5)
@@ -124,8 +124,8 @@ def test_signs_of_singular_vectors_change_nothing(monkeypatch, name, parameters,
         return replace(found, left=found.left * signs)
 
     monkeypatch.setattr(knots_module, "joint_directions", flipped)
-    monkeypatch.setattr("covmerge.methods.core_space.joint_directions", flipped)
-    monkeypatch.setattr("covmerge.linalg.tucker.joint_directions", flipped)
+    monkeypatch.setattr("covmerge.maths.methods.core_space.joint_directions", flipped)
+    monkeypatch.setattr("covmerge.maths.linalg.tucker.joint_directions", flipped)
     assert relative(merge(name, group, **parameters).delta, usual) < 1e-12
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.linalg import select
-from covmerge.methods.sparsify import Rows, keep
+from covmerge.maths.linalg import select
+from covmerge.maths.methods.sparsify import Rows, keep
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covmerge.base.types import LinearGroup
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
 from tests.methods.edge_cases import HETEROG, adapters, draw
 from tests.methods.groups import random_rotation, random_updates
 

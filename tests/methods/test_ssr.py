@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LowRank
 from covmerge.errors import TensorError
 from covmerge.methods import registry
-from covmerge.types import LowRank
 from tests.methods.groups import group_of, random_updates, relative
 
 SSR, REGMEAN = registry.get("ssr"), registry.get("regmean")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from covmerge import merge_layer
+from covmerge.base.types import LowRank
 from covmerge.errors import TensorError
-from covmerge.types import LowRank
 from tests.methods.groups import relative
 
 

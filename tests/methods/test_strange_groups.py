@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.methods import registry
-from covmerge.testing.strange import (
+from covmerge.maths.testing.strange import (
     EXPONENTS,
     KINDS,
     SHAPES,
@@ -15,8 +14,9 @@ from covmerge.testing.strange import (
     merge_strange,
     of_any_size,
 )
-from covmerge.testing.strange import strange_updates as strange
-from covmerge.testing.subject import Subject
+from covmerge.maths.testing.strange import strange_updates as strange
+from covmerge.maths.testing.subject import Subject
+from covmerge.methods import registry
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 # A weight holds an update to its own digits only.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from covmerge.engine import torch_threads
+from covmerge.base.types import LinearGroup
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
+from covmerge.run.engine import torch_threads
 
 CASES = {
     "model_stock": [{}],
@@ -36,7 +36,7 @@ def of(base, experts, rows=slice(None), places=None, known=()):
     ("name", "given"), [(name, given) for name, all_of in CASES.items() for given in all_of]
 )
 def test_rows_are_those_of_the_whole(name, given, dtype, monkeypatch):
-    monkeypatch.setattr("covmerge.methods.gathered._HELD", 2 * SHAPE[0] * SHAPE[1])
+    monkeypatch.setattr("covmerge.maths.methods.gathered._HELD", 2 * SHAPE[0] * SHAPE[1])
     method = registry.get(name)
     base, experts = models(dtype, method.experts[1] or 3)
     parameters = method.resolve(given)

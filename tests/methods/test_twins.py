@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from covmerge.linalg.lapack import norm
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.twins import TWINS
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.variants import ABLATION, LOW_RANK, VARIANTS
 

@@ -8,13 +8,13 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
+from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.methods import slerp as slerp_module
-from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.maths.methods import slerp as slerp_module
+from covmerge.plan.planning import build_plan
+from covmerge.plan.recipe import parse_recipe
 from covmerge.registry import PerExpert
-from covmerge.types import LinearGroup
 
 # Rows that several items hold, a vector, a scalar, and nothing at all.
 BASES = {"tensors": {"missing": "base"}}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from covmerge.base.types import LinearGroup, Rounding
+from covmerge.maths.twins.data import wudi_loss
 from covmerge.methods import registry
-from covmerge.twins.data import wudi_loss
-from covmerge.types import LinearGroup, Rounding
 from tests.methods.edge_cases import IDENTICAL, PUBLISHED, draw
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, updates_of
 from tests.methods.groups import random_updates

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import plan_memory
-from covmerge.engine.executor import held_together
-from covmerge.engine.survey import survey_bytes
+from covmerge.base.memory import Memory
+from covmerge.base.types import Role
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
-from covmerge.memory import Memory
-from covmerge.plan import Copy, Merge, build_plan
-from covmerge.recipe import format_size, parse_recipe
-from covmerge.sources import open_checkpoints
-from covmerge.types import Role
+from covmerge.plan.planning import Copy, Merge, build_plan
+from covmerge.plan.recipe import format_size, parse_recipe
+from covmerge.run.engine import plan_memory
+from covmerge.run.engine.executor import held_together
+from covmerge.run.engine.survey import survey_bytes
+from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
 
 CPU = torch.device("cpu")
@@ -299,7 +299,7 @@ class TestWork:
     @pytest.mark.parametrize("held", [0, 3 * 10**9])
     def test_what_is_free_is_said_without_what_the_process_has(self, monkeypatch, held):
         """Old: "1.1 GiB of this machine's memory are free", of which a gigabyte was the process's own."""
-        monkeypatch.setattr("covmerge.memory.free_memory", lambda _: Memory(1000))
+        monkeypatch.setattr("covmerge.base.memory.free_memory", lambda _: Memory(1000))
         plan = plan_for(state(), {"a": state()})
         with pytest.raises(ResourceError) as told:
             plan_memory([plan], None, device=CPU, held=held)

@@ -14,9 +14,9 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
-from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
-from covmerge.plan.serving import who_loads_it
-from covmerge.types import TensorHeader
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.plan.planning.serving import who_loads_it
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build

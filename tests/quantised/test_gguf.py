@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError
-from covmerge.quantised import open_plain
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.quantised import open_plain
 from tests.quantised.ggufs import save_gpt2, save_llama
 from tests.quantised.models import llama, moved
 
@@ -36,7 +36,7 @@ def wide(seed):
     ],
 )
 def test_it_is_what_transformers_reads(tmp_path, build, save, kind, monkeypatch):
-    monkeypatch.setattr("covmerge.quantised.packed.PIECE", 500)
+    monkeypatch.setattr("covmerge.files.quantised.packed.PIECE", 500)
     path = save(build(1), tmp_path / "model.gguf", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32

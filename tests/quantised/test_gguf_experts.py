@@ -10,13 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.api import run_recipe
-from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.errors import CheckpointError, RecipeError, TensorError
-from covmerge.quantised import open_plain
-from covmerge.recipe import parse_recipe
-from covmerge.recompute import recompute
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.layout import MAX_TENSORS
+from covmerge.files.quantised import open_plain
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.recompute import recompute
 from tests.quantised.ggufs import save_moe
 from tests.quantised.models import SIZES, moved
 from tests.quantised.test_gguf import of_tensor, put

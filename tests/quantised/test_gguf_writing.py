@@ -8,13 +8,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
+from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, RecipeError
-from covmerge.quantised import open_plain
-from covmerge.quantised.gguf import Whole
-from covmerge.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
-from covmerge.recompute import recompute
-from covmerge.types import TensorHeader
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.gguf import Whole
+from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
+from covmerge.run.recompute import recompute
 from tests.e2e.test_resume import digests
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
@@ -139,7 +139,7 @@ def test_kept_tensors_are_plain_and_the_file_says_its_type(tmp_path):
 
 def test_an_interrupted_merge_is_gone_on_with_and_processes_write_the_same(tmp_path, monkeypatch):
     fork_workers(monkeypatch)
-    monkeypatch.setattr("covmerge.plan.build.BLOCK_ELEMENTS", 32 * 64)
+    monkeypatch.setattr("covmerge.plan.planning.build.BLOCK_ELEMENTS", 32 * 64)
     how = (tmp_path, llama, save_llama, "Q8_0", "same")
     merged(*how, "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import CheckpointError
-from covmerge.quantised import Dequantised, open_plain
+from covmerge.files.quantised import Dequantised, open_plain
 from tests.quantised.make_goldens import EXPECTED, GOLDEN
 
 LAYERS: dict[str, dict[str, torch.Tensor]] = {}
@@ -71,7 +71,7 @@ def test_a_layer_is_what_its_client_reads(tmp_path, case):
 @pytest.mark.parametrize("case", LAYERS)
 def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
     """Whatever is asked for, and in whatever pieces it is unpacked."""
-    monkeypatch.setattr("covmerge.quantised.packed.PIECE", piece)
+    monkeypatch.setattr("covmerge.files.quantised.packed.PIECE", piece)
     expected = LAYERS[case][EXPECTED]
     model = open_plain(save(tmp_path, case))
     for rows in (range(0, 1), range(3, 11), range(17, 24), range(5, 5), range(len(expected))):

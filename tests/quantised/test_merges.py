@@ -8,12 +8,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.api import run_recipe
 from covmerge.errors import CheckpointError, InputError
-from covmerge.quantised import open_plain
-from covmerge.recipe import Recipe
-from covmerge.recompute import recompute
-from covmerge.statistics.model import load_model
+from covmerge.files.quantised import open_plain
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import Recipe
+from covmerge.plan.statistics.model import load_model
+from covmerge.run.recompute import recompute
 from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, save_packed
 
 

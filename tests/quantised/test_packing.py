@@ -6,10 +6,10 @@ from typing import get_args
 import pytest
 import torch
 
-from covmerge.quantised import LAYOUTS, as_stored, open_plain
-from covmerge.quantised.writing.gguf import WRITTEN
-from covmerge.recipe.schema import Quantise
-from covmerge.types import TensorHeader
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised import LAYOUTS, as_stored, open_plain
+from covmerge.files.quantised.writing.gguf import WRITTEN
+from covmerge.plan.recipe.schema import Quantise
 from tests.quantised.make_goldens import EXPECTED, weight
 from tests.quantised.test_goldens import LAYERS, save
 
@@ -100,7 +100,7 @@ def test_pieces_change_nothing(name, monkeypatch):
     packing, values = made(name)
     expected = packing.quantise(values)
     for module in ("packed", "writing.bitsandbytes"):
-        monkeypatch.setattr(f"covmerge.quantised.{module}.PIECE", 1000)
+        monkeypatch.setattr(f"covmerge.files.quantised.{module}.PIECE", 1000)
     assert_equal(packing.quantise(values), expected)
 
 

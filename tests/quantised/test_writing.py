@@ -9,11 +9,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.api import run_recipe
 from covmerge.errors import CheckFailed, InputError, RecipeError
-from covmerge.quantised import open_plain
-from covmerge.recipe import parse_recipe
-from covmerge.recompute import recompute
+from covmerge.files.quantised import open_plain
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.recompute import recompute
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
@@ -255,7 +255,9 @@ def test_an_interrupted_merge_is_gone_on_with_and_processes_write_the_same(
     plain, tmp_path, form, monkeypatch
 ):
     fork_workers(monkeypatch)
-    monkeypatch.setattr("covmerge.plan.build.BLOCK_ELEMENTS", 128 * 128)  # several items a tensor
+    monkeypatch.setattr(
+        "covmerge.plan.planning.build.BLOCK_ELEMENTS", 128 * 128
+    )  # several items a tensor
     how = {"quantise": form, "method": "average"}
     merged(plain, tmp_path / "whole", **how)
     with pytest.raises(KeyboardInterrupt):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covmerge.base.types import Role
 from covmerge.errors import RecipeError
-from covmerge.recipe import Expert, Recipe, Rule, dump_recipe, load_recipe, parse_recipe
-from covmerge.types import Role
+from covmerge.plan.recipe import Expert, Recipe, Rule, dump_recipe, load_recipe, parse_recipe
 
 START = "base: org/base\nexperts: {a: org/a}\n"
 

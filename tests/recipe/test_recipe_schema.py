@@ -7,10 +7,10 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from covmerge.base.types import Role
 from covmerge.errors import RecipeError
-from covmerge.recipe import Rule, dump_recipe, json_schema, load_recipe, parse_recipe
-from covmerge.recipe.strict_yaml import parse_yaml
-from covmerge.types import Role
+from covmerge.plan.recipe import Rule, dump_recipe, json_schema, load_recipe, parse_recipe
+from covmerge.plan.recipe.strict_yaml import parse_yaml
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").iterdir())
 
@@ -20,9 +20,9 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def test_the_shipped_schema_is_current() -> None:
-    shipped = resources.files("covmerge.recipe").joinpath("schema.json").read_text("utf-8")
+    shipped = resources.files("covmerge.plan.recipe").joinpath("schema.json").read_text("utf-8")
     assert shipped == json.dumps(json_schema(), indent=2) + "\n", (
-        "run: covmerge schema > src/covmerge/recipe/schema.json"
+        "run: covmerge schema > src/covmerge/plan/recipe/schema.json"
     )
 
 

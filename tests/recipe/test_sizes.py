@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.errors import RecipeError
-from covmerge.recipe import format_size, parse_size
+from covmerge.plan.recipe import format_size, parse_size
 
 
 @pytest.mark.parametrize(

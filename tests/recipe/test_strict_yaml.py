@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.errors import RecipeError
-from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.plan.recipe.strict_yaml import parse_yaml
 
 
 def value_of(text: str) -> Any:

@@ -3,8 +3,8 @@
 import pytest
 
 from covmerge.errors import RecipeError
-from covmerge.recipe import dump_recipe, parse_recipe
-from covmerge.recipe.varied import UNSAID, check_varied, containing, value_at
+from covmerge.plan.recipe import dump_recipe, parse_recipe
+from covmerge.plan.recipe.varied import UNSAID, check_varied, containing, value_at
 
 
 def recipe(**given):

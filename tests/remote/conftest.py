@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from covmerge.stores import retries
-from covmerge.stores.link import link_to
+from covmerge.files.stores import retries
+from covmerge.files.stores.link import link_to
 from tests.remote.servers import KEYS, Server, s3, serving
 from tests.verification.test_files import save_models
 

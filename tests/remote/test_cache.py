@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.stores import range_cache
-from covmerge.stores.address import Address
-from covmerge.stores.range_cache import RangeCache
-from covmerge.stores.remote import remote_store
-from covmerge.stores.store import StoredFile
+from covmerge.files.stores import range_cache
+from covmerge.files.stores.address import Address
+from covmerge.files.stores.range_cache import RangeCache
+from covmerge.files.stores.remote import remote_store
+from covmerge.files.stores.store import StoredFile
 from tests.remote.conftest import Bucket
 from tests.remote.servers import Server, files, serving
 
@@ -161,7 +161,7 @@ def test_only_what_is_not_kept_is_missing(small: RangeCache) -> None:
 CHILD = f"""
 import os, random, sys
 from pathlib import Path
-from covmerge.stores import range_cache
+from covmerge.files.stores import range_cache
 range_cache.BLOCK, range_cache._SETS = {BLOCK}, 4
 cache = range_cache.RangeCache(Path(sys.argv[1]), 4 * 4 * ({BLOCK} + range_cache._CHECKSUM))
 """

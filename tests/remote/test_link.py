@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.stores import link
-from covmerge.stores.address import address_of
-from covmerge.stores.link import Link, link_to
-from covmerge.stores.remote import RemoteStore, server_at
-from covmerge.stores.store import StoredFile
+from covmerge.files.stores import link
+from covmerge.files.stores.address import address_of
+from covmerge.files.stores.link import Link, link_to
+from covmerge.files.stores.remote import RemoteStore, server_at
+from covmerge.files.stores.store import StoredFile
 from tests.remote.servers import Narrow, cut, files, serving
 
 PART = 2**16

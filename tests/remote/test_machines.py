@@ -9,7 +9,7 @@ import pytest
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.stores.store import StoredFile
+from covmerge.files.stores.store import StoredFile
 from tests.cli.runs import words
 from tests.e2e.test_memory_output import files
 from tests.e2e.test_resume import save_plain

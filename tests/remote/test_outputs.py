@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import covmerge
-from covmerge.cache import user_cache
+from covmerge.base.cache import user_cache
 from covmerge.errors import InputError
-from covmerge.stores import object_server
-from covmerge.stores.address import Address
-from covmerge.stores.remote_destination import RemoteDestination
-from covmerge.verification import verify
+from covmerge.files.stores import object_server
+from covmerge.files.stores.address import Address
+from covmerge.files.stores.remote_destination import RemoteDestination
+from covmerge.run.verification import verify
 from tests.cli.runs import covmerge as run
 from tests.cli.runs import words
 from tests.e2e.test_memory_output import files, merge_into
@@ -232,7 +232,7 @@ def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) ->
     large.write_bytes(bytes(range(256)) * 2**16)  # 16 MiB
     work = destination(bucket)
     bucket.server.fail("PUT .*large", status("500 Internal Server Error"), 1)
-    from covmerge.stores.remote import ask
+    from covmerge.files.stores.remote import ask
 
     ask(work._server, lambda: work._server.send(large, f"{bucket.name}/large"))
     assert bucket.contents()["large"] == large.read_bytes()

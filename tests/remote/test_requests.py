@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from covmerge.cache import user_cache
+from covmerge.base.cache import user_cache
 from covmerge.errors import CheckpointError
-from covmerge.stores import hub, object_server, remote
-from covmerge.stores.address import Address
-from covmerge.stores.hub import HubStore
-from covmerge.stores.hub_cache import is_commit
-from covmerge.stores.remote import RemoteStore
-from covmerge.stores.retries import ChangedError, RefusedError, persist
-from covmerge.stores.server import Look
+from covmerge.files.stores import hub, object_server, remote
+from covmerge.files.stores.address import Address
+from covmerge.files.stores.hub import HubStore
+from covmerge.files.stores.hub_cache import is_commit
+from covmerge.files.stores.remote import RemoteStore
+from covmerge.files.stores.retries import ChangedError, RefusedError, persist
+from covmerge.files.stores.server import Look
 from tests.checkpoints.hub_server import connect, serve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

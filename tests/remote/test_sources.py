@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge import open_checkpoint
-from covmerge.checkpoints import fingerprint
-from covmerge.checkpoints import remote as fetching
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import link, object_server, page_server, remote, retries
-from covmerge.stores.address import Address
-from covmerge.stores.remote import remote_store
-from covmerge.stores.retries import RefusedError
-from covmerge.stores.store import StoredFile
-from covmerge.verification import verify
+from covmerge.files.checkpoints import fingerprint
+from covmerge.files.checkpoints import remote as fetching
+from covmerge.files.stores import link, object_server, page_server, remote, retries
+from covmerge.files.stores.address import Address
+from covmerge.files.stores.remote import remote_store
+from covmerge.files.stores.retries import RefusedError
+from covmerge.files.stores.store import StoredFile
+from covmerge.run.verification import verify
 from tests.checkpoints.test_distributed import save as save_shards
 from tests.e2e.models import build
 from tests.interrupted import InterruptAfter

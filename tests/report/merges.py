@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge import api
+from covmerge.front import api
 
 KINDS = ("mlp.up_proj", "self_attn.q_proj")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from covmerge import api
-from covmerge.reporting import write_html
+from covmerge.front import api
+from covmerge.front.reporting import write_html
 from tests.e2e.models import save_family
 from tests.report.browsing import (
     DESKTOP,

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.inspection import LayerView
-from covmerge.reporting import LayerCost, Report, figures, tables
-from covmerge.reporting.grid import panels
+from covmerge.front.reporting import LayerCost, Report, figures, tables
+from covmerge.front.reporting.grid import panels
+from covmerge.run.inspection import LayerView
 from tests.forked import printed
 from tests.report.merges import inspect, report
 
@@ -347,7 +347,7 @@ def test_a_missing_package_says_what_to_install():
     code = """
 import sys
 from covmerge.errors import InputError
-from covmerge.reporting import check_packages
+from covmerge.front.reporting import check_packages
 for missing in ("matplotlib", "jinja2"):
     sys.modules[missing] = None
     try:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from covmerge import api
 from covmerge.errors import InputError
-from covmerge.inspection import Finding, Severity
-from covmerge.reporting import FILE_NAME, Report, figures, tables, write_html
-from covmerge.reporting import html as page
-from covmerge.reporting.numbers import shown_spectra
-from covmerge.reporting.page import summary
-from covmerge.reporting.words import number
-from covmerge.verification.outcome import Check
+from covmerge.front import api
+from covmerge.front.reporting import FILE_NAME, Report, figures, tables, write_html
+from covmerge.front.reporting import html as page
+from covmerge.front.reporting.numbers import shown_spectra
+from covmerge.front.reporting.page import summary
+from covmerge.front.reporting.words import number
+from covmerge.run.inspection import Finding, Severity
+from covmerge.run.verification.outcome import Check
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import experts, family, of_gpt2, saved_family  # noqa: F401 - fixtures

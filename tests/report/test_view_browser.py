@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge import api
-from covmerge.recipe import load_recipe
-from covmerge.viewer import Server, ViewJob
+from covmerge.front import api
+from covmerge.front.viewer import Server, ViewJob
+from covmerge.plan.recipe import load_recipe
 from tests.report.browsing import (
     SCHEMES,
     asked_for,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from covmerge.methods import registry as methods
-from covmerge.recipe import load_recipe
+from covmerge.plan.recipe import load_recipe
 from covmerge.steps import registry as steps
 from tests.cli.runs import covmerge, save_plain, statistics_for
 from tests.site.pages import PAGES, Block, arguments, blocks, furnish

@@ -10,14 +10,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, ResourceError
-from covmerge.statistics import Generated, StatisticsFile, collect, needed
-from covmerge.statistics.blocks import Blocks
-from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.lockstep import in_lockstep
-from covmerge.statistics.model import Layer, RunningModel, load_model
-from covmerge.statistics.needed import (
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
+from covmerge.plan.statistics.blocks import Blocks
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.lockstep import in_lockstep
+from covmerge.plan.statistics.model import Layer, RunningModel, load_model
+from covmerge.plan.statistics.needed import (
     disk_needed,
     memory_by_block,
     memory_needed,
@@ -303,9 +303,9 @@ def test_a_model_that_cannot_be_built_is_planned_as_a_whole():
 PEAK = """
 import json, sys, threading, time
 import psutil, torch, transformers
-from covmerge.checkpoints import open_checkpoint
-from covmerge.statistics import Generated, collect
-from covmerge.statistics.needed import memory_by_block, memory_needed
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, collect
+from covmerge.plan.statistics.needed import memory_by_block, memory_needed
 torch.set_num_threads(2)
 checkpoint = open_checkpoint(sys.argv[1])
 needed = memory_by_block(checkpoint, 16), memory_needed(checkpoint)
@@ -346,7 +346,7 @@ def test_memory_is_that_of_a_block(tmp_path):
 def as_if_only_blocks_fit(monkeypatch, checkpoint):
     """Let a model not fit as a whole, and everything else."""
     whole = memory_needed(checkpoint)
-    module = importlib.import_module("covmerge.statistics.collect")
+    module = importlib.import_module("covmerge.plan.statistics.collect")
     monkeypatch.setattr(module, "fits", lambda size, limit: size < whole)
 
 
@@ -379,7 +379,9 @@ def test_what_takes_the_whole_model_is_refused_without_room(tmp_path, monkeypatc
     with closing(open_checkpoint(folder)) as checkpoint:
         limit = memory_needed(checkpoint) - 1
     monkeypatch.setattr(needed, "fits", lambda size, given: size <= limit)
-    monkeypatch.setattr(importlib.import_module("covmerge.statistics.collect"), "fits", needed.fits)
+    monkeypatch.setattr(
+        importlib.import_module("covmerge.plan.statistics.collect"), "fits", needed.fits
+    )
     data = write_texts(tmp_path / "a.txt")
     for examples, kinds in (
         (data, ["fisher"]),
@@ -394,7 +396,9 @@ def test_what_takes_the_whole_model_is_refused_without_room(tmp_path, monkeypatc
 def test_a_block_that_does_not_fit_is_named(tmp_path, monkeypatch):
     folder = save("llama", tmp_path / "m")
     monkeypatch.setattr(needed, "fits", lambda size, given: False)
-    monkeypatch.setattr(importlib.import_module("covmerge.statistics.collect"), "fits", needed.fits)
+    monkeypatch.setattr(
+        importlib.import_module("covmerge.plan.statistics.collect"), "fits", needed.fits
+    )
     with pytest.raises(ResourceError, match=r"a block of .*/m and its sums take up to .* GiB"):
         collect(folder, write_texts(tmp_path / "a.txt"), tmp_path / "x.covstats.safetensors")
 
@@ -409,7 +413,7 @@ def test_batches_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         assert limit < memory_by_block(checkpoint)
     monkeypatch.setattr(needed, "fits", lambda size, given: size <= limit)
     monkeypatch.setattr(
-        importlib.import_module("covmerge.statistics.collect"), "memory_by_block", lambda *_: 0
+        importlib.import_module("covmerge.plan.statistics.collect"), "memory_by_block", lambda *_: 0
     )
     assert collect(folder, few, out).examples == 4
     refused = "a block of .* 5 examples on their way take up to .* fewer --max-examples"

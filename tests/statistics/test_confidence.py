@@ -5,13 +5,13 @@ from contextlib import closing
 import pytest
 import torch
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import Generated, StatisticsFile, collect
-from covmerge.statistics.confidence import confidence
-from covmerge.statistics.examples import Reading
-from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import Layer, load_model
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, StatisticsFile, collect
+from covmerge.plan.statistics.confidence import confidence
+from covmerge.plan.statistics.examples import Reading
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.model import Layer, load_model
 from tests.e2e.models import fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit

@@ -7,11 +7,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import Generated, StatisticsFile, collect
-from covmerge.statistics.examples import Reading
-from covmerge.statistics.model import load_model
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, StatisticsFile, collect
+from covmerge.plan.statistics.examples import Reading
+from covmerge.plan.statistics.model import load_model
 from tests.e2e.models import build
 from tests.statistics.models import classifier, save
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from covmerge.errors import InputError
-from covmerge.statistics import StatisticsFile, collect
-from covmerge.statistics.examples import Reading, Text, read_texts
+from covmerge.plan.statistics import StatisticsFile, collect
+from covmerge.plan.statistics.examples import Reading, Text, read_texts
 from tests.e2e.models import build
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
 

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import StatisticsFile, collect, file, write
-from covmerge.stores.lock import Lock
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.stores.lock import Lock
+from covmerge.plan.statistics import StatisticsFile, collect, file, write
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save, write_texts
 

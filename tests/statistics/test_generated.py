@@ -11,12 +11,12 @@ import torch
 import transformers
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, ResourceError
-from covmerge.statistics import Generated, StatisticsFile, collect, collect_regmean_pp, needed
-from covmerge.statistics.examples import Reading
-from covmerge.statistics.model import load_model
-from covmerge.statistics.written import Begun, ends_of
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, StatisticsFile, collect, collect_regmean_pp, needed
+from covmerge.plan.statistics.examples import Reading
+from covmerge.plan.statistics.model import load_model
+from covmerge.plan.statistics.written import Begun, ends_of
 from tests.cli.runs import covmerge as run
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save, save_family, write_texts
@@ -206,7 +206,7 @@ def test_what_cannot_write(expert, tmp_path):
 def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch, start):
     """Transformers' own words are a paragraph on how a tokenizer gets one."""
     for module in ("collect", "regmean_pp"):
-        own = importlib.import_module(f"covmerge.statistics.{module}")
+        own = importlib.import_module(f"covmerge.plan.statistics.{module}")
         monkeypatch.setattr(own, "load_model", lambda *_, **__: pytest.fail("loaded"))
     said = (
         f"{expert}: its tokenizer has no chat template (neither chat_template.jinja nor one in "

@@ -10,12 +10,12 @@ from torch import nn
 
 import covmerge
 from covmerge import Generated
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import StatisticsFile, collect
-from covmerge.statistics.examples import Reading
-from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import Layer
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import StatisticsFile, collect
+from covmerge.plan.statistics.examples import Reading
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.model import Layer
 from tests.e2e.models import build
 from tests.e2e.test_adapters import TARGETS, save_adapter
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts

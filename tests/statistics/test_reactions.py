@@ -9,13 +9,13 @@ import transformers
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import Generated, StatisticsFile, collect
-from covmerge.statistics.examples import Reading
-from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import load_model
-from covmerge.statistics.reactions import Reactions
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, StatisticsFile, collect
+from covmerge.plan.statistics.examples import Reading
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.model import load_model
+from covmerge.plan.statistics.reactions import Reactions
 from tests.cli.runs import covmerge as run
 from tests.e2e.models import TEXT, build, fine_tuned
 from tests.statistics.models import classifier, save, save_family

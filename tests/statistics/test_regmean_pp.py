@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import Generated, Reading, StatisticsFile, collect, collect_regmean_pp
-from covmerge.statistics.model import load_model
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import Generated, Reading, StatisticsFile, collect, collect_regmean_pp
+from covmerge.plan.statistics.model import load_model
 from tests.e2e.models import BUILDERS, TEXT, build, fine_tuned
 from tests.statistics.models import (
     classifier,

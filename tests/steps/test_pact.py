@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LinearGroup, LowRank
 from covmerge.errors import TensorError
-from covmerge.testing.groups import random_updates, relative
-from covmerge.types import LinearGroup, LowRank
+from covmerge.maths.testing.groups import random_updates, relative
 
 GENERATOR = torch.Generator().manual_seed(3)
 BASE = torch.randn(12, 20, generator=GENERATOR, dtype=torch.float64)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.types import LinearGroup, LowRank
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.testing.groups import random_updates, relative
 from covmerge.methods import get
-from covmerge.methods.factored import merge_factors
 from covmerge.steps import resolve_steps, with_steps
-from covmerge.testing.groups import random_updates, relative
-from covmerge.types import LinearGroup, LowRank
 
 UPDATES = random_updates(12, 8, count=3, rank=8, spread=9.0, seed=0)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.testing.groups import random_rotation, random_updates, relative
-from covmerge.testing.subject import Subject
-from covmerge.types import LinearGroup, Merged, Rounding
+from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.maths.testing.groups import random_rotation, random_updates, relative
+from covmerge.maths.testing.subject import Subject
 
 UPDATES = random_updates(12, 8, count=3, rank=8, spread=3.0, seed=0)
 

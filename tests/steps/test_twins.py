@@ -5,10 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from covmerge.maths.twins import STEP_TWINS
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from covmerge.steps import resolve_steps, with_steps
-from covmerge.twins import STEP_TWINS
 from tests.methods.groups import group_of, random_updates, relative
 from tests.steps.variants import VARIANTS
 

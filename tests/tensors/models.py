@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from covmerge.tensors import ModelDescription, describe
-from covmerge.types import TensorHeader
+from covmerge.base.types import TensorHeader
+from covmerge.files.tensors import ModelDescription, describe
 
 TEXT = {
     "vocab_size": 64,

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from covmerge.tensors import MatrixLayout, describe, family_of
-from covmerge.types import Role, TensorHeader
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors import MatrixLayout, describe, family_of
 from tests.tensors.models import MODELS, headers_of, saved, shapes
 
 LINEAR, CONV1D, STACK = Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK

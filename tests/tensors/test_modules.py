@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from covmerge.tensors import MatrixLayout, matrices
-from covmerge.tensors.modules import kind_of_parameter
-from covmerge.types import Role
+from covmerge.base.types import Role
+from covmerge.files.tensors import MatrixLayout, matrices
+from covmerge.files.tensors.modules import kind_of_parameter
 
 
 class FooExperts(nn.Module):

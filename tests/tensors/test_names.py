@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from covmerge.tensors import FusedParts, MatrixLayout, describe
-from covmerge.types import Role, TensorHeader
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors import FusedParts, MatrixLayout, describe
 from tests.tensors.models import headers_of, saved, shapes
 
 # Names as they are in the wild: (name, shape, role)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from covmerge.tensors import FusedParts, matrices, write_matrices
-from covmerge.types import Role
+from covmerge.base.types import Role
+from covmerge.files.tensors import FusedParts, matrices, write_matrices
 from tests.tensors.models import MODELS, Saved, saved
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.tensors import remembered
-from covmerge.tensors.remembered import remembered_skeleton
-from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
+from covmerge.files.tensors import remembered
+from covmerge.files.tensors.remembered import remembered_skeleton
+from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
 from tests.tensors.models import MODELS, saved
 
 

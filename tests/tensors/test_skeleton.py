@@ -6,9 +6,9 @@ import sys
 import pytest
 import transformers
 
-from covmerge.tensors import describe
-from covmerge.tensors.skeleton import SkeletonUnavailable, build_skeleton
-from covmerge.types import Role
+from covmerge.base.types import Role
+from covmerge.files.tensors import describe
+from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from tests.tensors.models import headers_of, saved
 
 

@@ -12,10 +12,10 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from covmerge.tensors import FusedParts
-from covmerge.tensors.modules import Kind
-from covmerge.tensors.stored import Place, Slot, place_of
-from covmerge.types import Role, TensorHeader
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors import FusedParts
+from covmerge.files.tensors.modules import Kind
+from covmerge.files.tensors.stored import Place, Slot, place_of
 
 QKV = ["attn.q.weight", "attn.k.weight", "attn.v.weight"]
 

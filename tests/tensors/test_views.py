@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.tensors import FusedParts, MatrixLayout, matrices, matrix_shapes, write_matrices
+from covmerge.files.tensors import FusedParts, MatrixLayout, matrices, matrix_shapes, write_matrices
 
 small = st.integers(1, 4)
 

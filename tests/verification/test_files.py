@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints.hashes import hash_file
 from covmerge.errors import CheckFailed, InputError
-from covmerge.publish import prepare
+from covmerge.files.checkpoints.hashes import hash_file
+from covmerge.front.publish import prepare
 
 
 def save_models(folder, experts=2):

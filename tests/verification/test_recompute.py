@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints.hashes import hash_file
 from covmerge.errors import InputError
-from covmerge.recompute import recompute
+from covmerge.files.checkpoints.hashes import hash_file
+from covmerge.run.recompute import recompute
 from tests.advised import advice
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import words

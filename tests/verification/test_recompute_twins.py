@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.recompute import choice, recompute
-from covmerge.twins import TWINS
+from covmerge.run.recompute import choice, recompute
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import statistics_for
 from tests.methods.variants import VARIANTS

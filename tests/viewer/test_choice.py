@@ -3,8 +3,8 @@
 import pytest
 
 from covmerge.errors import RecipeError
-from covmerge.recipe import parse_recipe
-from covmerge.viewer import Choice, Group, choice_of, recipe_of
+from covmerge.front.viewer import Choice, Group, choice_of, recipe_of
+from covmerge.plan.recipe import parse_recipe
 
 SOURCES = {"": "/m/base", "a": "/m/a", "b": "/m/b", "merged": "/m/out"}
 

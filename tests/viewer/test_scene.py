@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge import api
 from covmerge.errors import InputError
-from covmerge.measures.quadratics import kept
-from covmerge.viewer import Choice, ViewJob, recipe_of
+from covmerge.front import api
+from covmerge.front.viewer import Choice, ViewJob, recipe_of
+from covmerge.maths.measures.quadratics import kept
 from tests.e2e.models import build, save_family
 from tests.report.merges import checkpoints
 

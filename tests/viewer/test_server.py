@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from covmerge.errors import InputError
-from covmerge.recipe import parse_recipe
-from covmerge.viewer import Choice, Server, ViewJob
+from covmerge.front.viewer import Choice, Server, ViewJob
+from covmerge.plan.recipe import parse_recipe
 from tests.report.merges import checkpoints
 
 

@@ -9,9 +9,9 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from covmerge.api import plan_recipe, run_recipe
 from covmerge.errors import InputError, TensorError
-from covmerge.recipe import parse_recipe
+from covmerge.front.api import plan_recipe, run_recipe
+from covmerge.plan.recipe import parse_recipe
 from tests.advised import advice
 from tests.checkpoints.adapters import save as save_adapter
 from tests.cli.runs import covmerge as command

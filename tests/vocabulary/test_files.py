@@ -9,11 +9,11 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from covmerge.api import plan_recipe, run_recipe
 from covmerge.errors import InputError, RecipeError
-from covmerge.recipe import parse_recipe
-from covmerge.vocabulary.chat import template_of
-from covmerge.vocabulary.formats import FORMATS
+from covmerge.front.api import plan_recipe, run_recipe
+from covmerge.plan.recipe import parse_recipe
+from covmerge.plan.vocabulary.chat import template_of
+from covmerge.plan.vocabulary.formats import FORMATS
 from tests.checkpoints.adapters import save
 from tests.mergekit.token_cases import HELLO, WORDS, ids_of, save_model
 
@@ -231,7 +231,7 @@ def test_tokenizers_of_strangers(change, said, models):
 
 def test_a_tokenizer_that_changes_before_it_is_written(models, monkeypatch):
     given = recipe(models, tokenizer={"source": "t1"})
-    from covmerge import job
+    from covmerge.front import job
 
     def changed(*_):
         shutil.copy(models / "t2" / "tokenizer.json", models / "t1" / "tokenizer.json")

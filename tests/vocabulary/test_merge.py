@@ -15,15 +15,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.api import plan_recipe, run_recipe
-from covmerge.checkpoints import open_checkpoint
-from covmerge.engine import RunOptions
 from covmerge.errors import InputError, RecipeError
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.methods import registry
-from covmerge.recipe import dump_recipe, parse_recipe
-from covmerge.recompute import recompute
-from covmerge.sources import open_recipe
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.plan.recipe import dump_recipe, parse_recipe
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
+from covmerge.run.engine import RunOptions
+from covmerge.run.recompute import recompute
+from covmerge.run.sources import open_recipe
 from tests.advised import advice
 from tests.interrupted import InterruptAfter
 from tests.mergekit.token_cases import LETTERS, TABLES, WORDS, Words, ids_of, save_model
@@ -112,8 +112,8 @@ def test_ids_are_those_of_the_base_then_in_the_order_of_the_experts(models, tmp_
 MERGE = """\
 import sys
 from pathlib import Path
-from covmerge.api import run_recipe
-from covmerge.recipe import load_recipe
+from covmerge.front.api import run_recipe
+from covmerge.plan.recipe import load_recipe
 
 if __name__ == "__main__":
     run_recipe(load_recipe(sys.argv[1]), Path(sys.argv[2]))

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.recipe.tokenizer import TokenizerRules
-from covmerge.vocabulary.retokenized import Retokenized
-from covmerge.vocabulary.rows import Source, vocabulary
-from covmerge.vocabulary.tables import Tables, tables_of
-from covmerge.vocabulary.tokens import Tokenizer
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.recipe.tokenizer import TokenizerRules
+from covmerge.plan.vocabulary.retokenized import Retokenized
+from covmerge.plan.vocabulary.rows import Source, vocabulary
+from covmerge.plan.vocabulary.tables import Tables, tables_of
+from covmerge.plan.vocabulary.tokens import Tokenizer
 
 TOKENS = [f"t{number}" for number in range(14)]
 NAME = "model.embed_tokens.weight"

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import covmerge
-from covmerge.api import run_recipe
-from covmerge.cli import app
 from covmerge.errors import InputError
-from covmerge.recipe import parse_recipe
-from covmerge.vocabulary.tokens import Reader
+from covmerge.front.api import run_recipe
+from covmerge.front.cli import app
+from covmerge.plan.recipe import parse_recipe
+from covmerge.plan.vocabulary.tokens import Reader
 
 MODELS = Path(__file__).parent / "sentencepiece"
 TEXT = "the model merges two experts 12 and wörld  alpha"

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from covmerge import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import RunningModel, load_model
-from covmerge.statistics.write import Contents, write_statistics
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.model import RunningModel, load_model
+from covmerge.plan.statistics.write import Contents, write_statistics
 from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.

@@ -20,8 +20,9 @@ from rich.console import Console
 
 import covmerge
 import covmerge_lab
-from covmerge import __version__, code
-from covmerge.stores.disk import replace_file
+from covmerge import __version__
+from covmerge.base import code
+from covmerge.files.stores.disk import replace_file
 from covmerge_lab import collecting, merging
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section

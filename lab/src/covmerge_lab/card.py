@@ -10,9 +10,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
-from covmerge.checkpoints import CARD_NAME
 from covmerge.errors import InputError
-from covmerge.stores.disk import replace_file
+from covmerge.files.checkpoints import CARD_NAME
+from covmerge.files.stores.disk import replace_file
 from covmerge_lab.record import LM_EVAL, PYTHON, Result
 
 BEGIN = "<!-- results of `covmerge evaluate`: begin -->"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from covmerge.checkpoints.json_file import read_object
 from covmerge.errors import InputError, did_you_mean
+from covmerge.files.checkpoints.json_file import read_object
 from covmerge_lab import card, record
 from covmerge_lab.record import LM_EVAL, PYTHON, Metric, Result, finite
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints.json_file import read_object
-from covmerge.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
-from covmerge.checkpoints.strict_json import dumps
+from covmerge.base.types import Json
 from covmerge.errors import InputError
-from covmerge.stores.disk import replace_file
-from covmerge.stores.regular_file import read_regular
-from covmerge.types import Json
+from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
+from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.stores.disk import replace_file
+from covmerge.files.stores.regular_file import read_regular
 
 FILE_NAME = "evaluation.json"
 LM_EVAL, PYTHON = "lm-eval", "python"  # the harnesses

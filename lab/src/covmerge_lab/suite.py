@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from covmerge import code
+from covmerge.base import code
 from covmerge_lab import splits, training
 from covmerge_lab.own import DRAWN, Own
 from covmerge_lab.training import ALPHA, RANK, Optimizer, Settings, device, products

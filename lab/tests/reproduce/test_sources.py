@@ -9,8 +9,8 @@ from huggingface_hub import close_session, constants
 from safetensors.torch import save_file
 from torch import nn
 
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
+from covmerge.files.checkpoints import open_checkpoint
 from covmerge_lab.reproduce.fetch import fetch
 from covmerge_lab.reproduce.published import Source
 from covmerge_lab.reproduce.sources import Given, resolve

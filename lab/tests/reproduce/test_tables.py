@@ -6,7 +6,7 @@ import pytest
 
 from covmerge.errors import InputError
 from covmerge.methods import registry
-from covmerge.recipe import parse_recipe
+from covmerge.plan.recipe import parse_recipe
 from covmerge_lab.reproduce.published import MEAN
 from covmerge_lab.reproduce.tables import TABLES, choose_settings, find_table
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from covmerge.linalg.random import Stream
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.random import Stream
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
 
 FOLDER = Path(__file__).parent.parent.parent / "golden"
 TOLERANCE: Mapping[str, float | None] = json.loads((FOLDER / "tolerance.json").read_text())

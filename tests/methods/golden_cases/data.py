@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from covmerge.base.types import Measured
+from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
-from covmerge.types import Measured
 from tests.methods.golden_cases.common import (
     EXPERTS,
     LINEAR,

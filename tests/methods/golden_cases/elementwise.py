@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from covmerge.linalg.select import kth_magnitude
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.select import kth_magnitude
+from covmerge.maths.methods.emr import rescalers
 from covmerge.methods import registry
-from covmerge.methods.emr import rescalers
-from covmerge.types import LinearGroup
 from tests.methods.golden_cases.common import (
     EXPERTS,
     FOLDER,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from covmerge.linalg.select import kth_magnitude, threshold_rank
+from covmerge.base.types import LowRank
+from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
+from covmerge.maths.methods.factored import merge_factors, survey_factors
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors, survey_factors
-from covmerge.types import LowRank
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, Case, inputs, says
 
 WEIGHTS = (1.0,) * len(EXPERTS)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from covmerge.cli import options
+from covmerge.front.cli import options
 
 
 def bank(

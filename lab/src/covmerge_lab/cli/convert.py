@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from covmerge.cli import options
-from covmerge.cli.console import printable, say, stdout
 from covmerge.errors import InputError
+from covmerge.front.cli import options
+from covmerge.front.cli.console import printable, say, stdout
 
 
 def convert(
@@ -27,7 +27,7 @@ def convert(
     from safetensors import torch as safetensors_torch
 
     from covmerge import open_checkpoint
-    from covmerge.recipe import format_size
+    from covmerge.plan.recipe import format_size
 
     if out.exists() and not overwrite:
         raise InputError(f"the output {out} exists: pass --overwrite, or choose another name")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covmerge.cli import options
-from covmerge.cli.console import print_json, printable, stdout
+from covmerge.front.cli import options
+from covmerge.front.cli.console import print_json, printable, stdout
 
 if TYPE_CHECKING:
     from covmerge_lab.record import Result
@@ -63,7 +63,7 @@ def evaluate(
 
     covmerge evaluate ./merged --harness lm-eval --tasks arc_easy,gsm8k
     """
-    from covmerge.engine import usable_device
+    from covmerge.run.engine import usable_device
     from covmerge_lab.harness import evaluate as measure
 
     results = measure(
@@ -82,7 +82,7 @@ def evaluate(
 
 
 def _show(out: Path, results: Sequence[Result]) -> None:
-    from covmerge.cli.show import table
+    from covmerge.front.cli.show import table
 
     rows = table("task", "metric", "value", "examples", right=("value", "examples"))
     for result in results:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from covmerge.cli import options
+from covmerge.front.cli import options
 
 DATA = "Data and checkpoints"
 

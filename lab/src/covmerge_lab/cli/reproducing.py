@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from covmerge.cli import flags
-from covmerge.cli.console import print_json, say, stderr, stdout
-from covmerge.cli.progress import BytesProgress
-from covmerge.cli.show import NOTE, facts, table
-from covmerge.engine import torch_threads
 from covmerge.errors import InputError
+from covmerge.front.cli import flags
+from covmerge.front.cli.console import print_json, say, stderr, stdout
+from covmerge.front.cli.progress import BytesProgress
+from covmerge.front.cli.show import NOTE, facts, table
+from covmerge.run.engine import torch_threads
 from covmerge_lab.reproduce import report, run, stand_ins
 from covmerge_lab.reproduce.published import Setting, Table
 from covmerge_lab.reproduce.sources import Given

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from covmerge.cli import options
 from covmerge.errors import InputError
+from covmerge.front.cli import options
 
 
 def study(

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from covmerge import code
+from covmerge.base import code
 from covmerge_lab import training
 from covmerge_lab.llm import corpora, lines, pretraining, tasks
 from covmerge_lab.llm.model import Encoder, foreseen, load

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge.checkpoints.folder import choose_weights
 from covmerge.errors import CheckpointError
-from covmerge.stores.disk import replace_file
-from covmerge.stores.hub import HubStore, is_offline
+from covmerge.files.checkpoints.folder import choose_weights
+from covmerge.files.stores.disk import replace_file
+from covmerge.files.stores.hub import HubStore, is_offline
 from covmerge_lab.reproduce.published import Source
 
 

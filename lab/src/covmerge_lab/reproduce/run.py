@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 import covmerge
-from covmerge.engine import Progress
 from covmerge.errors import InputError, did_you_mean
+from covmerge.run.engine import Progress
 from covmerge_lab.reproduce import clip, glue, lm, t5
 from covmerge_lab.reproduce.bench import Bench, Score
 from covmerge_lab.reproduce.published import MEAN, Family, Row, Setting

@@ -18,7 +18,7 @@ from math import acos, atan2, degrees
 import torch
 from torch import Tensor
 
-from covmerge.linalg.lapack import norm
+from covmerge.maths.linalg.lapack import norm
 
 _ROUNDING = 1e-6  # degrees that sums of exact angles may miss the triangle inequality by
 

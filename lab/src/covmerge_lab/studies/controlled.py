@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from covmerge.statistics.examples import masks_of
+from covmerge.plan.statistics.examples import masks_of
 from covmerge_lab.studies.angles import Angles, InputSums, StepSums, angles
 from covmerge_lab.suite import Batch, Suite
 from covmerge_lab.workers import OnProgress

@@ -23,10 +23,10 @@ from torch import Tensor
 
 import covmerge
 from covmerge import open_checkpoint
-from covmerge.checkpoints import Checkpoint
-from covmerge.linalg.lapack import norm
-from covmerge.statistics.file import StatisticsFile
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.maths.linalg.lapack import norm
+from covmerge.plan.statistics.file import StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
 from covmerge_lab.merging import Experts

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from covmerge.errors import InputError, did_you_mean
-from covmerge.statistics.file import StatisticsFile
+from covmerge.plan.statistics.file import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
 from covmerge_lab.merging import Experts

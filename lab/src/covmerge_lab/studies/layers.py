@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from covmerge import parse_recipe
-from covmerge.engine import Sources, read_inputs
-from covmerge.engine.inputs import dense, take_updates
-from covmerge.judgement.names import by_depth
-from covmerge.plan import Merge, WorkItem, build_plan
-from covmerge.sources import open_checkpoints
-from covmerge.tensors import matrices
+from covmerge.files.tensors import matrices
+from covmerge.plan.planning import Merge, WorkItem, build_plan
+from covmerge.run.engine import Sources, read_inputs
+from covmerge.run.engine.inputs import dense, take_updates
+from covmerge.run.judgement.names import by_depth
+from covmerge.run.sources import open_checkpoints
 from covmerge_lab.bench import Bench
 from covmerge_lab.suite import Variant
 

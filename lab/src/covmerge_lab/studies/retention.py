@@ -13,9 +13,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 import covmerge
-from covmerge.comparison import SPENT
-from covmerge.inspection import LayerView
-from covmerge.measures.retention import overall
+from covmerge.maths.measures.retention import overall
+from covmerge.run.comparison import SPENT
+from covmerge.run.inspection import LayerView
 from covmerge_lab.bench import EXPERTS, Bench, Scored, bounds
 from covmerge_lab.merging import Experts, catalogue
 from covmerge_lab.models import Model, Section
@@ -39,7 +39,7 @@ class Pair:
     Attributes:
         kept: predicted with Ĉ_t = Δ_tᵀΔ_t, over all matrices.
         unweighted: the same with Ĉ_t = I, which knows nothing of inputs.
-        along: predicted along the expert's own update, `covmerge.measures.along`.
+        along: predicted along the expert's own update, `covmerge.maths.measures.along`.
         measured: accuracy over the expert's own.
     """
 

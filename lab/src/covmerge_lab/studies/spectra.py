@@ -13,9 +13,9 @@ import matplotlib.pyplot as plt
 from torch import Tensor
 
 from covmerge import merge_layer
-from covmerge.covariance.gate import gate
-from covmerge.linalg.lapack import norm, svd
-from covmerge.measures.spectrum import TOP, leading
+from covmerge.maths.covariance.gate import gate
+from covmerge.maths.linalg.lapack import norm, svd
+from covmerge.maths.measures.spectrum import TOP, leading
 from covmerge_lab.bench import Bench
 from covmerge_lab.studies.layers import (
     METHOD,

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from covmerge import code
+from covmerge.base import code
 from covmerge_lab import training
 from covmerge_lab.heads import classifier, naming
 from covmerge_lab.suite import Batch, Lessons, Part, Scores, Suite, Variant

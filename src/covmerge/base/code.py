@@ -1,0 +1,52 @@
+"""Which code made what is kept: what other code made is made anew, and not gone on with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import cast
+
+from covmerge.base.version import __version__
+
+
+def digest(*modules: ModuleType) -> str:
+    """Return a hash of the code of some modules; of a package, of all in it."""
+    found = hashlib.sha256()
+    for path in sorted(path for module in modules for path in _files(module)):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def digest_of_code(code: CodeType) -> str:
+    """Return a hash of a function that no file has, such as one of a notebook: of what it does."""
+    constants = (
+        digest_of_code(value) if isinstance(value, CodeType) else _written(value)
+        for value in code.co_consts
+    )
+    said = (code.co_code.hex(), *code.co_names, *code.co_varnames, *constants)
+    return hashlib.sha256("\0".join(said).encode(errors="backslashreplace")).hexdigest()
+
+
+@cache
+def own_version() -> str:
+    """Return covmerge's version, and the start of a hash of its code."""
+    return f"{__version__}, code {digest(import_module('covmerge'))[:12]}"
+
+
+def _written(value: object) -> str:
+    # The order of a set differs from process to process.
+    return (
+        str(sorted(map(repr, cast("frozenset[object]", value))))
+        if isinstance(value, frozenset)
+        else repr(value)
+    )
+
+
+def _files(module: ModuleType) -> Iterable[Path]:
+    assert module.__file__ is not None
+    path = Path(module.__file__)
+    return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]

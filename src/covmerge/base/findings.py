@@ -1,0 +1,79 @@
+"""What a reader of an inspection, or of a merge, must not miss, in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from covmerge.base.errors import did_you_mean
+from covmerge.base.types import Json
+
+UNCHANGED = "unchanged-expert"
+
+# Faults that make a merge worthless, by the names under which `allow` lets them pass.
+FAULTS = {
+    "not-a-fine-tune": "an expert was trained from another base than this one",
+    "swapped-tensors": "an expert holds a layer of the base under the name of another",
+    UNCHANGED: "an expert equals the base in all that is merged",
+    "changed-integers": "an expert has other integers or truth values than the base",
+}
+
+# One that no recipe may allow: the output would have next to nothing of what an expert stores.
+LOST = "lost-update"
+
+
+def fault_name(name: str) -> str:
+    """Return a name of `FAULTS`.
+
+    Raises:
+        ValueError: there is no such fault; the message has the nearest name.
+    """
+    if name not in FAULTS:
+        raise ValueError(f"'{name}' is no fault that may be allowed.{did_you_mean(name, FAULTS)}")
+    return name
+
+
+class Severity(str, Enum):
+    """How bad it is."""
+
+    FAULT = "fault"  # a merge would be refused, or worthless
+    WARNING = "warning"  # a merge may be worse for it
+    NOTE = "note"  # worth knowing
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        severity: how bad it is.
+        text: what it is, and what to do next.
+        expert: whose; None: of the base, or of all.
+        tensors: names in the base that it is about; empty: the whole model.
+        name: of a fault that a merge may be told to `allow`.
+    """
+
+    severity: Severity
+    text: str
+    expert: str | None = None
+    tensors: tuple[str, ...] = ()
+    name: str | None = None
+
+    def __str__(self) -> str:
+        whose = "" if self.expert is None else f"expert '{self.expert}': "
+        return whose + self.text
+
+    def as_json(self) -> dict[str, Json]:
+        """Plain JSON."""
+        return {**asdict(self), "severity": str(self.severity), "tensors": list(self.tensors)}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What there is to say of experts with which a merge goes on."""
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

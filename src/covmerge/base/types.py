@@ -1,0 +1,386 @@
+"""The few types that every part of covmerge shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import hypot, prod
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed
+
+_T = TypeVar("_T")
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+
+class Role(str, Enum):
+    """What a tensor is in its model, decided once (see `covmerge.files.tensors`)."""
+
+    LINEAR = "linear"  # (d_out, d_in)
+    CONV1D = "conv1d"  # GPT-2's Conv1D: a linear layer stored as (d_in, d_out)
+    CONV = "conv"  # convolution kernel (c_out, c_in / groups, *window)
+    EMBEDDING = "embedding"  # (rows, dim): token, position, type, relative bias
+    OUTPUT = "output"  # the output embedding of a language model (vocabulary, dim)
+    EXPERT_STACK = "expert_stack"  # 3-D: one matrix per expert of a mixture of experts
+    NORM = "norm"
+    BIAS = "bias"
+    BUFFER = "buffer"
+    HEAD = "head"  # task head: kept per expert
+    OTHER = "other"  # any other parameter: class token, scale, state-space A, ...
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Module:
+    """A part of a model that lies in a folder of its own, as sentence-transformers writes them.
+
+    Attributes:
+        folder: its path in the model's folder, with `/` between the parts.
+        config: its config.json, if it has one.
+    """
+
+    folder: str
+    config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its tensors in the whole model."""
+        return f"{self.folder.replace('/', '.')}."
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether transformers loads it: in several files too, and by its config."""
+        return "model_type" in (self.config or {})
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Name, shape and dtype of a stored tensor; nothing of its content.
+
+    Attributes:
+        name: in its checkpoint.
+        shape: of the tensor.
+        dtype: of its numbers.
+        complex: whether it is stored complex, and its last axis is the real and imaginary part.
+        module: the part of the model that it lies in; None: the model's own folder.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    complex: bool = False
+    module: Module | None = None
+
+    @property
+    def as_stored(self) -> TensorHeader:
+        """The header of the tensor in its file: complex if it is, under its name in its module."""
+        stored = self if self.module is None else self.in_module
+        if not self.complex:
+            return stored
+        return replace(stored, shape=self.shape[:-1], dtype=self.dtype.to_complex(), complex=False)
+
+    @property
+    def in_module(self) -> TensorHeader:
+        """The header with the name that the tensor has in its module."""
+        if self.module is None:
+            return self
+        return replace(self, name=self.name.removeprefix(self.module.prefix), module=None)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def nbytes_of(self, rows: range) -> int:
+        """Bytes of some rows of the first axis."""
+        return len(rows) * prod(self.shape[1:]) * self.dtype.itemsize
+
+    def row_blocks(self, elements: int, multiple: int = 1) -> Iterator[range | None]:
+        """Ranges of the first axis of about `elements` elements each; None for a scalar.
+
+        All but the last have a multiple of so many rows.
+
+        Example:
+            >>> list(TensorHeader("w", (5, 4), torch.float32).row_blocks(8))
+            [range(0, 2), range(2, 4), range(4, 5)]
+        """
+        if not self.shape:
+            yield None
+            return
+        rows = elements // max(1, prod(self.shape[1:]))
+        step = max(1, rows // multiple) * multiple
+        # An empty tensor still has one block, so that it is written.
+        for start in range(0, max(1, self.shape[0]), step):
+            yield range(start, min(start + step, self.shape[0]))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An update that is known by its factors, Δ = left · right, and not multiplied out: an adapter.
+
+    Attributes:
+        left: `(d_out, r)`, any scale of the adapter included.
+        right: `(r, d_in)`, of the dtype and device of `left`.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of Δ, `(d_out, d_in)`."""
+        return torch.Size((self.left.shape[0], self.right.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the factors."""
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the factors."""
+        return self.left.device
+
+    def to(self, target: torch.dtype | torch.device) -> LowRank:
+        """Return the same update in another dtype or on another device."""
+        return LowRank(self.left.to(target), self.right.to(target))
+
+    @property
+    def rank(self) -> int:
+        """Number of its terms, at least the rank of Δ."""
+        return self.right.shape[0]
+
+    @property
+    def mT(self) -> LowRank:  # noqa: N802 - as torch calls it
+        """The transposed update, `(d_in, d_out)`."""
+        return LowRank(self.right.mT, self.left.mT)
+
+    def zero(self) -> LowRank:
+        """Return an update of this shape that changes nothing: it has no terms."""
+        return LowRank(self.left[:, :0], self.right[:0])
+
+    def dense(self) -> Tensor:
+        """Multiply out."""
+        return self.left @ self.right
+
+    def square_norm(self) -> float:
+        """Return ‖Δ‖²_F without multiplying out, Tr (leftᵀ left)(right rightᵀ)."""
+        left, right = self.left.double(), self.right.double()
+        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding adds to a matrix: an error E of independent entries.
+
+    Attributes:
+        edge: its largest singular value.
+        energy: ‖E‖²_F.
+        before: what rounding of the update before it was stored may add to that.
+        eps: of the arithmetic that made the matrix, relative to the matrix; 0: it is exact.
+    """
+
+    edge: float = 0.0
+    energy: float = 0.0
+    before: float = 0.0
+    eps: float = 0.0
+
+    def times(self, factor: float) -> Rounding:
+        """The same of factor · E."""
+        square = factor**2
+        return Rounding(
+            abs(factor) * self.edge, square * self.energy, square * self.before, self.eps
+        )
+
+    @staticmethod
+    def together(parts: Iterable[Rounding]) -> Rounding:
+        """Of a sum of independent errors, or of errors side by side."""
+        errors = list(parts)
+        return Rounding(
+            hypot(*(e.edge for e in errors)),
+            sum(e.energy for e in errors),
+            sum(e.before for e in errors),
+            max((e.eps for e in errors), default=0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Orthonormal bases U, Q that hold all updates of a layer: Δ_t = U · core_t · Qᵀ.
+
+    Attributes:
+        shape: `(d_out, d_in)` of the layer.
+        ones_out: Uᵀ𝟏 `(p,)`, where 𝟏 lies in the span of U.
+        ones_in: Qᵀ𝟏 `(q,)`.
+    """
+
+    shape: tuple[int, int]
+    ones_out: Tensor
+    ones_in: Tensor
+
+
+class Uniform(Protocol):
+    """The random numbers of one tensor of one expert; see `covmerge.maths.linalg.random.Stream`."""
+
+    def uniform(self, seed: int, shape: tuple[int, ...]) -> Tensor:
+        """Return float32 numbers in [0, 1) on the CPU, the same for the same seed and place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What data said of one expert's tensor, from a statistics file (`covmerge collect`).
+
+    Attributes:
+        value: the mean input Gram matrix E[z zᵀ] `(d_in, d_in)`, or the diagonal Fisher
+            information in the shape of the update; of the updates' dtype and device.
+        rows: layer inputs, or examples, that it was averaged over.
+        total: ‖·‖₂ of this statistic over all tensors of the expert.
+    """
+
+    value: Tensor
+    rows: int
+    total: float
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """One linear layer of every expert, oriented, as a method sees it.
+
+    Attributes:
+        updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
+            dtype (float32 or float64) and one device. A method must not modify them. Empty for
+            methods that see the models.
+        weights: one positive number per expert; 1 is neutral.
+        streams: random numbers per expert, for methods with a `seed`; empty for the others.
+        measured: per expert, for methods registered with `data`; empty for the others.
+        thresholds: per expert, what the survey of all tensors found, for methods registered with a
+            `survey`; None: this group is all there is.
+        shared: results that several methods ask for on the same group; None: nothing is kept.
+        frame: the bases that updates of low rank are written in, so that `updates` are their cores
+            `(p, q)`; None: the updates are what they are. Whoever declares `factored` treats a core
+            as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
+        factors: per expert, the factors that its update came in, in the coordinates of `updates`;
+            empty where it came multiplied out.
+        rounding: per expert, what rounding of its stored weights gives to its update
+            (`covmerge.maths.measures.rounding`); empty: the updates are what they are.
+        base: W_0, oriented like the updates, of their dtype and device, for whom is registered with
+            `needs_base`; None for the others. It must not be modified.
+        models: W_t bit for bit, which W_0 + Δ_t is not, for methods that are registered as ones that
+            see the `weights`, in place of the updates; empty for the others. They must not be modified.
+        known: per expert, what the overview of its whole tensor found, of these rows, for methods
+            registered with an `overview`; empty: this group is all of the tensor.
+        inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
+            device, for whom is registered with `base_inputs`, where somebody has measured it; None:
+            nobody has.
+        inputs_mean: the mean eigenvalue of `inputs` in the layer's own axes, where they are written in the
+            basis of a `frame`; None: they are in these axes.
+        base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
+            blocks; None: it stands in none, or its weights were not read.
+        base_outputs: ‖W_0C^½‖_F beside it, C the `inputs` in their units; None: nobody has measured these,
+            or nothing ever came in.
+    """
+
+    updates: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    streams: tuple[Uniform, ...] = ()
+    measured: tuple[Measured, ...] = ()
+    thresholds: tuple[float, ...] | None = None
+    shared: dict[str, Any] | None = None
+    frame: Frame | None = None
+    factors: tuple[LowRank, ...] = ()
+    rounding: tuple[Rounding, ...] = ()
+    base: Tensor | None = None
+    models: tuple[Tensor, ...] = ()
+    known: tuple[Any, ...] = ()
+    inputs: Tensor | None = None
+    inputs_mean: float | None = None
+    base_norm: float | None = None
+    base_outputs: float | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a method sees of each expert: its update, or its weights."""
+        return self.models or self.updates
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
+        return tuple(self.tensors[0].shape) if self.frame is None else self.frame.shape
+
+    def times(self, factors: Sequence[float]) -> LinearGroup:
+        """Return the group with each expert's update multiplied by a number, and all that goes with it.
+
+        Example:
+            >>> group = LinearGroup((torch.ones(1, 2), torch.ones(1, 2)), (1.0, 1.0))
+            >>> [update.tolist() for update in group.times([2.0, 0.5]).updates]
+            [[[2.0, 2.0]], [[0.5, 0.5]]]
+        """
+        return replace(
+            self,
+            updates=tuple(u * f for u, f in zip(self.updates, factors, strict=True)),
+            rounding=tuple(
+                error.times(f) for error, f in zip(self.rounding, factors, strict=False)
+            ),
+            factors=tuple(
+                LowRank(own.left * f, own.right)
+                for own, f in zip(self.factors, factors, strict=False)
+            ),
+            shared=None,  # what others keep there belongs to the updates as they are
+        )
+
+    def once(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return `make()`, kept under `key` while several methods run on this group."""
+        if self.shared is None:
+            return make()
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a method returns.
+
+    Attributes:
+        delta: the merged update W̄ − W_0 `(d_out, d_in)`; a method that sees weights returns W̄ here.
+        noticed: what the method noticed, as the type that it is registered with; or a mapping of facts,
+            for which there are no words.
+        masks: one boolean tensor of the update's shape per expert, from methods that write masks beside
+            the model.
+        weights: W̄ itself, which `Method` fills in for methods that see weights: W_0 + delta is not it
+            bit for bit.
+    """
+
+    delta: Tensor
+    noticed: Noticed | Mapping[str, Json] = field(default_factory=Noticed)
+    masks: tuple[Tensor, ...] = ()
+    weights: Tensor | None = None
+
+    @property
+    def stats(self) -> Mapping[str, Json]:
+        """What the method noticed, as it goes into covmerge.json."""
+        noticed = self.noticed
+        return noticed.as_json() if isinstance(noticed, Noticed) else noticed
+
+    def times(self, scale: float, base: Tensor | None = None) -> Merged:
+        """Return the update times a number; the base is needed where the weights are known."""
+        if scale == 1.0:
+            return self
+        delta = self.delta * scale
+        if self.weights is None:
+            return replace(self, delta=delta)
+        assert base is not None
+        return replace(self, delta=delta, weights=base + delta)

@@ -1,0 +1,1 @@
+"""Checkpoints, adapters and quantised formats, where they lie and what their tensors are."""

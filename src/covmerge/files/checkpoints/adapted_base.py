@@ -1,0 +1,105 @@
+"""The base of adapters that become one adapter: its headers, and a weight only when it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import Tensor
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import of_all_layers
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.adapter import AdapterCheckpoint
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.content import Content
+from covmerge.files.checkpoints.folder import QUANTISATION
+from covmerge.files.checkpoints.view import View
+
+# A module with anything else is stored in packed form.
+_PLAIN = ("weight", "bias")
+
+
+class AdaptedBase(View):
+    """A base whose weights are of no interest, so that they are not downloaded or hashed.
+
+    It may be stored quantised (bitsandbytes, GPTQ, AWQ, ...): then `headers` has what the adapters
+    update as it would be without, and of the rest what is stored plainly.
+
+    Args:
+        stored: the base.
+        adapters: of it.
+
+    Attributes:
+        decides: whether its weights decide the result after all: those that an adapter trained whole.
+    """
+
+    def __init__(self, stored: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> None:
+        super().__init__(stored)
+        self.decides = False
+        self.source = stored.source
+        self.notes = stored.notes
+        config = stored.config
+        self._packed: frozenset[str] = frozenset()
+        headers = dict(stored.headers)
+        if config is not None and config.get(QUANTISATION):
+            self._packed = frozenset(_packed_modules(headers.values()))
+            headers = {n: h for n, h in headers.items() if _is_plain(h) and not self._packs(n)}
+            for adapter in adapters:
+                for name, factors in adapter.low_rank.items():
+                    headers.setdefault(name, TensorHeader(name, factors.shape, factors.dtype))
+                headers |= {n: h for n, h in adapter.headers.items() if self._packs(n)}
+            config = {key: value for key, value in config.items() if key != QUANTISATION}
+            self.notes = (
+                *self.notes,
+                f"{self.source} is stored quantised: an adapter of it is made without its weights",
+            )
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
+        self.config = config
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`.
+
+        Raises:
+            InputError: it is stored quantised.
+        """
+        find_header(self.headers, name, rows, self.source)
+        if self._packs(name):
+            raise InputError(
+                f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
+                f"rule {{match: '{of_all_layers(name)}', use: base}}, choose a method that works on the "
+                "updates alone, or pass the base as it was before it was quantised"
+            )
+        self._stored.materialize()
+        return self._stored.read(name, rows)
+
+    def materialize(self) -> None:
+        """Fetch nothing yet."""
+
+    def contents(self) -> Sequence[Content]:
+        """What is stored under which names alone, where the result does not depend on the weights."""
+        if self.decides or self.identity()["kind"] == "hub":
+            return self._stored.contents()
+        digest = hashlib.sha256()
+        for name, header in self._stored.headers.items():
+            digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
+        return [Content("headers", 0, lambda _: f"sha256:{digest.hexdigest()}")]
+
+    def _packs(self, name: str) -> bool:
+        module, _, leaf = name.rpartition(".")
+        return module in self._packed and leaf != "bias"
+
+
+def _is_plain(header: TensorHeader) -> bool:
+    return header.name.rpartition(".")[2] in _PLAIN and header.dtype.is_floating_point
+
+
+def _packed_modules(headers: Iterable[TensorHeader]) -> Iterable[str]:
+    for header in headers:
+        if not _is_plain(header):
+            module, _, leaf = header.name.rpartition(".")
+            # bitsandbytes: ...q_proj.weight.quant_map beside ...q_proj.weight
+            yield module.partition(".weight")[0] if ".weight" in module else module
+            if leaf in _PLAIN:
+                yield module

@@ -1,0 +1,456 @@
+"""From the names of an adapter's tensors to the updates that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
+from covmerge.files.checkpoints.adapter_layout import PREFIX
+from covmerge.files.checkpoints.mlx_adapter import MLX_ENDS, MLX_NAME
+
+_PARTS = {  # what a name ends in, longest first where one ends in another
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "table_down",
+    ".lora_embedding_B": "table_up",
+}
+_ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
+_FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".lora.down.weight": "down",
+    ".lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".alpha": "alpha",
+}
+_OWN = re.compile(
+    r"(^|\.)(lora_|token_adapter\.|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|diff_b$)"
+)
+_FLAT = ("lora_unet_", "lora_te", "lycoris_")
+_KINDS = {  # what is refused, by a part of its name
+    "lora_magnitude_vector": "DoRA's magnitudes",
+    "dora_scale": "DoRA's magnitudes",
+    "token_adapter": "trained tokens",
+    "lora_mid": "a Tucker core (LoCon)",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "oft_": "OFT",
+}
+# PEFT reads no such file, and scales some kinds otherwise.
+_MERGE_FILE_FIRST = (
+    "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
+    "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
+    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE), 1.0). For LoHa pass "
+    "dim/alpha in place of the last 1.0, as LyCORIS 4.1.3 applies alpha/dim to it twice), save the model, "
+    "and merge full models"
+)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Which factors an update takes of those of a stack of matrices, `(count, ·, ·)`.
+
+    Attributes:
+        count: number of matrices. `down` has the r rows of one after another, `up` the columns of
+            all of them term after term.
+        index: the one matrix of which the base's tensor is; None: it is the stack itself.
+        rows: those of that matrix that the base's tensor has.
+        held: elements of all factors of its module, which are read whole.
+    """
+
+    count: int
+    index: int | None = None
+    rows: range | None = None
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of low rank, scale · up · diag(middle) · down, by the names of its tensors.
+
+    Attributes:
+        name: of the base's tensor that it is added to.
+        shape: of that tensor, its axes after the first taken together.
+        rank: number of terms.
+        dtype: in which the factors are stored.
+        up: `(d_out, r)`; with `down` None the column that is added to a bias.
+        down: `(r, d_in)`.
+        scale: a number of the configuration.
+        transposed: the base's tensor is `(d_in, d_out)`.
+        table: of an embedding.
+        middle: r numbers between the factors.
+        alpha: a number by which the scale is multiplied.
+        divisor: a number by which it is divided.
+        stack: the factors are those of a stack of matrices; `rank` is that of each.
+        written: its name in the adapter's file, where the base's is another.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    dtype: torch.dtype
+    up: str
+    down: str | None
+    scale: float
+    transposed: bool = False
+    table: bool = False
+    middle: str | None = None
+    alpha: str | None = None
+    divisor: str | None = None
+    stack: Stacked | None = None
+    written: str | None = None
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The factors of one parameter of a module; which one, and of what shape, only the base tells.
+
+    Attributes:
+        owner: the module.
+        parameters: those of it that the configuration targets.
+        shape: `(d_out, d_in)` of the product.
+        terms: rows of `down`, of all matrices together if it is a stack.
+        dtype: in which the factors are stored.
+        up: name of the tensor `(d_out, terms)`.
+        down: name of the tensor `(terms, d_in)`.
+    """
+
+    owner: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, int]
+    terms: int
+    dtype: torch.dtype
+    up: str
+    down: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of both factors."""
+        return self.terms * sum(self.shape)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an adapter holds: updates, and names of whole tensors, by the base's names.
+
+    `wrapped` are factors whose tensors have not been found in a base, by the adapter's own names.
+    """
+
+    updates: Mapping[str, Update]
+    replaced: Mapping[str, str]
+    wrapped: Mapping[str, Wrapped] = field(default_factory=dict[str, Wrapped])
+
+
+def looks_like_adapter(names: Iterable[str]) -> bool:
+    """Whether a file of weights holds an adapter and no model.
+
+    Example:
+        >>> looks_like_adapter(["lora_unet_mid_block.alpha", "lora_unet_mid_block.lora_up.weight"])
+        True
+        >>> looks_like_adapter(["model.embed_tokens.weight"])
+        False
+    """
+    ends = (*(end for end in _FILE_PARTS if end != ".alpha"), *MLX_ENDS)
+    return any(name.endswith(ends) or name.startswith(_FLAT) for name in names)
+
+
+def read_names(
+    stored: Mapping[str, TensorHeader], config: AdapterConfig | None, where: str
+) -> Contents:
+    """Sort the tensors of an adapter into updates and whole tensors.
+
+    Args:
+        stored: the headers of its file.
+        config: its configuration; None: a file by itself, whose scales are 1 or stored as alpha.
+        where: the adapter, for errors.
+
+    Raises:
+        CheckpointError: a tensor whose meaning is not known, half of a pair, shapes that
+            contradict each other or the configuration.
+    """
+    modules: dict[str, dict[str, str]] = {}
+    replaced: dict[str, str] = {}
+    for name in stored:
+        module, part = _split(name, config, where)
+        if part:
+            found = modules.setdefault(module, {})
+            if part in found:
+                raise CheckpointError(f"{where} has both '{found[part]}' and '{name}': remove one")
+            found[part] = name
+        elif replaced.setdefault(_base_name(module), name) != name:
+            raise CheckpointError(
+                f"{where} has both '{replaced[_base_name(module)]}' and '{name}' for "
+                f"'{_base_name(module)}': remove one"
+            )
+    if config is not None:
+        config.expect({_owner(module) for module in modules})
+    reader = _Reader(stored, config, where, modules)
+    updates: dict[str, Update] = {}
+    wrapped: dict[str, Wrapped] = {}
+    for module, parts in modules.items():
+        if (found := reader.wrapped(module, parts)) is not None:
+            wrapped[module] = found
+        else:
+            updates |= {update.name: update for update in reader.updates(module, parts)}
+    if not updates and not replaced and not wrapped:
+        raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
+    return Contents(updates, replaced, wrapped)
+
+
+def oriented(update: Update, conv1d: Container[str]) -> Update:
+    """Return the update of a layer as the base stores that, whatever the configuration says.
+
+    PEFT goes by the module's class; its `fan_in_fan_out` is that of the last layer it came to.
+    """
+    layer = update.down is not None and update.stack is None and not update.table
+    transposed = update.name in conv1d
+    if not layer or not update.name.endswith(".weight") or update.transposed == transposed:
+        return update
+    rows, columns = update.shape
+    return replace(update, transposed=transposed, shape=(columns, rows))
+
+
+def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 where either is, float32 otherwise."""
+    return torch.float64 if torch.float64 in (one, other) else torch.float32
+
+
+def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, str]:
+    """Return module and part; a tensor that is no part of an update is its own module."""
+    module = name.removeprefix(PREFIX)
+    adalora = config is not None and config.is_adalora
+    table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
+    for end, part in table.items():
+        if module.endswith(end):
+            stem = module.removesuffix(end)
+            # Diffusers' former attention processors stand for the layers beside them.
+            return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
+    if _OWN.search(module) or (config is None and module == name):
+        _refuse_tensor(name, config, where)
+    return module, ""
+
+
+def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoReturn:
+    if name.endswith(MLX_ENDS):
+        raise CheckpointError(
+            f"{where}: '{name}' is a factor of mlx-lm, whose scale is in adapter_config.json: put that and "
+            f"this file, called {MLX_NAME}, into one folder, and pass the folder"
+        )
+    kind = next((kind for mark, kind in _KINDS.items() if mark in name), "of no kind that is read")
+    step = MERGE_FIRST if config is not None else _MERGE_FILE_FIRST
+    raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {step}")
+
+
+def _base_name(module: str) -> str:
+    return ".".join(part for part in module.split(".") if part != "base_layer")
+
+
+def _unwrapped(module: str) -> str:
+    """Return the module inside PEFT's wrappers, one for each parameter that it adapts."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
+def _owner(module: str) -> str:
+    """Return what the configuration knows a module by."""
+    return _unwrapped(module.removesuffix(".base_layer.out_proj"))
+
+
+class _Reader:
+    """Makes updates of the parts of modules."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, TensorHeader],
+        config: AdapterConfig | None,
+        where: str,
+        modules: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self._stored = stored
+        self._config = config
+        self._where = where
+        self._modules = modules
+        ends = [(own.get("table_down"), own.get("table_up")) for own in modules.values()]
+        self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
+        self._attention = {
+            module.removesuffix(".base_layer.out_proj")
+            for module in modules
+            if module.endswith(".base_layer.out_proj")
+        }
+
+    def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
+        """Return the factors of a parameter that must be looked for in the base, if these are."""
+        owner = _unwrapped(module)
+        names = self._config.parameters(owner) if self._config else ()
+        if self._config is None or not names or not {"down", "up"} <= parts.keys():
+            return None
+        for part in parts.keys() - {"down", "up"}:
+            self._refuse_shape(self._stored[parts[part]], "which PEFT has for no parameter")
+        down, up = parts["down"], parts["up"]
+        terms, d_out, d_in = self._sizes(down, up, rows=True)
+        nested = module != owner or f"{module}.base_layer" in self._modules
+        if not nested and len(names) == 1 and terms == self._config.rank(f"{owner}.{names[0]}"):
+            return None  # one matrix, and no doubt which
+        return Wrapped(owner, names, (d_out, d_in), terms, self._dtype(down, up), up, down)
+
+    def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
+        """Return the update of a module's weight, and of its bias if there is one."""
+        table = "table_down" in parts or "table_up" in parts
+        ends = ("table_down", "table_up") if table else ("down", "up")
+        for part, other in (ends, ends[::-1]):
+            if part not in parts:
+                have = parts.get(other, next(iter(parts.values())))
+                raise CheckpointError(
+                    f"{self._where} has '{have}' and not the factor that belongs to it: the file "
+                    "is incomplete, fetch it again"
+                )
+        down, up = parts[ends[0]], parts[ends[1]]
+        rank, d_out, d_in = self._sizes(down, up, rows=table)
+        target, weight = self._target(module)
+        # Of layers that are stored as (d_in, d_out); PEFT says so of all, and it is of no convolution.
+        flat = len(self._stored[down].shape) == 2
+        turned = flat and self._config is not None and self._config.transposed
+        transposed = table or turned
+        scale = self._scale(target, rank, parts)
+        update = Update(
+            name=weight,
+            shape=(d_in, d_out) if transposed else (d_out, d_in),
+            rank=rank,
+            dtype=self._dtype(down, up),
+            up=up,
+            down=down,
+            # PEFT adds that of an attention's out_proj twice, in training as when it merges.
+            scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
+            transposed=transposed,
+            table=table,
+            middle=self._middle(parts, rank),
+            alpha=self._number(parts.get("alpha")),
+            divisor=self._number(parts.get("divisor")),
+        )
+        return [update, *self._bias(update, module, parts, d_out)]
+
+    def _sizes(self, down: str, up: str, *, rows: bool) -> tuple[int, int, int]:
+        first, second = self._stored[down], self._stored[up]
+        for header in (first, second):
+            if len(header.shape) < 2 or not header.dtype.is_floating_point:
+                self._refuse_shape(header, "which is no matrix of floating numbers")
+        rank, d_out = first.shape[0], second.shape[0]
+        fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
+        groups = rank // max(1, second.shape[1])
+        if second.shape[2:] and groups > 1 and groups * second.shape[1] == rank:
+            self._refuse_shape(
+                second,
+                f"of a convolution with {groups} groups, whose update is no kernel of such a convolution "
+                "(PEFT does not merge it either)",
+                "train without that layer, or remove its tensors from a copy of the adapter, and it from "
+                "target_modules",
+            )
+        if not fits or any(size != 1 for size in second.shape[2:]):
+            self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
+        d_in = first.numel // rank if rank else first.shape[1]
+        empty = rank == 0 and not (self._config is not None and self._config.is_adalora)
+        if empty or d_out == 0 or d_in == 0 or (rows and len(first.shape) != 2):
+            self._refuse_shape(first, "as the parts of a sharded model are")
+        return rank, d_out, d_in
+
+    def _target(self, module: str) -> tuple[str, str]:
+        """Return what the configuration knows the module by, and the name of its weight."""
+        inner = module.removesuffix(".base_layer.out_proj")
+        owner = inner if inner in self._attention else module
+        parameters = self._config.parameters(owner) if self._config else ()
+        if "base_layer" in owner.split("."):
+            raise CheckpointError(
+                f"{self._where}: '{owner}' is wrapped twice, and what is inside is not known: "
+                f"{MERGE_FIRST}"
+            )
+        if parameters:
+            return f"{owner}.{parameters[0]}", f"{owner}.{parameters[0]}"
+        if self._config is not None and not (self._config.tied and self._is_of_table(module)):
+            self._config.check_target(owner)
+        if owner in self._attention:
+            return owner, f"{owner}.{'in_proj_weight' if owner == module else 'out_proj.weight'}"
+        return owner, f"{owner}.weight"
+
+    def _is_of_table(self, module: str) -> bool:
+        """Whether a module is an embedding, or has the factors of one: `(r, n)` and `(d, r)`, turned."""
+        parts = self._modules[module]
+        if "table_down" in parts:
+            return True
+        down, up = (self._stored[parts[part]].shape for part in ("down", "up"))
+        return (up[::-1], down[::-1]) in self._tables
+
+    def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
+        if self._config is None:
+            return 1.0 / rank if "alpha" in parts else 1.0
+        scale = self._config.scale(module, rank)
+        if self._config.is_adalora and "divisor" not in parts:
+            return scale / self._config.rank_divisor
+        return scale
+
+    def _middle(self, parts: Mapping[str, str], rank: int) -> str | None:
+        if self._config is None or not self._config.is_adalora:
+            return None
+        if "middle" not in parts:
+            raise CheckpointError(
+                f"{self._where} has '{parts['down']}' and no lora_E beside it: the file is "
+                "incomplete, fetch it again"
+            )
+        header = self._stored[parts["middle"]]
+        if header.numel != rank or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {rank} floating numbers")
+        return header.name
+
+    def _number(self, name: str | None) -> str | None:
+        if name is not None and self._stored[name].numel != 1:
+            self._refuse_shape(self._stored[name], "which is not one number")
+        return name
+
+    def _bias(
+        self, weight: Update, module: str, parts: Mapping[str, str], d_out: int
+    ) -> list[Update]:
+        if "bias" not in parts:
+            return []
+        header = self._stored[parts["bias"]]
+        if weight.name != f"{module}.weight":
+            self._refuse_shape(header, "which PEFT leaves aside in nn.MultiheadAttention")
+        if header.shape != (d_out,) or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {d_out} floating numbers")
+        return [
+            Update(
+                name=f"{module}.bias",
+                shape=(d_out, 1),
+                rank=1,
+                dtype=header.dtype,
+                up=header.name,
+                down=None,
+                scale=weight.scale,
+                alpha=weight.alpha,
+            )
+        ]
+
+    def _dtype(self, down: str, up: str) -> torch.dtype:
+        one, other = self._stored[down].dtype, self._stored[up].dtype
+        return one if one == other else wider(one, other)
+
+    def _refuse_shape(
+        self,
+        header: TensorHeader,
+        why: str,
+        step: str = "fetch it again, or save the adapter again from gathered weights",
+    ) -> NoReturn:
+        raise CheckpointError(
+            f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
+            f"{why}: {step}"
+        )

@@ -1,0 +1,98 @@
+"""Files of weights beside a model's own: those that the output would need are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.adapter_names import looks_like_adapter
+from covmerge.files.checkpoints.base import WeightFile
+from covmerge.files.stores.store import Store, StoredFile
+
+# What training leaves, which no model needs; and adapters, which are opened as such.
+_KNOWN = re.compile(
+    r"adapter_model\..*|"
+    r"(optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state)\b.*"
+    r"|(optimizer|rng_state|random_states)_.*"
+)
+
+
+def is_of_training(name: str) -> bool:
+    """Whether a file is the state of an optimiser or the like, or an adapter, by its name.
+
+    Example:
+        >>> is_of_training("optimizer.pt"), is_of_training("model.pt")
+        (True, False)
+    """
+    return _KNOWN.fullmatch(name) is not None
+
+
+def notes_on_others(
+    store: Store,
+    chosen: str,
+    others: Collection[str],
+    headers: Mapping[str, TensorHeader],
+    opened: Callable[[StoredFile], WeightFile],
+) -> Iterator[str]:
+    """Say which files of weights beside the model's own are left aside.
+
+    Args:
+        store: the model's folder.
+        chosen: the file that led to the model's weights.
+        others: names of further files of weights.
+        headers: the model's tensors.
+        opened: opens a file of weights.
+
+    Raises:
+        CheckpointError: one of them holds other tensors of the same model. What lies on the Hub is not
+            fetched to look.
+    """
+    for name in sorted(others):
+        if store.folder is not None and not is_of_training(name):
+            _check_no_part(store, name, headers, opened)
+    if others:
+        yield f"{store}: {chosen} was read, and not {some(sorted(others), 12)}"
+
+
+def _check_no_part(
+    store: Store,
+    name: str,
+    headers: Mapping[str, TensorHeader],
+    opened: Callable[[StoredFile], WeightFile],
+) -> None:
+    try:
+        read = opened(StoredFile(store, name))
+    except CheckpointError:
+        return  # no tensors that covmerge reads
+    own = set(read.headers)
+    read.close()
+    # A copy in another precision has the same names, one under its authors' names has other modules.
+    if own & headers.keys() or not _modules(own) & _modules(headers):
+        return
+    # An adapter has its own place in a merge; scales and directions of activations are named by modules.
+    if looks_like_adapter(own) or own <= modules_of(headers):
+        return
+    raise CheckpointError(
+        f"{store}: {name} holds {len(own)} tensors of the model that its other files lack "
+        f"({some(sorted(own), 3, quoted=True)}), and the output would lack them. Merge that file by itself "
+        "(pass the files in place of the folders), and the rest after it was moved out of the folder"
+    )
+
+
+def modules_of(names: Collection[str]) -> set[str]:
+    """Return the modules that tensors lie in, at every depth.
+
+    Example:
+        >>> sorted(modules_of(["h.0.weight"]))
+        ['h', 'h.0']
+    """
+    parts = (name.split(".") for name in names)
+    return {".".join(own[:deep]) for own in parts for deep in range(1, len(own))}
+
+
+def _modules(names: Collection[str]) -> set[str]:
+    """The outermost modules of tensors."""
+    return {outer for name in names if (outer := name.partition(".")[0]) != name}

@@ -1,0 +1,483 @@
+"""Folders of torch.distributed.checkpoint (DCP), as FSDP and its like save them, without the model.
+
+    .metadata           a pickle: every tensor's dtype and shape, its chunks, and where each of these lies
+    __0_0.distcp        of each writer: tensors as `torch.save` writes one, one after the other,
+                        or all of them as one safetensors file
+
+The pickle is read as records (`unpickler.py`): no class that it names is made, no function called. A tensor
+is put together of its chunks, each read by the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.laid import Laid
+from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
+from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
+from covmerge.files.checkpoints.pickled import load_archive, load_metadata
+from covmerge.files.checkpoints.ranges import open_stored, read_into
+from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.files.checkpoints.unpickler import Inert, Sealed
+from covmerge.files.stores.store import Opened, Stamp, StoredFile, child
+
+METADATA = ".metadata"
+
+_NEXT = "convert it where it was saved, with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+_MAX_BYTES = 2**28
+_MAX_STEPS = 20_000_000  # a chunk takes 70
+_MAX_DIMS = 64
+_PADDING = 2**20  # bytes that a writer may leave after what it has written
+_AT_ONCE = 8
+_DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
+_MODEL = "model"  # what trainers call the model among what they save
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor, and the key that the metadata has it under."""
+
+    key: str
+    header: TensorHeader
+    chunks: Sequence[_Chunk]
+
+
+class DistributedFiles:
+    """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside.
+
+    Args:
+        metadata: the file `.metadata`.
+    """
+
+    def __init__(self, metadata: StoredFile) -> None:
+        self._where = str(metadata)
+        chosen, left, self._ends = _entries(metadata)
+        self.notes = (f"{self._where}: {left}",) if left else ()
+        self._entries = {entry.header.name: entry for entry in chosen}
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: entry.header for name, entry in self._entries.items()}
+        )
+        names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
+        self.files = tuple(child(metadata.store, name) for name in names)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
+            found = pool.map(_look, self.files)
+            self._stamps = dict(zip(names, found, strict=True))
+        self._file = {file.name: file for file in self.files}
+        self._whole = {
+            name: SafetensorsFile(self._file[name])
+            for name, (_, magic) in self._stamps.items()
+            if magic != ZIP_MAGIC
+        }
+        for entry in chosen:
+            self._check(entry)
+        self._check_apart()
+        self._check_ends()
+        self._laid: dict[_Chunk, Laid] = {}
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        header = find_header(self.headers, name, rows, self._where)
+        entry = self._entries[name]
+        if not header.shape:
+            found = torch.empty((), dtype=header.dtype)
+            self._fill(found, entry, entry.chunks[0], None)
+            return found
+        taken = rows or range(header.shape[0])
+        if rows is not None and not rows:
+            taken = range(0)
+        found = torch.empty((len(taken), *header.shape[1:]), dtype=header.dtype)
+        for chunk in entry.chunks:
+            top = chunk.offsets[0]
+            start, stop = max(taken.start, top), min(taken.stop, top + chunk.sizes[0])
+            if start < stop and 0 not in chunk.sizes:
+                place = [slice(start - taken.start, stop - taken.start)]
+                beyond = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+                place += [slice(first, first + count) for first, count in beyond]
+                self._fill(found[tuple(place)], entry, chunk, range(start - top, stop - top))
+        return found
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+    def _fill(self, target: Tensor, entry: _Entry, chunk: _Chunk, rows: range | None) -> None:
+        """Read (rows of) a chunk into a part of a tensor."""
+        part = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        file = self._file[chunk.file]
+        if chunk.file in self._whole:
+            part.copy_(self._whole[chunk.file].read(entry.key, rows))
+        else:
+            with open_stored(file) as opened:
+                check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
+                where = f"{file}: tensor '{entry.key}'"
+                laid = self._laid.get(chunk) or self._find(opened, entry, chunk, where)
+                _read_rows(part, opened, chunk, laid, rows, where)
+        if part.dtype is torch.bool and part.numel() and int(part.view(torch.uint8).max()) > 1:
+            raise CheckpointError(
+                f"{file}: '{entry.key}' is of bool and holds bytes other than 0 and 1: save it again"
+            )
+        if part is not target:
+            target.copy_(part)
+
+    def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
+        """Return how a chunk lies in its bytes."""
+        data = cast("IO[bytes]", _Slice(opened, chunk, where))
+        laid = load_archive(data, chunk.length, where)
+        fits = isinstance(laid, Laid) and (laid.dtype, laid.shape) == (
+            entry.header.dtype,
+            chunk.sizes,
+        )
+        if not isinstance(laid, Laid) or not fits or laid.storage.start is None:
+            raise CheckpointError(
+                f"{where} is no tensor of shape {list(chunk.sizes)} and {entry.header.dtype} there, as "
+                f"{METADATA} says: the files are of different checkpoints, fetch them again"
+            )
+        self._laid[chunk] = laid
+        return laid
+
+    def _check(self, entry: _Entry) -> None:
+        """Refuse chunks that the files have no bytes for, or that do not make up the tensor."""
+        where = f"{self._where}: tensor '{entry.key}'"
+        for chunk in entry.chunks:
+            size = math.prod(chunk.sizes) * entry.header.dtype.itemsize
+            (held, *_), _ = self._stamps[chunk.file]
+            if chunk.file in self._whole:
+                found = self._whole[chunk.file].headers.get(entry.key)
+                if found is None or (found.shape, found.dtype) != (chunk.sizes, entry.header.dtype):
+                    raise CheckpointError(
+                        f"{where} is not in {chunk.file} as {METADATA} says: the files are of different "
+                        "checkpoints, fetch them again"
+                    )
+            elif chunk.start + chunk.length > held or size > chunk.length:
+                raise CheckpointError(
+                    f"{where} has {size} bytes in {chunk.file} from {chunk.start}, which is {held} bytes "
+                    "long: it was cut short, fetch it again"
+                )
+        if not _tile([(c.offsets, c.sizes) for c in entry.chunks], entry.header.shape):
+            raise CheckpointError(
+                f"{where} of shape {list(entry.header.shape)} is not made up of its {len(entry.chunks)} "
+                f"chunks, side by side: {_NEXT}"
+            )
+
+    def _check_apart(self) -> None:
+        """Refuse chunks that share bytes: a small file could pass for a model of any size."""
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for entry in self._entries.values():
+            for chunk in entry.chunks:
+                if chunk.file not in self._whole:
+                    spans[chunk.file].append((chunk.start, chunk.start + chunk.length))
+            # A file of safetensors has one tensor of a name.
+            whole = [chunk.file for chunk in entry.chunks if chunk.file in self._whole]
+            if len(set(whole)) < len(whole):
+                raise CheckpointError(
+                    f"{self._where} says of two chunks of '{entry.key}' that they are the same tensor of a "
+                    "file: fetch the files again"
+                )
+        for name, own in spans.items():
+            own.sort()
+            if any(stop > start for (_, stop), (start, _) in pairwise(own)):
+                raise CheckpointError(
+                    f"{self._where} says of two chunks that they have the same bytes of {name}: fetch the "
+                    "files again"
+                )
+
+    def _check_ends(self) -> None:
+        """Refuse files that go on after all that the metadata names: they would be hashed to the end."""
+        for name, ((size, *_), _) in self._stamps.items():
+            if name not in self._whole and size > self._ends[name] + _PADDING:
+                raise CheckpointError(
+                    f"{self._file[name]} has {size} bytes, and {METADATA} names none after the first "
+                    f"{self._ends[name]}: fetch the files again"
+                )
+
+
+def _read_rows(
+    part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
+) -> None:
+    """Read (rows of) a chunk straight into memory, if its numbers lie in their order."""
+    first, shape = laid.offset, laid.shape
+    if rows is not None:
+        first, shape = first + rows.start * laid.strides[0], (len(rows), *shape[1:])
+    spanned = sum((n - 1) * step for n, step in zip(shape, laid.strides, strict=True)) + 1
+    straight = spanned == math.prod(shape) and _in_order(shape, laid.strides)
+    data = part if straight else torch.empty(spanned, dtype=part.dtype)
+    start = chunk.start + (laid.storage.start or 0) + first * part.element_size()
+    read_into(data.reshape(-1).view(torch.uint8).numpy().data, opened, start, where)
+    if not straight:
+        part.copy_(torch.as_strided(data, shape, laid.strides))
+
+
+def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the last axis runs fastest, and so on."""
+    expected = 1
+    for length, step in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
+    """Whether boxes fill a shape from an axis on, without gaps or overlaps, as sharding cuts it.
+
+    Along each axis two boxes have the same interval or have nothing in common.
+    """
+    if math.prod(shape) == 0:
+        return True
+    boxes = [box for box in boxes if 0 not in box[1]]
+    if axis == len(shape):
+        return len(boxes) == 1
+    intervals: dict[tuple[int, int], list[Box]] = defaultdict(list)
+    for offsets, sizes in boxes:
+        intervals[offsets[axis], offsets[axis] + sizes[axis]].append((offsets, sizes))
+    reached = 0
+    for start, stop in sorted(intervals):
+        if start != reached:
+            return False
+        reached = stop
+    return reached == shape[axis] and all(
+        _tile(inner, shape, axis + 1) for inner in intervals.values()
+    )
+
+
+class _Slice(io.RawIOBase):
+    """The bytes of a chunk as a file, for `zipfile`, which asks for a few at its end."""
+
+    def __init__(self, opened: Opened, chunk: _Chunk, where: str) -> None:
+        self._opened, self._chunk, self._where = opened, chunk, where
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._chunk.length}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the first byte")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), max(0, self._chunk.length - self._at))
+        read_into(target[:count], self._opened, self._chunk.start + self._at, self._where)
+        self._at += count
+        return count
+
+
+def _look(file: StoredFile) -> tuple[Stamp, bytes]:
+    """The stamp of a file of tensors, and its first bytes, which say what it is."""
+    with open_stored(file) as opened:
+        stamp = opened.stamp
+        magic = bytearray(min(len(ZIP_MAGIC), stamp[0]))
+        read_into(memoryview(magic), opened, 0, str(file))
+    return stamp, bytes(magic)
+
+
+def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]]:
+    """Read the metadata; return the model's tensors, what is said of the others, and each file's end."""
+    where = str(metadata)
+    with open_stored(metadata) as opened:
+        size = opened.stamp[0]
+        if size > _MAX_BYTES:
+            raise CheckpointError(f"{where} has {size} bytes, and {_MAX_BYTES} are read: {_NEXT}")
+        data = bytearray(size)
+        read_into(memoryview(data), opened, 0, where)
+    content = _Fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
+    declared = content.mapping("state_dict_metadata")
+    paths = content.mapping("planner_data", optional=True)
+    tensors = {
+        _text(key, where): value
+        for key, value in declared.items()
+        if _kind(value) != "BytesStorageMetadata"
+    }
+    if len(tensors) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{where} has {len(tensors)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
+        )
+    named, left = _of_model({key: _path(paths.get(key), key) for key in tensors}, where)
+    places: dict[tuple[str, tuple[int, ...] | None], _Fields] = {}
+    ends: dict[str, int] = defaultdict(int)
+    for index, info in content.mapping("storage_data").items():
+        known, place = _Fields(index, "MetadataIndex", where), _Fields(info, "_StorageInfo", where)
+        name = _text(place.get("relative_path"), where)
+        ends[name] = max(ends[name], sum(_sizes((place.get("offset"), place.get("length")), where)))
+        if (key := _text(known.get("fqn"), where)) in named:
+            offset = known.get("offset")
+            at = None if offset is None else _sizes(offset, where)
+            places[key, at] = place
+    found = [
+        _entry(key, name, _Fields(tensors[key], "TensorStorageMetadata", where), places)
+        for key, name in named.items()
+    ]
+    return found, left, ends
+
+
+def _entry(
+    key: str,
+    name: str,
+    stored: _Fields,
+    places: Mapping[tuple[str, tuple[int, ...] | None], _Fields],
+) -> _Entry:
+    where = f"{stored.where}: tensor {shorten(key)}"
+    check_name(name, where)
+    shape = _sizes(stored.get("size"), where)
+    properties = _record(stored.get("properties"), "TensorProperties", where).state
+    # dtype, layout, requires_grad, memory format, pinned
+    kinds = cast("tuple[object, ...]", properties) if isinstance(properties, tuple) else ()
+    dtype = _DTYPES.get(kinds[0].origin) if kinds and isinstance(kinds[0], Sealed) else None
+    layout = kinds[1] if len(kinds) > 1 else None
+    if dtype is None or not isinstance(layout, Inert) or layout.args != ("torch.strided",):
+        raise CheckpointError(f"{where} is no dense tensor of a dtype that can be stored: {_NEXT}")
+    if math.prod(max(1, length) for length in shape) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{where} of shape {list(shape)} is longer than any can be: {_NEXT}")
+    listed = stored.get("chunks")
+    if not isinstance(listed, list) or not listed:
+        raise CheckpointError(f"{where} has no chunks: {_NEXT}")
+    chunks: list[_Chunk] = []
+    for one in cast("list[object]", listed):
+        box = _Fields(one, "ChunkStorageMetadata", where)
+        offsets, sizes = (_sizes(box.get(part), where) for part in ("offsets", "sizes"))
+        info = places.get((key, offsets)) or places.get((key, None))
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            first + count <= length
+            for first, count, length in zip(offsets, sizes, shape, strict=True)
+        )
+        if info is None or not inside:
+            raise CheckpointError(
+                f"{where} of shape {list(shape)} has a chunk at {list(offsets)} that is not in it, or is "
+                "in no file: fetch the files again"
+            )
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{where} is stored by an extension of torch's: {_NEXT}")
+        start, length = _sizes((info.get("offset"), info.get("length")), where)
+        chunks.append(
+            _Chunk(offsets, sizes, _text(info.get("relative_path"), where), start, length)
+        )
+    return _Entry(key, TensorHeader(name, shape, dtype), chunks)
+
+
+def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict[str, str], str]:
+    """Return the model's tensors, the name by the key, and what is said of the others.
+
+    What was saved is a model's state dict itself, or nested dicts that have one, mostly under "model".
+    """
+    tops = {path[0] for path in paths.values() if len(path) > 1}
+    inner = {path[:2] for path in paths.values() if len(path) > 2 and path[1] == _MODEL}
+    prefix: tuple[object, ...] = ()
+    if _MODEL in tops:
+        prefix = (_MODEL,)
+    elif len(inner) == 1:
+        prefix = next(iter(inner))
+    elif not any(len(path) == 1 for path in paths.values()) and len(tops) == 1:
+        prefix = tuple(tops)
+    elif not any(len(path) == 1 for path in paths.values()):
+        raise CheckpointError(
+            f"{where} has tensors under {some(sorted(map(str, tops)), quoted=True)}, and none of these is "
+            f"called '{_MODEL}': {_NEXT}"
+        )
+    depth = len(prefix)
+    found = {
+        key: ".".join(map(str, path[depth:]))
+        for key, path in paths.items()
+        if path[:depth] == prefix and (depth or len(path) == 1)
+    }
+    if len(set(found.values())) < len(found):
+        raise CheckpointError(f"{where} has two tensors of one name: {_NEXT}")
+    others = len(paths) - len(found)
+    which = f"under '{'.'.join(map(str, prefix))}'" if prefix else "at its top"
+    return (
+        found,
+        f"the {len(found)} tensors {which} were read, and not {others} others" if others else "",
+    )
+
+
+class _Fields:
+    """What is known of a record of a class: its attributes."""
+
+    def __init__(self, record: object, kind: str, where: str) -> None:
+        state = _record(record, kind, where).state
+        known = cast("Mapping[object, object]", state) if isinstance(state, Mapping) else None
+        self._state: Mapping[object, object] = known or {}
+        self.where = where
+
+    def get(self, name: str) -> object:
+        return self._state.get(name)
+
+    def mapping(self, name: str, *, optional: bool = False) -> Mapping[object, object]:
+        found = self._state.get(name)
+        if isinstance(found, Mapping):
+            return cast("Mapping[object, object]", found)
+        if optional:
+            return {}
+        raise CheckpointError(f"{self.where} has no {name}: it is no metadata of DCP, {_NEXT}")
+
+
+def _record(value: object, kind: str, where: str) -> Inert:
+    if not isinstance(value, Inert) or _kind(value) != kind:
+        raise CheckpointError(
+            f"{where} has a {_kind(value)} where DCP has a {kind}: fetch it again, or {_NEXT}"
+        )
+    return value
+
+
+def _kind(value: object) -> str:
+    """The name of a class; its module changed with torch's releases."""
+    return (
+        type(value).origin.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
+    )
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(
+            f"{where} has {shorten(value)} where a name should be: fetch it again"
+        )
+    return value
+
+
+def _sizes(value: object, where: str) -> tuple[int, ...]:
+    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (None,)
+    if len(items) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in items):
+        raise CheckpointError(f"{where} has {shorten(items)} where sizes should be: fetch it again")
+    return cast("tuple[int, ...]", items)
+
+
+def _path(value: object, key: str) -> tuple[object, ...]:
+    """Where a tensor was in what was saved; without that its key is its name."""
+    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
+    return items if items and all(type(part) in (str, int) for part in items) else (key,)

@@ -1,0 +1,626 @@
+"""Checkpoints in files: a folder as Hugging Face lays it out, or one file by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json, Module, TensorHeader
+from covmerge.files.checkpoints.base import (
+    CARD_NAME,
+    WeightFile,
+    check_unchanged,
+    find_header,
+)
+from covmerge.files.checkpoints.beside import is_of_training, notes_on_others
+from covmerge.files.checkpoints.content import Content, Pace
+from covmerge.files.checkpoints.distributed import METADATA, DistributedFiles
+from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
+from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.checkpoints.layout import MAX_TENSORS
+from covmerge.files.checkpoints.module_file import open_module
+from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
+from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.store import Stamp, Store, StoredFile, child
+
+CONFIG = "config.json"
+QUANTISATION = "quantization_config"
+
+PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
+STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # of a training run, by transformers' Trainer
+DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
+
+_SAFETENSORS = ".safetensors"
+_TORCH = (".bin", ".pt", ".pth", ".ckpt")
+_CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
+WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, GGUF)
+_INDEX = ".index.json"
+_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
+_SLICES = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
+_SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
+PREFERRED = (  # the order in which transformers looks
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    f"{DIFFUSERS}.safetensors",
+    f"{DIFFUSERS}.safetensors.index.json",
+    f"{DIFFUSERS}.bin",
+)
+_AT_ONCE = 8
+_CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
+
+
+class FileCheckpoint:
+    """One or several files of weights, and what lies beside them.
+
+    Args:
+        source: as the user wrote it.
+        weights: the files of weights, opened; of a tensor that several hold the last is read.
+        store: where a whole model lies; None for a file by itself.
+        beside: further files that say what the checkpoint is: index and config.
+        notes: what is particular about how it was opened.
+        inner: folders in the store's, by the files that lie in them.
+
+    Raises:
+        CheckpointError: two of its files belong to no one model.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        weights: Mapping[StoredFile, WeightFile],
+        *,
+        store: Store | None = None,
+        beside: Sequence[StoredFile] = (),
+        notes: Sequence[str] = (),
+        inner: Mapping[StoredFile, str] = MappingProxyType({}),
+    ) -> None:
+        self.source = source
+        self.folder = None if store is None else store.folder
+        self._inner = inner
+        self.config: Mapping[str, Any] | None = next(
+            (read_config(file) for file in beside if self.path_of(file) == CONFIG), None
+        )
+        packed = [read.settings for read in weights.values() if isinstance(read, GgufFile)]
+        if packed and len(weights) > 1:
+            raise CheckpointError(
+                f"{source} has a GGUF file among {len(weights)} files of weights: pass the one to merge"
+            )
+        if packed:
+            self.config = {**(self.config or {}), QUANTISATION: packed[0]}
+        self.notes = (*notes, *(note for read in weights.values() for note in read.notes))
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: header for read in weights.values() for name, header in read.headers.items()}
+        )
+        self.weight_names = tuple(map(self.path_of, weights))
+        self._weights = dict(weights)
+        self._file_of = {name: read for read in weights.values() for name in read.headers}
+        self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+
+    def path_of(self, file: StoredFile) -> str:
+        """Return where one of its files lies in its folder, with `/` between the parts."""
+        folder = self._inner.get(file)
+        return f"{folder}/{file.name}" if folder else file.name
+
+    @property
+    def stamps(self) -> Mapping[StoredFile, Stamp]:
+        """Every file of it, as it was when it was opened."""
+        return MappingProxyType(self._stamps)
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        place = self.folder or self._first_path()
+        return None if place is None else cached_model(place)
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`; what lies beside a file by itself need not be about it."""
+        path = self._first_path()
+        places = (self.folder, None if path is None else snapshot_of(path))
+        cards = (safe_child(folder, CARD_NAME) for folder in places if folder is not None)
+        return next((card for card in cards if card.is_file()), None)
+
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self.folder
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        find_header(self.headers, name, rows, self.source)
+        return self._file_of[name].read(name, rows)
+
+    def materialize(self) -> None:
+        """Everything is here."""
+
+    def identity(self) -> dict[str, Json]:
+        """Sizes and times of the files, as they were opened."""
+        names = ("size", "mtime_ns", "ctime_ns")
+        files: dict[str, Json] = {
+            self.path_of(file): dict(zip(names, stamp, strict=True))
+            for file, stamp in self._stamps.items()
+        }
+        return {"kind": "files", "files": files}
+
+    def contents(self) -> Sequence[Content]:
+        """Every file, which must be as it was opened."""
+        return [
+            Content(
+                self.path_of(file),
+                stamp[0],
+                partial(self._hash, file),
+                early=file not in self._weights,
+            )
+            for file, stamp in self._stamps.items()
+        ]
+
+    def _hash(self, file: StoredFile, pace: Pace) -> str:
+        """The SHA-256 of a file."""
+        digest, done = hashlib.sha256(), 0
+        buffer = memoryview(bytearray(max(1, min(_CHUNK, self._stamps[file][0]))))
+        with _named_errors(file), file.open() as opened:
+            while True:
+                pace(done)
+                count = opened.read_at(buffer, done)
+                if not count:
+                    break
+                digest.update(buffer[:count])
+                done += count
+        check_unchanged(file, self._stamps[file], _stamp(file))
+        return f"sha256:{digest.hexdigest()}"
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        for read in self._weights.values():
+            read.close()
+
+    def _first_path(self) -> Path | None:
+        first = next(iter(self._stamps))
+        return None if first.store.folder is None else first.path
+
+
+@dataclass
+class Modules:
+    """What a model has in folders of its modules.
+
+    Attributes:
+        weights: files of weights, opened.
+        beside: indices and configs of modules.
+        inner: the folder of each of these files.
+        notes: what is particular about how they were opened.
+    """
+
+    weights: dict[StoredFile, WeightFile] = field(default_factory=dict[StoredFile, WeightFile])
+    beside: list[StoredFile] = field(default_factory=list[StoredFile])
+    inner: dict[StoredFile, str] = field(default_factory=dict[StoredFile, str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def joined(
+        self,
+        source: str,
+        store: Store,
+        weights: Mapping[StoredFile, WeightFile],
+        beside: Sequence[StoredFile],
+        notes: Sequence[str] = (),
+    ) -> FileCheckpoint:
+        """Return the checkpoint of a model's own files and these.
+
+        Raises:
+            CheckpointError: one of its own tensors has the name of a module's.
+        """
+        own = {name for read in weights.values() for name in read.headers}
+        for file, read in self.weights.items():
+            if both := own & read.headers.keys():
+                raise CheckpointError(
+                    f"{store} holds '{min(both)}' among its own weights, and {file} is to have that name: "
+                    "rename the folder of the module, in modules.json too"
+                )
+        return FileCheckpoint(
+            source,
+            {**weights, **self.weights},
+            store=store,
+            beside=[*beside, *self.beside],
+            notes=(*notes, *self.notes),
+            inner=self.inner,
+        )
+
+
+@dataclass(frozen=True)
+class WeightsChoice:
+    """Which file of a folder leads to its weights."""
+
+    name: str
+
+    @property
+    def is_index(self) -> bool:
+        """Whether the file is an index of shards."""
+        return self.name.endswith(_INDEX)
+
+
+def holds_weights(names: Collection[str]) -> bool:
+    """Whether there is a file of weights of a model, or an index, among the files of a folder."""
+    weights = (name for name in names if name.endswith((_INDEX, *WEIGHT_SUFFIXES)))
+    return not all(map(is_of_training, weights))
+
+
+def choose_weights(
+    names: Collection[str], where: str, folders: Collection[str] = ()
+) -> WeightsChoice:
+    """Choose what to read among the files of a folder or repository, as transformers does.
+
+    A single safetensors file of another name serves as well, unless it is one shard of several.
+
+    Args:
+        names: of the files.
+        where: it is, for messages.
+        folders: beside them, in which models may be.
+
+    Raises:
+        CheckpointError: there are no weights, or no telling which to read.
+    """
+    found = sorted(n for n in names if n.endswith(_SAFETENSORS))
+    for name in PREFERRED:
+        if name in names:
+            return WeightsChoice(name)
+    present = [n for n in found if not _is_adapter(n)]
+    _refuse_slices(present, where)
+    _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
+    if len(present) == 1:
+        return WeightsChoice(present[0])
+    if present:
+        raise CheckpointError(
+            f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
+            f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
+        )
+    if PIPELINE in names:
+        raise CheckpointError(
+            f"{where} is a pipeline of diffusers, of several models ({some(sorted(folders), 10)}): merge "
+            f"what was trained, each model by itself, such as {where}/{_trained(folders)}"
+        )
+    steps = sorted(int(found[1]) for f in folders if (found := STEP.fullmatch(f)))
+    if steps:
+        raise CheckpointError(
+            f"{where} is the folder of a training run, with {counted(len(steps), 'checkpoint')} and no "
+            f"model of its own: pass the last, {where}/checkpoint-{steps[-1]}, or average the last with "
+            f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
+        )
+    raise CheckpointError(
+        f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
+        "folder that does, or a file"
+    )
+
+
+def _trained(folders: Collection[str]) -> str:
+    """The part of a pipeline that is mostly trained."""
+    return next((name for name in ("transformer", "unet") if name in folders), "unet")
+
+
+def _refuse_slices(present: Sequence[str], where: str) -> None:
+    """Refuse what torch's HuggingFaceStorageWriter wrote, of every rank its part of the tensors."""
+    slices = [name for name in present if _SLICES.fullmatch(name)]
+    if slices:
+        raise CheckpointError(
+            f"{where} holds {counted(len(slices), 'file')} of torch.distributed.checkpoint, such as "
+            f"{slices[0]}, with a part of the tensors for each rank. Put them together first: "
+            "consolidate_safetensors_files(FOLDER, NEW, fqn_to_index_mapping={name of each tensor: 1}) of "
+            "torch.distributed.checkpoint._consolidate_hf_safetensors. Copy config.json and the tokenizer "
+            "to NEW, and pass NEW"
+        )
+
+
+def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
+    """Refuse files of weights that are a part of a model by their names, as no index completes them."""
+    for name in present:
+        shard = _SHARD.search(name)
+        if shard is not None and int(shard["count"]) > 1:
+            raise CheckpointError(
+                f"{where} holds {name}, a shard of {int(shard['count'])}, and no index of "
+                "them all: the index or shards are missing, fetch them again"
+            )
+
+
+def _check_all_listed(where: str, listed: Collection[str], names: Collection[str]) -> None:
+    """Refuse an index that leaves out some of the shards beside it: it is of another version than they are.
+
+    Shards that are not there may have been left out on purpose, with the layers that were in them.
+    """
+    kinds = {_kind(name) for name in listed} - {None}
+    left_out = sorted(name for name in names if name not in listed and _kind(name) in kinds)
+    if left_out:
+        raise CheckpointError(
+            f"{where} lists {counted(len(listed), 'shard')}, and beside it lies {_some(left_out)}, by its "
+            "name one of the same model: the index is of another version than the shards. Fetch it again, "
+            "or remove what is not of the model"
+        )
+
+
+def _kind(name: str) -> str | None:
+    """What all shards of a model have in common in their names; None of what is no shard."""
+    shard = _SHARD.search(name)
+    return None if shard is None else name[: shard.start()] + shard["kind"]
+
+
+def read_config(file: StoredFile | Path) -> dict[str, Any]:
+    """Return a config.json.
+
+    Raises:
+        CheckpointError: it is malformed, or far too long.
+    """
+    return read_object(file, values=_CONFIG_VALUES)
+
+
+def weights_stem(config: Mapping[str, Any] | None) -> str:
+    """Return what the names of a model's files begin with, by the library that its config is of."""
+    return DIFFUSERS if config is not None and "_diffusers_version" in config else "model"
+
+
+def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
+    """Return the file name of every tensor, from an index of shards.
+
+    Raises:
+        CheckpointError: the index is malformed.
+    """
+    mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
+    entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
+    if not entries or not all(isinstance(file, str) for file in entries.values()):
+        raise CheckpointError(
+            f"{index} has no weight_map from names of tensors to names of files: fetch it again"
+        )
+    return cast("dict[str, str]", entries)
+
+
+def check_weight_map(
+    where: str, weight_map: Mapping[str, str], held: Mapping[str, Collection[str]]
+) -> tuple[str, ...]:
+    """Check an index against what its shards hold, in both directions; return notes.
+
+    A file may hold an older copy of a tensor that the index places in a later file, by name: transformers
+    reads the files in that order, and takes the last.
+
+    Args:
+        where: the index, for errors.
+        weight_map: file name by tensor name.
+        held: names of tensors by file name, of every file in the index.
+
+    Raises:
+        CheckpointError: a tensor is not in its shard, or a shard has one that is not in the index.
+    """
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise CheckpointError(
+                f"{where} says that '{name}' is in {file}, and it is not: the files are of "
+                "different versions, fetch them again"
+            )
+    older: list[str] = []
+    for file, names in held.items():
+        stray = [name for name in names if weight_map.get(name, "") < file]
+        older += [name for name in names if weight_map.get(name, "") > file]
+        if stray:
+            raise CheckpointError(
+                f"{file} holds {_some(stray)}, which {where} does not place there: the files are of "
+                "different versions, fetch them again"
+            )
+    if not older:
+        return ()
+    files = sorted({weight_map[name] for name in older})
+    return (
+        f"{where} places {_some(older)} in {some(files)}, and the copies in other files were not read",
+    )
+
+
+def open_folder(source: str, store: Store) -> FileCheckpoint:
+    """Open a model folder.
+
+    Raises:
+        CheckpointError: nothing there can be read, or the files contradict each other.
+    """
+    where = str(store)
+    try:
+        names = set(store.names())
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
+    if (found := _distributed(store, names)) is not None:
+        files = DistributedFiles(found)
+        beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
+        return FileCheckpoint(source, {found: files}, store=store, beside=beside)
+    modules = open_modules(store, names)
+    if modules.weights and not holds_weights(names):
+        beside = [_existing(store, CONFIG)] if CONFIG in names else []
+        return modules.joined(source, store, {}, beside)
+    packed = [name for name in names if name.endswith(GGUF)]
+    alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
+    choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
+    beside = [_existing(store, CONFIG)] if CONFIG in names else []
+    notes: tuple[str, ...] = ()
+    if not choice.is_index:
+        weights = _open_all([_existing(store, choice.name)])
+    else:
+        index = _existing(store, choice.name)
+        beside.append(index)
+        weights, notes = _open_shards(index, names)
+    found = modules.joined(source, store, weights, beside, notes)
+    others = _others(names, {choice.name, *found.weight_names})
+    found.notes += tuple(notes_on_others(store, choice.name, others, found.headers, open_weights))
+    return found
+
+
+def open_modules(store: Store, names: Collection[str]) -> Modules:
+    """Open the weights that a model of sentence-transformers has in folders of its modules.
+
+    Args:
+        store: the model's folder.
+        names: of its files.
+
+    Raises:
+        CheckpointError: a module has weights that are not read, or lies outside the folder.
+    """
+    found = Modules()
+    try:
+        folders = module_folders(store, names)
+    except OSError as error:
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    for folder in folders:
+        file = weights_in(store, folder)
+        if file is None:
+            continue
+        beside = [file] if file.name.endswith(_INDEX) else []
+        weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())
+        config = _existing(folder.store, CONFIG) if CONFIG in folder.names else None
+        module = Module(folder.path, None if config is None else read_config(config))
+        beside += [] if config is None else [config]
+        found.weights |= {shard: ModuleWeights(read, module) for shard, read in weights.items()}
+        found.beside += beside
+        found.inner |= dict.fromkeys((*weights, *beside), folder.path)
+        others = _others(folder.names, {file.name, *(shard.name for shard in weights)})
+        found.notes += notes
+        if others:
+            found.notes.append(f"{file} was read, and not {some(sorted(others), 12)}")
+    return found
+
+
+def module_files(store: Store, names: Collection[str]) -> list[str]:
+    """Return the files of weights that a model has in folders of its modules, as paths in its own.
+
+    Args:
+        store: the model's folder.
+        names: of its files.
+
+    Raises:
+        CheckpointError: as `open_modules`.
+    """
+    paths: list[str] = []
+    for folder in module_folders(store, names):
+        file = weights_in(store, folder)
+        if file is None:
+            continue
+        own = [file.name]
+        if file.name.endswith(_INDEX):
+            own += sorted(set(read_weight_map(file).values()))
+        paths += [f"{folder.path}/{name}" for name in own]
+    return paths
+
+
+def _open_shards(
+    index: StoredFile, names: Collection[str]
+) -> tuple[dict[StoredFile, WeightFile], tuple[str, ...]]:
+    """Open the files that an index lists, of the names in its folder; return them with notes."""
+    weight_map = read_weight_map(index)
+    _check_all_listed(str(index), set(weight_map.values()), names)
+    files = sorted(set(weight_map.values()))
+    weights = _open_all([_existing(index.store, name) for name in files])
+    held = {file.name: read.headers for file, read in weights.items()}
+    return weights, check_weight_map(str(index), weight_map, held)
+
+
+def _others(names: Collection[str], read: Collection[str]) -> list[str]:
+    """Files of weights that are not read; the model's own in an older format are no news."""
+    older = ("pytorch_model", DIFFUSERS)
+    return [
+        name
+        for name in names
+        if name not in read
+        and (
+            name.endswith(_SAFETENSORS)
+            or name == PREFERRED[1]
+            or (name.endswith(_TORCH) and not name.startswith(older))
+        )
+    ]
+
+
+def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
+    """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
+    if any(name in PREFERRED or name.endswith((_SAFETENSORS, GGUF)) for name in names):
+        return None
+    if METADATA in names:
+        return StoredFile(store, METADATA)
+    folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
+    inner = [store.inside(name) for name in folders]
+    found = [StoredFile(one, METADATA) for one in inner if one.is_file(METADATA)]
+    return found[0] if len(found) == 1 else None
+
+
+def open_file(source: str, file: StoredFile) -> FileCheckpoint:
+    """Open one file of weights by itself.
+
+    Raises:
+        CheckpointError: it is of an unknown kind, or malformed.
+    """
+    return FileCheckpoint(source, _open_all([file]))
+
+
+def open_weights(file: StoredFile) -> WeightFile:
+    """Open one file of weights by its suffix."""
+    if file.suffix == _SAFETENSORS:
+        return SafetensorsFile(file)
+    if file.suffix in _TORCH:
+        return _open_torch(file.path)
+    if file.suffix == GGUF:
+        return GgufFile(file)
+    hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
+    raise CheckpointError(
+        f"{file} is not a file of weights that covmerge reads "
+        f"({', '.join(WEIGHT_SUFFIXES)}): pass {hint}"
+    )
+
+
+def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
+    found = list(files)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
+        return dict(zip(found, pool.map(open_weights, found), strict=True))
+
+
+def _open_torch(path: Path) -> WeightFile:
+    try:
+        return TorchFile(path)
+    except NotLoadedError as refusal:
+        try:
+            return open_module(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{refusal}. As a module: {error}") from error
+
+
+def _existing(store: Store, name: str) -> StoredFile:
+    file = child(store, name)
+    if not store.is_file(name):
+        raise CheckpointError(
+            f"{file} is missing or no regular file: the download was probably cut short, fetch it "
+            "again"
+        )
+    return file
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_model.")
+
+
+def _stamp(file: StoredFile) -> Stamp:
+    with _named_errors(file):
+        return file.stamp()
+
+
+@contextmanager
+def _named_errors(file: StoredFile) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = [f"'{name}'" for name in names]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

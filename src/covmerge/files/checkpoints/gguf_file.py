@@ -1,0 +1,282 @@
+"""One GGUF file, read by ranges of rows; blocks of quantised numbers are shown as the bytes they are.
+
+A layer's experts lie stacked, `(experts, d_out, d_in)`. Each is shown as the tensor that it is
+elsewhere, `blk.0.ffn_up_exps.7.weight` of `blk.0.ffn_up_exps.weight`: its bytes lie together, so it is
+read, hashed and written by itself.
+
+A file is `GGUF | u32 version | u64 tensors | u64 entries | metadata | tensors' names, shapes, types and
+offsets | data`, all little-endian, the data aligned. Its header is parsed here, so that nothing of a
+stranger's file is believed before its sizes are checked; what a type's blocks mean is `gguf`'s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, MAX_TENSORS, Slot
+from covmerge.files.checkpoints.ranges import SlottedFile, open_stored, read_into
+from covmerge.files.stores.store import Opened, StoredFile
+
+GGUF = ".gguf"
+INSTALL = "pip install 'covmerge[gguf]'"
+
+_VERSIONS = (2, 3)
+_MAX_ENTRIES = 2**16
+_MAX_TEXT = 2**20
+_MAX_DIMENSIONS = 4
+_MAX_BYTES = 2**63 - 1
+_PIECE = 2**18
+_ALIGNMENT = 32
+# struct's formats of metadata, by GGUF's numbers for them.
+_NUMBERS = {
+    **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"},
+    **{10: "<Q", 11: "<q", 12: "<d"},
+}
+_TEXT, _ARRAY = 8, 9
+_STACKED = re.compile(r"ffn_(gate|up|down)_exps\.weight$")
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufSettings(dict[str, Json]):
+    """What a file of GGUF says of itself, in the place of a config's quantisation.
+
+    Of a type of its own, which no config.json can state: `types` by tensor, in the order of the data, the
+    numbers and texts of its `metadata`, and its `path`.
+
+    Attributes:
+        file: itself.
+        tensors: its tensors, in the order of the data.
+        start: what comes before them, but for the numbers of tensors: where metadata ends.
+        alignment: of the data.
+        places: by key, where a number of the metadata lies.
+        stacks: by the name of each stack of experts, those of its matrices, in order.
+    """
+
+    file: StoredFile
+    tensors: Mapping[str, TensorHeader]
+    start: int
+    alignment: int
+    places: Mapping[str, int]
+    stacks: Mapping[str, tuple[str, ...]]
+
+
+class GgufFile(SlottedFile):
+    """A GGUF file whose header has been checked.
+
+    Attributes:
+        headers: by the names of the file; a tensor of blocks has its rows' bytes.
+        settings: see `GgufSettings`.
+    """
+
+    def __init__(self, file: StoredFile) -> None:
+        with open_stored(file) as opened:
+            stamp = opened.stamp
+            parser = _Header(opened, stamp[0], str(file))
+            metadata, entries = parser.metadata(), parser.entries()
+        _check_entries(entries, stamp[0], str(file))
+        super().__init__(file, stamp, {entry.slot.header.name: entry.slot for entry in entries})
+        types: Json = {entry.slot.header.name: entry.kind for entry in entries}
+        path = None if file.store.folder is None else str(file.path)
+        self.settings = GgufSettings(path=path, metadata=metadata, types=types)
+        self.settings.file, self.settings.tensors = file, dict(self.headers)
+        self.settings.start, self.settings.places = parser.start, parser.places
+        self.settings.alignment, self.settings.stacks = parser.alignment, parser.stacks
+
+
+def slots_of(file: StoredFile) -> Mapping[str, Slot]:
+    """Return where the tensors of a GGUF file lie, in the order of the data.
+
+    Raises:
+        CheckpointError: it is damaged, or the package gguf is missing.
+    """
+    return GgufFile(file).slots
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file: where it lies, and what GGUF calls its type."""
+
+    slot: Slot
+    kind: str
+
+
+class _Header:
+    """Reads a header from its beginning, and never past its bounds."""
+
+    def __init__(self, opened: Opened, size: int, where: str) -> None:
+        self._opened, self._where = opened, where
+        self._size = min(size, MAX_HEADER_BYTES)
+        self._place = 0
+        self._held = b""
+        self._start = 0
+        if self._bytes(4) != b"GGUF":
+            self._refuse("does not begin with GGUF")
+        version, self._tensors, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
+        if version not in _VERSIONS:
+            self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
+        if not 0 < self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
+            self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
+        self.alignment, self.start = _ALIGNMENT, 0
+        self.places: dict[str, int] = {}
+        self.stacks: dict[str, tuple[str, ...]] = {}
+
+    def metadata(self) -> dict[str, Json]:
+        """Return its numbers and texts; lists are passed over."""
+        found: dict[str, Json] = {}
+        for _ in range(self._entries):
+            key, kind = self._text(), self._number("<I")
+            if kind in _NUMBERS:
+                self.places[key] = self._place
+            value = self._value(kind)
+            if value is not None:
+                found[key] = value
+        alignment = found.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
+            self._refuse(f"has an alignment of {shorten(alignment)}")
+        self.alignment, self.start = alignment, self._place
+        parts = found.get("split.count", 0)
+        if isinstance(parts, int) and parts > 1:
+            raise CheckpointError(
+                f"{self._where} is one of {parts} parts: join them first (llama.cpp's gguf-split --merge)"
+            )
+        return found
+
+    def entries(self) -> list[_Entry]:
+        """Return its tensors, in the order of the data."""
+        package = _package()
+        told = [self._entry() for _ in range(self._tensors)]
+        start = -(-self._place // self.alignment) * self.alignment
+        found: list[_Entry] = []
+        for name, shape, number, offset in told:
+            try:
+                kind = package.GGMLQuantizationType(number)
+            except ValueError:
+                self._refuse(f"has '{name}' of the type {number}, which gguf does not know")
+            header = self._header(package, name, shape, kind)
+            if offset % self.alignment:
+                self._refuse(f"has '{name}' at {offset}, which is not aligned")
+            slot = Slot(start + offset, header.nbytes, header)
+            if _STACKED.search(name) and len(shape) == 3:
+                self._check_count(name, len(found) + shape[0])
+                slots = _matrices(slot)
+                self.stacks[name] = tuple(own.header.name for own in slots)
+            else:
+                slots = [slot]
+            found.extend(_Entry(own, str(kind.name)) for own in slots)
+        return sorted(found, key=lambda entry: entry.slot.offset)
+
+    def _check_count(self, name: str, count: int) -> None:
+        if count > MAX_TENSORS:
+            self._refuse(f"has '{name}', by which its matrices are {count}")
+
+    def _header(self, package: Any, name: str, shape: tuple[int, ...], kind: Any) -> TensorHeader:
+        block, size = package.GGML_QUANT_SIZES[kind]
+        if shape[-1] % block or prod(shape) // block * size > _MAX_BYTES:
+            self._refuse(f"has '{name}' of {list(shape)}, no whole number of blocks of {block}")
+        if kind.name in _PLAIN:
+            return TensorHeader(name, shape, _PLAIN[kind.name])
+        return TensorHeader(name, (*shape[:-1], shape[-1] // block * size), torch.uint8)
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        check_name(name, f"{self._where}: tensor {shorten(name)}")
+        count = self._number("<I")
+        if not 0 < count <= _MAX_DIMENSIONS:
+            self._refuse(f"has '{name}' of {count} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(count))[::-1]  # the fastest comes first
+        if not all(0 < size <= _MAX_BYTES for size in shape) or prod(shape) > _MAX_BYTES:
+            self._refuse(f"has '{name}' of {list(shape)}")
+        return name, shape, self._number("<I"), self._number("<Q")
+
+    def _value(self, kind: int) -> Json:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _TEXT:
+            return self._text()
+        if kind != _ARRAY:
+            self._refuse(f"has a value of type {kind}")
+        inner, count = self._number("<I"), self._number("<Q")
+        if inner in _NUMBERS:
+            self._skip(count * struct.calcsize(_NUMBERS[inner]))
+        elif inner == _TEXT:
+            for _ in range(min(count, self._size)):
+                self._skip(self._number("<Q"))
+        else:
+            self._refuse(f"has a list of values of type {inner}")
+        return None
+
+    def _text(self) -> str:
+        length = self._number("<Q")
+        if length > _MAX_TEXT:
+            self._refuse(f"has a text of {length} bytes")
+        try:
+            return self._bytes(length).decode()
+        except UnicodeDecodeError:
+            self._refuse("has a text that is not valid Unicode")
+
+    def _number(self, form: str) -> Any:
+        (value,) = struct.unpack(form, self._bytes(struct.calcsize(form)))
+        return value
+
+    def _bytes(self, count: int) -> bytes:
+        begin = self._place
+        self._skip(count)
+        if not self._start <= begin <= self._place <= self._start + len(self._held):
+            held = bytearray(max(count, min(_PIECE, self._size - begin)))
+            read_into(memoryview(held), self._opened, begin, self._where)
+            self._held, self._start = bytes(held), begin
+        return self._held[begin - self._start : self._place - self._start]
+
+    def _skip(self, count: int) -> None:
+        self._place += count
+        if self._place > self._size:
+            self._refuse(f"has a header that does not end within {self._size} bytes")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self._where} {why}: fetch the file again, or convert it anew")
+
+
+def _matrices(stack: Slot) -> list[Slot]:
+    """Where the matrices of a stack lie."""
+    count, *rest = stack.header.shape
+    stem = stack.header.name.removesuffix("weight")
+    size = stack.nbytes // count
+    return [
+        Slot(
+            stack.offset + number * size,
+            size,
+            TensorHeader(f"{stem}{number}.weight", tuple(rest), stack.header.dtype),
+        )
+        for number in range(count)
+    ]
+
+
+def _check_entries(entries: list[_Entry], size: int, where: str) -> None:
+    """Check that tensors lie in the file, under names of their own, and not over each other."""
+    end, names = 0, set[str]()
+    for slot in (entry.slot for entry in entries):
+        name = slot.header.name
+        if name in names or slot.offset < end or slot.offset + slot.nbytes > size:
+            fault = "is there twice" if name in names else "lies over another, or past the end"
+            raise CheckpointError(f"{where}: tensor '{name}' {fault}: fetch the file again")
+        names.add(name)
+        end = slot.offset + slot.nbytes
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise CheckpointError(f"to read GGUF takes the package gguf: {INSTALL}") from None

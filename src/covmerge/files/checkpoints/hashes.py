@@ -1,0 +1,163 @@
+"""SHA-256 of a file and of every tensor in it, in one reading that others may look on at."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.gguf_file import GGUF, slots_of
+from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
+from covmerge.files.checkpoints.layout import Slot
+from covmerge.files.stores.local import local_store
+from covmerge.files.stores.regular_file import reading
+from covmerge.files.stores.store import Store, StoredFile
+from covmerge.files.stores.walk import file_at
+
+# Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.
+Look = Callable[[TensorHeader, range | None, Tensor], None]
+
+_BLOCK_ELEMENTS = 2**20  # so that a block is still in the cache when others look at it
+_CHUNK = 4 << 20
+_WORTH_A_THREAD = 2**18  # bytes
+
+
+@dataclass(frozen=True)
+class FileHashes:
+    """SHA-256 of a file, and of each of its tensors if it is a file of weights that covmerge writes."""
+
+    sha256: str
+    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def as_json(self) -> dict[str, Json]:
+        """As in covmerge.json."""
+        return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
+
+
+def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> FileHashes:
+    """Read a file of a folder once, from its first byte to its last.
+
+    Args:
+        folder: the folder, or another store.
+        name: path of the file in it.
+        look: is shown all tensors, block by block, in the order of the file.
+
+    Raises:
+        CheckpointError: it is no regular file, or a link that leads out of the folder.
+        FileNotFoundError: there is none.
+    """
+    with (
+        _Reader(file_at(local_store(folder), name)) as file,
+        ThreadPoolExecutor(2, "covmerge-hash") as pool,
+    ):
+        slots, header = _slots(file)
+        whole = hashlib.sha256(header)
+        tensors: dict[str, str] = {}
+        for slot in slots.values():
+            for chunk in file.until(slot.offset):
+                whole.update(chunk)
+            own = hashlib.sha256()
+            for rows in slot.header.row_blocks(_BLOCK_ELEMENTS):
+                data = torch.empty(slot.span(rows)[1], dtype=torch.uint8)
+                content = data.numpy().data
+                file.fill(content)
+                if len(content) < _WORTH_A_THREAD:
+                    hashing = []
+                    whole.update(content)
+                    own.update(content)
+                else:
+                    hashing = [pool.submit(digest.update, content) for digest in (whole, own)]
+                if look is not None:
+                    shape = (
+                        slot.header.shape if rows is None else (len(rows), *slot.header.shape[1:])
+                    )
+                    look(slot.header, rows, data.view(slot.header.dtype).reshape(shape))
+                for future in hashing:
+                    future.result()
+            tensors[slot.header.name] = own.hexdigest()
+        for chunk in file.rest():
+            whole.update(chunk)
+    return FileHashes(whole.hexdigest(), tensors)
+
+
+def sha256_of(file: StoredFile) -> str:
+    """Return the SHA-256 of a whole file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        FileNotFoundError: there is none.
+    """
+    with _Reader(file) as reader:
+        digest = hashlib.sha256()
+        for chunk in reader.rest():
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Reader:
+    """A file that is read from its first byte to its last; it names the file in its errors."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self.file = file
+        self._position = 0
+
+    def __enter__(self) -> _Reader:
+        with reading(self.file):
+            self._opened = self.file.open()
+        self.size, *_ = self._opened.stamp
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def some(self, target: memoryview) -> int:
+        """Read some of the next bytes; 0: there are none."""
+        with reading(self.file):
+            count = self._opened.read_at(target, self._position)
+        self._position += count
+        return count
+
+    def fill(self, target: memoryview) -> None:
+        """Read the next bytes."""
+        done = 0
+        while done < len(target):
+            count = self.some(target[done:])
+            if not count:
+                raise CheckpointError(
+                    f"{self.file} was cut short while it was read: verify it again"
+                )
+            done += count
+
+    def until(self, end: int) -> Iterator[memoryview]:
+        """Read what comes before a byte, as `rest`."""
+        while self._position < end:
+            piece = memoryview(bytearray(min(_CHUNK, end - self._position)))
+            self.fill(piece)
+            yield piece
+
+    def rest(self) -> Iterator[memoryview]:
+        """Read what is left, piece by piece; a piece holds until the next one is asked for."""
+        buffer = memoryview(bytearray(max(1, min(_CHUNK, self.size))))
+        while count := self.some(buffer):
+            yield buffer[:count]
+
+
+def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
+    """The tensors of a file of weights, and what was read before them; nothing of any other file."""
+    if file.file.suffix == GGUF:
+        return slots_of(file.file), b""
+    if file.file.suffix != ".safetensors":
+        return {}, b""
+    where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))
+    file.fill(memoryview(start))
+    header = bytearray(data_start(bytes(start), file.size, where) - LENGTH_BYTES)
+    file.fill(memoryview(header))
+    start += header
+    return parse_header(bytes(header), file.size, where), bytes(start)

@@ -1,0 +1,216 @@
+"""The header of a safetensors file, checked before anything is allocated from it.
+
+A file is `u64 length (little-endian) | JSON header of that length | data`. The header gives for
+each tensor its dtype, its shape and the bytes `[begin, end)` of the data that hold it. Together
+the tensors must cover the data exactly once, and the data must end with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.json_file import parse_object, shorten
+from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAMES, Slot
+
+LENGTH_BYTES = 8
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
+_KEYS = {"dtype", "shape", "data_offsets"}
+_MAX_DIMENSIONS = 64  # torch's own limit for most operations
+_MAX_BYTES = 2**63 - 1
+_CUT_SHORT = "the download was probably cut short, fetch the file again"
+
+
+def data_start(start: bytes, file_size: int, where: str) -> int:
+    """Return the offset of the data, from a file's first 8 bytes.
+
+    Args:
+        start: the first bytes of the file, 8 or more unless the file is shorter.
+        file_size: bytes of the whole file.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: the length of the header is impossible.
+    """
+    if file_size < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{where} is {file_size} bytes long, and a safetensors file has 8 or more: {_CUT_SHORT}"
+        )
+    if start.startswith(b"version "):
+        raise CheckpointError(
+            f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+        )
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and {MAX_HEADER_BYTES} is the most that "
+            "safetensors allows: is it a safetensors file?"
+        )
+    if LENGTH_BYTES + length > file_size:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and the whole file has {file_size}: "
+            f"{_CUT_SHORT}"
+        )
+    return LENGTH_BYTES + length
+
+
+def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
+    """Return the place of every tensor, in the order of the data.
+
+    Args:
+        text: the JSON header, without the 8 bytes of its length.
+        file_size: bytes of the whole file.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: anything in which the header departs from the format; the message names
+            file, tensor and numbers.
+
+    Example:
+        >>> text = b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}'
+        >>> parse_header(text, 8 + len(text) + 24, "model.safetensors")["w"].header.shape
+        (2, 3)
+    """
+    if not text.startswith(b"{"):
+        raise CheckpointError(
+            f"{where} has a header that does not begin with '{{': is it a safetensors file?"
+        )
+    entries = parse_object(text, f"the header of {where}")
+    _texts(entries.pop("__metadata__", None), where)
+    start = LENGTH_BYTES + len(text)
+    slots = sorted(
+        (_slot(name, entry, start, where) for name, entry in entries.items()),
+        key=lambda slot: (slot.offset, slot.nbytes),
+    )
+    _check_cover(slots, start, file_size, where)
+    return MappingProxyType({slot.header.name: slot for slot in slots})
+
+
+def parse_metadata(text: bytes, where: str) -> dict[str, str]:
+    """Return what a header says beside its tensors, nothing where `__metadata__` is left out or null.
+
+    Args:
+        text: the JSON header, without the 8 bytes of its length.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: it is not a mapping of strings to strings.
+
+    Example:
+        >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
+        {'format': 'pt'}
+        >>> parse_metadata(b'{"__metadata__": null}', "model.safetensors")  # as MLX writes it
+        {}
+    """
+    return _texts(parse_object(text, f"the header of {where}").get("__metadata__"), where)
+
+
+def _texts(metadata: object, where: str) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    texts = isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in cast("dict[str, object]", metadata).values()
+    )
+    if not texts:
+        raise CheckpointError(
+            f"{where} has a __metadata__ that is not a mapping of strings to strings: "
+            "save the file again"
+        )
+    return cast("dict[str, str]", metadata)
+
+
+def _slot(name: str, entry: object, start: int, where: str) -> Slot:
+    where = f"{where}: tensor {shorten(name)}"
+    check_name(name, where)
+    if not isinstance(entry, dict) or set(cast("dict[str, object]", entry)) != _KEYS:
+        raise CheckpointError(
+            f"{where} has the entry {shorten(cast('object', entry))}, not just dtype, shape and "
+            "data_offsets: save the file again"
+        )
+    fields = cast("dict[str, Any]", entry)
+    dtype = _dtype(fields["dtype"], where)
+    shape = _sizes(fields["shape"], "shape", where)
+    header = TensorHeader(name, shape, dtype)
+    _check_bytes(header, where)
+    offsets = _sizes(fields["data_offsets"], "data_offsets", where)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(
+            f"{where} has data_offsets {list(offsets)}, not a begin and an end: save the file again"
+        )
+    begin, end = offsets
+    if end - begin != header.nbytes:
+        raise CheckpointError(
+            f"{where} is {fields['dtype']} of shape {list(shape)}, which takes {header.nbytes} "
+            f"bytes, and its data_offsets {list(offsets)} give {end - begin}: save the file again"
+        )
+    return Slot(start + begin, header.nbytes, header)
+
+
+def _dtype(name: object, where: str) -> torch.dtype:
+    if isinstance(name, str) and name in _DTYPES:
+        return _DTYPES[name]
+    if name in _SUB_BYTE:
+        raise CheckpointError(
+            f"{where} is {name}, packed numbers of less than a byte with which nothing can be "
+            "computed: dequantise the checkpoint first"
+        )
+    raise CheckpointError(
+        f"{where} has the dtype {shorten(name)}, which torch {torch.__version__} and this version "
+        f"do not read: convert it to one of {', '.join(_DTYPES)}"
+    )
+
+
+def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
+    """Check a list of sizes; booleans are integers to Python and not here."""
+    items = cast("list[object]", value if isinstance(value, list) else [value])
+    listed = isinstance(value, list) and len(items) <= _MAX_DIMENSIONS
+    if not listed or not all(type(item) is int and 0 <= item <= _MAX_BYTES for item in items):
+        raise CheckpointError(
+            f"{where} has the {key} {shorten(cast('object', value))}, not a list of at most "
+            f"{_MAX_DIMENSIONS} non-negative 64-bit integers: save the file again"
+        )
+    return tuple(cast("list[int]", items))
+
+
+def _check_bytes(header: TensorHeader, where: str) -> None:
+    # A dimension of 0 makes the tensor empty, but torch still multiplies the others for strides.
+    size = header.dtype.itemsize
+    for length in header.shape:
+        size *= max(length, 1)
+    if size > _MAX_BYTES:
+        raise CheckpointError(
+            f"{where} has the shape {list(header.shape)}, whose bytes overflow 64 bits: "
+            "save the file again"
+        )
+
+
+def _check_cover(slots: Iterable[Slot], start: int, file_size: int, where: str) -> None:
+    """Check that sorted slots cover the data of the file once, without hole or overlap."""
+    end = start
+    for slot in slots:
+        name = shorten(slot.header.name)
+        begin, stop = slot.offset - start, slot.offset - start + slot.nbytes
+        if slot.offset + slot.nbytes > file_size:
+            raise CheckpointError(
+                f"{where}: tensor {name} takes bytes {begin} to {stop} of the data, and the file "
+                f"holds {file_size - start} bytes of data: {_CUT_SHORT}"
+            )
+        if slot.offset != end:
+            fault = "overlaps the tensor before it" if slot.offset < end else "leaves a hole"
+            raise CheckpointError(
+                f"{where}: tensor {name} begins at byte {begin} of the data, where {end - start} "
+                f"was expected, and so {fault}: save the file again"
+            )
+        end += slot.nbytes
+    if end != file_size:
+        raise CheckpointError(
+            f"{where} is {file_size} bytes long, and its header describes {end}: {_CUT_SHORT}"
+        )

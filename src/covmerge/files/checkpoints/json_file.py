@@ -1,0 +1,166 @@
+"""JSON objects written by strangers: bounded in size, without keys that hide each other."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import shown
+from covmerge.files.stores.local import local_file
+from covmerge.files.stores.store import StoredFile
+
+MAX_JSON_BYTES = 100_000_000
+# A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.
+MAX_VALUES = 3_000_000
+
+_MAX_DEPTH = 64
+
+
+def read_object(
+    file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """Read the JSON object that is a whole file.
+
+    Args:
+        file: the file.
+        values: see `parse_object`.
+        size: bytes that it may have.
+
+    Raises:
+        CheckpointError: the file cannot be read, is larger, or is not a JSON object.
+    """
+    try:
+        found, *_ = local_file(file).stamp()
+        if found > size:  # before anything is fetched, where it is far away
+            raise CheckpointError(
+                f"{file} has {found} bytes, and no such file needs more than {size}: is it the right "
+                "file?"
+            )
+        data = local_file(file).read(size)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    return parse_object(data, str(file), values)
+
+
+def unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return what makes an object of pairs for `json.loads`, and refuses a key that is there twice.
+
+    Args:
+        where: the JSON is, for messages.
+
+    Example:
+        >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys("line 3"))
+        Traceback (most recent call last):
+        covmerge.base.errors.CheckpointError: line 3 has the key 'a' twice, and nothing says which holds: \
+remove one
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise CheckpointError(
+                f"{where} has the key {shorten(twice)} twice, and nothing says which holds: "
+                "remove one"
+            )
+        return value
+
+    return unique
+
+
+def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8; a key that stands twice is an error, at every level.
+
+    Args:
+        data: the text, nothing else.
+        where: what is being parsed, for errors.
+        values: values, commas in texts counted among them, that it may have: they take far more
+            memory than their bytes, and are counted before any is made.
+
+    Raises:
+        CheckpointError: it is not such an object.
+
+    Example:
+        >>> parse_object(b'{"a": [1]}', "config.json")
+        {'a': [1]}
+        >>> parse_object(b'{"a": 1, "a": 2}', "config.json")
+        Traceback (most recent call last):
+        covmerge.base.errors.CheckpointError: config.json has the key 'a' twice, and nothing says which \
+holds: remove one
+    """
+    count = sum(map(data.count, (b",", b"[", b"{")))
+    if count > values:
+        raise CheckpointError(
+            f"{where} has {count} values or more, and no such file needs more than {values}: is it "
+            "the right file?"
+        )
+    try:
+        value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys(where))
+    except (ValueError, RecursionError) as error:
+        # Python's own words tell how to lift its limit.
+        why = "a number has thousands of digits" if "int_max_str_digits" in str(error) else error
+        raise CheckpointError(f"{where} is not valid JSON ({why}): fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{where} holds a JSON {type(value).__name__}, an object is needed: "
+            "is it the right file?"
+        )
+    found = cast("dict[str, Any]", value)
+    _check_depth(found, where)
+    if b"\\ud" in data or b"\\uD" in data:
+        _check_texts(found, where)
+    return found
+
+
+def is_text(text: str) -> bool:
+    r"""Whether a string can be written anywhere: JSON and pickles can hold half a surrogate pair.
+
+    Example:
+        >>> is_text("\N{GRINNING FACE}"), is_text("\ud83d")
+        (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shorten(value: object) -> str:
+    """Return a value as `shown` writes it, cut to a length that an error message can bear."""
+    text = shown(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _check_depth(value: dict[str, Any], where: str) -> None:
+    # Whoever goes through a value by recursion would run into Python's own limit.
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (cast("dict[str, Any]", node).values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise CheckpointError(
+        f"{where} is nested more than {_MAX_DEPTH} levels deep, which no such file needs to be: is "
+        "it the right file?"
+    )
+
+
+def _check_texts(value: dict[str, Any], where: str) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.end + 20]
+        raise CheckpointError(
+            f"{where} holds half of a surrogate pair in {shorten(around)}, which is not valid Unicode: "
+            "correct it"
+        ) from error

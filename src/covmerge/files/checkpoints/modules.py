@@ -1,0 +1,220 @@
+"""Modules of a sentence-transformers model that lie in folders of their own, some with weights.
+
+`modules.json` names the folders of the modules, and a router's config those of its own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import cast
+
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import some
+from covmerge.base.types import Module, TensorHeader
+from covmerge.files.checkpoints.base import WeightFile
+from covmerge.files.checkpoints.json_file import parse_object
+from covmerge.files.stores.paths import check_bare
+from covmerge.files.stores.store import Store, StoredFile, child
+
+MODULES = "modules.json"
+WEIGHTS = (  # of a module, in the order in which they are looked for
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+# What lies beside the weights of a module, and is copied.
+BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+
+_ROUTERS = ("router_config.json", "config.json")  # the second of older releases
+# Classes of sentence-transformers 6.2 whose modules always have weights.
+_WITH_WEIGHTS = frozenset(
+    {"Dense", "LSTM", "CNN", "LayerNorm", "WeightedLayerPooling", "WordWeights", "WordEmbeddings"}
+    | {"StaticEmbedding", "SparseStaticEmbedding", "SparseAutoEncoder", "CLIPModel"}
+    | {"Transformer", "MLMTransformer"}
+)
+_IGNORED = (".md", ".py", ".gitattributes", ".gitignore")
+_MOST_BYTES = 1_000_000
+_MOST_VALUES = 10_000
+_MOST_MODULES = 200
+_DEEPEST = 4
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of a module.
+
+    Attributes:
+        path: in the model's folder, with `/` between the parts.
+        kind: name of the module's class.
+        store: of its files.
+        names: of its files.
+    """
+
+    path: str
+    kind: str
+    store: Store
+    names: frozenset[str]
+
+
+class ModuleWeights:
+    """A file of weights of a module, whose tensors have the names of the whole model.
+
+    Args:
+        read: the file.
+        module: what it belongs to.
+    """
+
+    def __init__(self, read: WeightFile, module: Module) -> None:
+        self._read = read
+        self._own = {f"{module.prefix}{name}": name for name in read.headers}
+        self.notes = read.notes
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {
+                name: replace(read.headers[own], name=name, module=module)
+                for name, own in self._own.items()
+            }
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        return self._read.read(self._own[name], rows)
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._read.close()
+
+
+def module_folders(store: Store, names: Collection[str]) -> list[Folder]:
+    """Return the folders of all modules of a model but its own, as far as they are there.
+
+    Args:
+        store: the model's folder.
+        names: of its files.
+
+    Raises:
+        CheckpointError: a module is named to lie outside the folder, or there are far too many.
+    """
+    if MODULES not in names:
+        return []
+    found: dict[str, Folder] = {}
+    for path, kind in _modules_in(store):
+        for folder in _with_inner(store, path, kind, _DEEPEST):
+            found.setdefault(folder.path, folder)
+            if len(found) > _MOST_MODULES:
+                raise CheckpointError(
+                    f"{store}: {MODULES} names more than {_MOST_MODULES} modules: is it the right file?"
+                )
+    return [folder for path, folder in found.items() if path]
+
+
+def weights_in(store: Store, folder: Folder) -> StoredFile | None:
+    """Return the file that leads to a module's weights; None where it has none.
+
+    Raises:
+        CheckpointError: it has others, or must have some.
+    """
+    name = next((name for name in WEIGHTS if name in folder.names), None)
+    if name is None:
+        _check_no_weights(store, folder)
+        return None
+    return child(folder.store, name)
+
+
+def _check_no_weights(store: Store, folder: Folder) -> None:
+    """Refuse a module without a file of weights that is read, where it has others or must have one.
+
+    Raises:
+        CheckpointError: it has other files, such as weights of another kind, or is of a class with weights.
+    """
+    where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
+    others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
+    if others:
+        raise CheckpointError(
+            f"{where} has {some(sorted(others), 3)} and neither {wanted}, so that it cannot be merged. If "
+            "the base's is to be kept, move the file out of the folders, merge, and copy it into the same "
+            "folder of the output"
+        )
+    if folder.kind in _WITH_WEIGHTS:
+        raise CheckpointError(
+            f"{where} is a {folder.kind}, and has neither {wanted}: the download was probably cut short, "
+            "fetch it again"
+        )
+
+
+def _with_inner(store: Store, path: str, kind: str, deep: int) -> Iterator[Folder]:
+    """The folder at a path, and those of the modules of the router that it may hold."""
+    place = _store_at(store, path)
+    if place is None:
+        if kind in _WITH_WEIGHTS:
+            _check_no_weights(store, Folder(path, kind, store, frozenset()))
+        return
+    folder = Folder(path, kind, place, frozenset(place.names()))
+    yield folder
+    inner = _routed(folder)
+    if inner and not deep:
+        raise CheckpointError(f"{store}: {path} holds a router in a router, without end")
+    for name, own in inner.items():
+        yield from _with_inner(store, f"{path}/{name}" if path else name, own, deep - 1)
+
+
+def _store_at(store: Store, path: str) -> Store | None:
+    """The store of a folder in a model's; None where there is nothing in it.
+
+    A part that leads up or out of the folder, by its name or as a link, is an error.
+    """
+    for part in PurePosixPath(path).parts:
+        check_bare(part, store.where(MODULES))
+        if store.folder is not None:
+            store.check(part)
+        store = store.inside(part)
+    try:
+        return store if store.names() or store.folders() else None
+    except FileNotFoundError:
+        return None
+
+
+def _modules_in(store: Store) -> list[tuple[str, str]]:
+    """The path and the class of each module."""
+    file = StoredFile(store, MODULES)
+    data = b'{"modules":' + _bounded(file) + b"}"
+    modules: object = parse_object(data, str(file), _MOST_VALUES)["modules"]
+    entries = cast("list[object]", modules) if isinstance(modules, list) else [modules]
+    found = [cast("dict[str, object]", one) if isinstance(one, dict) else {} for one in entries]
+    paths = [one.get("path") for one in found]
+    if not all(isinstance(path, str) for path in paths):
+        raise CheckpointError(
+            f"{file} is no list of modules, each with a `path`: fetch it again, or remove it if this is "
+            "no model of sentence-transformers"
+        )
+    return [
+        ("/".join(PurePosixPath(str(path)).parts), _class_of(one.get("type")))
+        for path, one in zip(paths, found, strict=True)
+    ]
+
+
+def _class_of(kind: object) -> str:
+    return kind.rpartition(".")[2] if isinstance(kind, str) else ""
+
+
+def _routed(folder: Folder) -> dict[str, str]:
+    """The folders in a module's that its router names, with classes: none where it is no router."""
+    for name in _ROUTERS:
+        if name in folder.names:
+            file = StoredFile(folder.store, name)
+            fields = parse_object(_bounded(file), str(file), _MOST_VALUES * 20)
+            types: object = fields.get("types")
+            if isinstance(types, dict) and isinstance(fields.get("structure"), dict):
+                named = cast("dict[str, object]", types)
+                return {inner: _class_of(kind) for inner, kind in named.items()}
+    return {}
+
+
+def _bounded(file: StoredFile) -> bytes:
+    data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise CheckpointError(f"{file} has more than {_MOST_BYTES} bytes: is it the right file?")
+    return data

@@ -1,0 +1,175 @@
+"""What files of pickles may cost, looked at before anything of them is made.
+
+Both that read such files ask here: torch's own loader (`torch_file.py`), and ours (`pickled.py`).
+"""
+
+from __future__ import annotations
+
+import pickletools
+import zipfile
+from collections.abc import Generator
+from typing import IO, cast
+
+from covmerge.base.errors import CheckpointError
+
+ZIP_MAGIC = b"PK\x03\x04"
+MAX_WHOLE_BYTES = 4 * 2**30  # of formats without an index
+SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
+
+_MAX_PICKLE_BYTES = 100_000_000
+MAX_STEPS = 2_000_000  # a tensor takes 40
+_FIXED = 8  # bytes of the longest argument whose length is not told by the file
+# As a key of a dict a tuple is hashed with all that lie in it, one inside the other, on the stack of C,
+# which a million overflow. A module of modules has some tens.
+_MAX_NESTING = 1000
+_MARK = -1
+_TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+# Calls may return what they are given.
+_CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"})
+# Changes are made to what lies below on the stack.
+_CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
+_PUTS = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
+
+
+def check_whole(size: int, where: str) -> None:
+    """Refuse a file that has to be loaded whole and is too large for it.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if size > MAX_WHOLE_BYTES:
+        raise CheckpointError(
+            f"{where} is {size} bytes in torch's format from before 1.6, which has to be loaded "
+            f"whole, and the most that is loaded so is {MAX_WHOLE_BYTES}: {SAVE_AGAIN}"
+        )
+
+
+def check_archive(archive: zipfile.ZipFile, where: str) -> None:
+    """Check what torch takes for granted about its own zip files, and count the steps of the pickle.
+
+    Raises:
+        CheckpointError: it is code, is compressed, or describes its tensors at too great length.
+    """
+    entries = archive.infolist()
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        raise CheckpointError(f"{where} is TorchScript, which is code: {SAVE_AGAIN}")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(
+                f"{where} holds the compressed entry {entry.filename!r}, which torch would map as "
+                f"if it were tensors: {SAVE_AGAIN}"
+            )
+        if not entry.filename.endswith("/data.pkl"):
+            continue
+        if entry.file_size > _MAX_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{where} describes its tensors in {entry.file_size} bytes, and the most that is "
+                f"read is {_MAX_PICKLE_BYTES}: {SAVE_AGAIN}"
+            )
+        with archive.open(entry) as description:
+            check_steps(description, where)
+
+
+def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
+    """Count the steps of some pickles in a row, each of which may make an object, or nest one.
+
+    What is no pickle is left to whoever loads it.
+
+    Raises:
+        CheckpointError: there are too many, or tuples lie in tuples too deep.
+    """
+    left = most
+    bounded = _Bounded(pickled, where)
+    for _ in range(pickles):
+        nesting = _Nesting()
+        for opcode, argument in _opcodes(bounded):
+            if nesting.after(opcode, argument) > _MAX_NESTING:
+                raise CheckpointError(
+                    f"{where} has more than {_MAX_NESTING} tuples, each inside the next, which is far more "
+                    f"than any model needs: {SAVE_AGAIN}"
+                )
+            left -= 1
+            if left < 0:
+                raise CheckpointError(
+                    f"{where} describes its tensors in more than {most} steps, which is far "
+                    f"more than any model needs: {SAVE_AGAIN}"
+                )
+
+
+class _Nesting:
+    """How many tuples lie one inside the next, of all that a pickle has on its stack and in its memo."""
+
+    def __init__(self) -> None:
+        self._stack: list[int] = []
+        self._memo: dict[object, int] = {}
+
+    def after(self, opcode: pickletools.OpcodeInfo, argument: object) -> int:
+        """Take one step, and return how many there are in what is on top of the stack."""
+        name, stack = opcode.name, self._stack
+        top = stack[-1] if stack else 0
+        if name in _PUTS:
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = top
+        elif name in _GETS:
+            stack.append(self._memo.get(argument, 0))
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "DUP":
+            stack.append(top)
+        else:
+            deepest = self._take(opcode)
+            if name in _TUPLES:
+                stack.append(deepest + 1)
+            elif name in _CALLS:
+                stack.append(deepest)
+            elif opcode.stack_after and name not in _CHANGES:
+                stack.append(0)
+        return stack[-1] if stack else 0
+
+    def _take(self, opcode: pickletools.OpcodeInfo) -> int:
+        """Take from the stack what a step does, and return the most of it."""
+        to_mark = pickletools.markobject in opcode.stack_before
+        count = len(opcode.stack_before) - (opcode.name in _CHANGES)
+        deepest = 0
+        while self._stack and (to_mark or count > 0):
+            one, count = self._stack.pop(), count - 1
+            if to_mark and one == _MARK:
+                break
+            deepest = max(deepest, one)
+        return deepest
+
+
+class _Bounded:
+    """A file in which no step has an argument longer than what is left: room would be made for it first."""
+
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        self._file, self._where = file, where
+        place = file.tell()
+        self._size = file.seek(0, 2)
+        file.seek(place)
+
+    def read(self, count: int) -> bytes:
+        """Read some bytes, as `pickletools` asks for them."""
+        left = self._size - self._file.tell()
+        if count > max(left, _FIXED):  # shorter ones `pickletools` finds cut short for itself
+            raise CheckpointError(
+                f"{self._where} is cut short: a step of its pickle has {count} bytes, and {left} are "
+                "left: fetch the file again"
+            )
+        return self._file.read(count)
+
+    def readline(self) -> bytes:
+        """Read a line."""
+        return self._file.readline()
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._file.tell()
+
+
+def _opcodes(pickled: _Bounded) -> Generator[tuple[pickletools.OpcodeInfo, object]]:
+    try:
+        for opcode, argument, _ in pickletools.genops(cast("IO[bytes]", pickled)):
+            yield opcode, argument
+    except (ValueError, MemoryError):
+        return

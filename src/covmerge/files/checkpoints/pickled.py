@@ -1,0 +1,244 @@
+"""Files of pickles, as records: what they say of tensors, without running anything that they name.
+
+`torch.save(module)` and `pickle.dump(module)` store a program: which classes to make, which functions to
+call. `unpickler.py` reads it; here are the formats it comes in, and where they have the numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.files.checkpoints.laid import Storage
+from covmerge.files.checkpoints.pickle_bounds import (
+    MAX_STEPS,
+    ZIP_MAGIC,
+    check_archive,
+    check_steps,
+    check_whole,
+)
+from covmerge.files.checkpoints.unpickler import NEXT, Loading, StorageOf, Unpickler
+from covmerge.files.stores.regular_file import open_regular, reading
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's own, at the start of its format from before 1.6
+
+
+def load_records(path: Path) -> object:
+    """Return what is pickled in a file of `torch.save` (of any version) or `pickle.dump`.
+
+    Plain values are themselves, tensors are `Laid`, and objects are `Inert`.
+
+    Raises:
+        CheckpointError: the file is damaged, or promises more than it holds.
+    """
+    where = str(path)
+    try:
+        with reading(path), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            loading = Loading(where, 2 * size)
+            if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+                return _load_archive(file, size, loading, partial(_read_at, path))
+            check_whole(size, where)
+            file.seek(0)
+            return _load_bytes(file.read(), loading)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
+        raise _unreadable(where, "a pickled module", error) from error
+
+
+def load_archive(file: IO[bytes], size: int, where: str) -> object:
+    """Return what is pickled in a zip of `torch.save`, as `load_records`.
+
+    Args:
+        file: the zip.
+        size: its bytes.
+        where: what messages call it.
+
+    Raises:
+        CheckpointError: as `load_records`.
+    """
+
+    def read(start: int, count: int) -> bytes:
+        file.seek(start)
+        return file.read(count)
+
+    try:
+        return _load_archive(file, size, Loading(where, 2 * size), read)
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise _unreadable(where, "a tensor", error) from error
+
+
+def load_metadata(data: bytes, where: str, steps: int) -> object:
+    """Return a plain pickle that holds no tensor, as `load_records`.
+
+    Args:
+        data: it.
+        where: what messages call it.
+        steps: the most that it may take.
+
+    Raises:
+        CheckpointError: as `load_records`.
+    """
+    try:
+        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise _unreadable(where, "metadata", error) from error
+
+
+def _unreadable(where: str, what: str, error: Exception) -> CheckpointError:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return CheckpointError(
+        f"{where} cannot be read as {what} ({type(error).__name__}: {reason}): {NEXT}"
+    )
+
+
+def _load_archive(
+    file: IO[bytes], size: int, loading: Loading, read_at: Callable[[int, int], bytes]
+) -> object:
+    """A zip of torch: `*/data.pkl`, and a member `*/data/KEY` for each storage."""
+    with zipfile.ZipFile(file) as archive:
+        check_archive(archive, loading.where)
+        return _load_members(archive, file, size, loading, read_at)
+
+
+def _load_members(
+    archive: zipfile.ZipFile,
+    file: IO[bytes],
+    size: int,
+    loading: Loading,
+    read_at: Callable[[int, int], bytes],
+) -> object:
+    where = loading.where
+    found = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise CheckpointError(f"{where} has {len(found)} members data.pkl, not one: {NEXT}")
+    folder = found[0].filename.removesuffix("data.pkl")
+
+    def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
+        member = f"{folder}data/{key}"
+        try:
+            entry = archive.getinfo(member)
+        except KeyError:
+            raise CheckpointError(f"{where} has no member {member}: {NEXT}") from None
+        # What the file really has, not what it says, decides how much is allocated.
+        if not entry.compress_size == entry.file_size == count * dtype.itemsize:
+            raise CheckpointError(
+                f"{where}: {member} holds {entry.compress_size} bytes, and {count} numbers of {dtype} "
+                f"take {count * dtype.itemsize}: {NEXT}"
+            )
+        start = _data_start(file, entry)
+        if start + entry.file_size > size:
+            raise CheckpointError(f"{where}: {member} goes on after the end of the file: {NEXT}")
+
+        def read(first: int, wanted: int) -> bytes:
+            return read_at(start + first * dtype.itemsize, wanted * dtype.itemsize)
+
+        return Storage(dtype, count, read, start)
+
+    return _unpickle(archive.read(found[0]), loading, storage)
+
+
+def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: after a header of its own, whose length only it has."""
+    file.seek(entry.header_offset)
+    name, extra = struct.unpack("<26x2H", file.read(30))
+    return entry.header_offset + 30 + name + extra
+
+
+def _read_at(path: Path, start: int, size: int) -> bytes:
+    with reading(path), open_regular(path) as file:
+        file.seek(start)
+        data = file.read(size)
+    if len(data) != size:
+        raise CheckpointError(f"{path} ends at byte {start + len(data)}: {NEXT}")
+    return data
+
+
+def _load_bytes(data: bytes, loading: Loading) -> object:
+    """Torch's format from before 1.6, or a plain pickle."""
+    stream, where = io.BytesIO(data), loading.where
+    first = _next_pickle(stream, where)
+    found = _unpickle(first, loading, _no_storage(where))
+    if found != _LEGACY_MAGIC:
+        return found
+    for _ in ("protocol", "system"):
+        _next_pickle(stream, where)
+    declared: dict[str, Storage] = {}
+    places: dict[str, bytes] = {}
+
+    def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
+        def read(first: int, wanted: int) -> bytes:
+            return places[key][first * dtype.itemsize : (first + wanted) * dtype.itemsize]
+
+        return declared.setdefault(key, Storage(dtype, count, read))
+
+    content = _unpickle(_next_pickle(stream, where), loading, storage)
+    keys = _unpickle(_next_pickle(stream, where), loading, _no_storage(where))
+    for key in cast("list[str]", keys):
+        if key not in declared:
+            raise CheckpointError(f"{where} has the storage {key!r}, which nothing uses: {NEXT}")
+        places[key] = _legacy_storage(stream, declared[key], f"{where}: storage {key}")
+    absent = declared.keys() - places.keys()
+    if absent:
+        raise CheckpointError(f"{where} has no storage {min(absent)!r}, which tensors use: {NEXT}")
+    return content
+
+
+def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
+    """Read a count and as many numbers."""
+    (count,) = struct.unpack("<q", stream.read(8))
+    size = storage.count * storage.dtype.itemsize
+    data = stream.read(size)
+    if count != storage.count or len(data) != size:
+        raise CheckpointError(
+            f"{where} says {count} numbers of {storage.dtype} and holds {len(data)} bytes, where "
+            f"{storage.count} were announced: {NEXT}"
+        )
+    return data
+
+
+def _next_pickle(stream: io.BytesIO, where: str, steps: int = MAX_STEPS) -> bytes:
+    """Return the bytes of one pickle, checked for what would take memory before any check of ours."""
+    start = stream.tell()
+    check_steps(stream, where, most=steps)
+    stream.seek(start)
+    left = stream.getbuffer().nbytes - start
+    for opcode, argument, _ in pickletools.genops(stream):
+        # The unpickler's memo is an array, and an index makes it that long.
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast("int", argument) > left:
+            raise CheckpointError(
+                f"{where}: the pickle counts {argument} objects in {left} bytes: {NEXT}"
+            )
+        if opcode.name.startswith("EXT"):
+            raise CheckpointError(f"{where}: the pickle names objects by a registry: {NEXT}")
+    end = stream.tell()
+    return stream.getvalue()[start:end]
+
+
+def _no_storage(where: str) -> StorageOf:
+    def refuse(dtype: torch.dtype, key: str, count: int) -> Storage:
+        raise CheckpointError(f"{where} has a storage outside of torch's formats: {NEXT}")
+
+    return refuse
+
+
+def _unpickle(data: bytes, loading: Loading, storage: StorageOf, steps: int = MAX_STEPS) -> object:
+    checked = _next_pickle(io.BytesIO(data), loading.where, steps)
+    return Unpickler(checked, loading, storage, _load_bytes).load()

@@ -1,0 +1,165 @@
+"""One file of `torch.save`, never unpickled beyond what `weights_only` allows."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import check_unchanged, copy_rows, find_header, header_of
+from covmerge.files.checkpoints.pickle_bounds import (
+    SAVE_AGAIN,
+    ZIP_MAGIC,
+    check_archive,
+    check_steps,
+    check_whole,
+)
+from covmerge.files.stores.regular_file import open_regular
+from covmerge.files.stores.store import stamp_of
+
+_WRAPPERS = ("state_dict", "model", "module")
+_LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys of its storages
+_REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class NotLoadedError(CheckpointError):
+    """What torch, allowed to run nothing, does not load."""
+
+
+class TorchFile:
+    """A `.bin`, `.pt`, `.pth` or `.ckpt` file that holds a state dict.
+
+    The tensors are memory-mapped. Files older than torch 1.6 cannot be, and are loaded whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        loaded, loading = _load(path)
+        tensors, unwrapping = _state_dict(loaded, str(path))
+        self.notes = loading + unwrapping
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: header_of(name, tensor, str(path)) for name, tensor in tensors.items()}
+        )
+        status = path.stat()
+        self._stamp = stamp_of(status)
+        _check_sizes(self.headers, path, status.st_size)
+        self._tensors = tensors
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        find_header(self.headers, name, rows, str(self.path))
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} is closed: open the checkpoint again")
+        # A map of a file that was cut short kills the process, so this is asked before, not after.
+        check_unchanged(self.path, self._stamp, stamp_of(self.path.stat()))
+        return copy_rows(self._tensors[name], rows)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._tensors = {}
+
+
+def _load(path: Path) -> tuple[object, tuple[str, ...]]:
+    try:
+        with open_regular(path) as file:
+            magic = file.read(len(ZIP_MAGIC))
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if magic == b"vers":
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+        )
+    notes: tuple[str, ...] = ()
+    if magic == ZIP_MAGIC:
+        _check_archive(path)
+    else:
+        check_whole(size, str(path))
+        with open_regular(path) as file:
+            check_steps(file, str(path), _LEGACY_PICKLES)
+        notes = (f"{path} is in torch's format from before 1.6: all {size} bytes are in memory",)
+    try:
+        loaded: object = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=magic == ZIP_MAGIC
+        )
+    except Exception as error:  # hostile bytes make the unpickler raise anything
+        raise _refusal(path, error) from error
+    return loaded, notes
+
+
+def _check_archive(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_archive(archive, str(path))
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise CheckpointError(
+            f"{path} is a damaged archive ({error}): the download was probably cut short, fetch "
+            "the file again"
+        ) from error
+
+
+def _refusal(path: Path, error: Exception) -> NotLoadedError:
+    found = _REFUSED_GLOBAL.search(str(error))
+    if found:
+        return NotLoadedError(
+            f"{path} holds more than tensors: loading it would run {found[1]}, and code in a "
+            f"checkpoint is never run. If it is a training state, {SAVE_AGAIN}"
+        )
+    reason = (str(error).strip().splitlines() or [""])[-1]
+    return NotLoadedError(
+        f"{path} cannot be loaded as tensors ({type(error).__name__}: {reason}): fetch the file "
+        f"again, or {SAVE_AGAIN}"
+    )
+
+
+def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Find the dict of tensors: the file itself, or one of the usual keys of a training state."""
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"{where} holds a {type(loaded).__name__}, not a dict of tensors: {SAVE_AGAIN}"
+        )
+    content = cast("Mapping[object, object]", loaded)
+    if _all_tensors(content):
+        return cast("dict[str, Tensor]", dict(content)), ()
+    found = [key for key in _WRAPPERS if content.get(key) and _all_tensors(content[key])]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where} holds several state dicts ({', '.join(found)}): save the one to merge by "
+            "itself"
+        )
+    if not found:
+        key, value = next((k, v) for k, v in content.items() if not isinstance(v, Tensor))
+        raise CheckpointError(
+            f"{where}: {key!r} is a {type(value).__name__}, not a tensor, and none of "
+            f"{', '.join(_WRAPPERS)} holds a dict of tensors only: {SAVE_AGAIN}"
+        )
+    others = ", ".join(sorted(repr(key) for key in content if key != found[0]))
+    left = f"; not read: {others}" if others else ""
+    note = f"{where}: the tensors are those under '{found[0]}'{left}"
+    return cast("dict[str, Tensor]", dict(cast("Mapping[str, object]", content[found[0]]))), (note,)
+
+
+def _all_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(item, Tensor) for item in cast("Mapping[object, object]", value).values()
+    )
+
+
+def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> None:
+    # A stride of 0 lets one stored number pass for a tensor of any size, which a read would copy.
+    for header in headers.values():
+        if header.nbytes > size:
+            raise CheckpointError(
+                f"{path}: '{header.name}' of shape {list(header.shape)} takes {header.nbytes} "
+                f"bytes, and the whole file has {size}: {SAVE_AGAIN}"
+            )

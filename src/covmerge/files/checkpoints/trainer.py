@@ -1,0 +1,169 @@
+"""The checkpoints that a trainer leaves in its folder while it runs: transformers' Trainer, torchtitan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import combinations
+from pathlib import Path
+
+from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.text import some
+from covmerge.files.checkpoints.adapter import AdapterCheckpoint
+from covmerge.files.checkpoints.distributed import METADATA
+from covmerge.files.checkpoints.folder import FileCheckpoint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.stores.address import local_path
+
+_NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
+_STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
+_OWN = (
+    *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+    *("global_step*", "pytorch_model_fsdp_*", "zero_to_fp32.py", "latest"),
+)
+_SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's, which are no model
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """One checkpoint of a run.
+
+    Attributes:
+        step: of the optimizer, when it was saved.
+        folder: where it lies.
+        is_adapter: whether it is an adapter, and not a full model.
+        own: names in it that are the trainer's: its optimizer, its state.
+    """
+
+    step: int
+    folder: Path
+    is_adapter: bool
+    own: tuple[str, ...]
+
+
+def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
+    """Return a run's last checkpoints by their step numbers, the oldest first.
+
+    Args:
+        folder: of the run, with its checkpoint-500/, checkpoint-1000/ and so on.
+        count: how many; None: all.
+        beside: what a relative folder is relative to.
+
+    Raises:
+        CheckpointError: there are fewer, or one of them is incomplete.
+    """
+    try:
+        run = beside / local_path(folder).expanduser()
+        folders = [path for path in run.iterdir() if path.is_dir()]
+    # RuntimeError: a home folder that nobody has; ValueError: a NUL.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the run {beside / folder} cannot be listed ({_reason(error)}): pass the folder that the "
+            "trainer wrote its checkpoints to (output_dir)"
+        ) from error
+    named = [_numbered(folders, name) for name in _NAMES]
+    found = next(filter(None, named), named[0])
+    if len(found) < (count or 1):
+        have = f"{len(found)} checkpoints ({some((p.name for _, p in found), 5)})"
+        raise CheckpointError(
+            f"the run {run} has {have if found else 'no folders named checkpoint-NUMBER'}"
+            + (f", and the last {count} are asked for" if count and found else "")
+            + (
+                f": ask for {len(found)} or fewer (--last), or save more of them (save_total_limit)"
+                if found
+                else ": pass the folder that the trainer wrote its checkpoints to (output_dir)"
+            )
+        )
+    held = {path: _names(path) for _, path in found}
+    stateful = any(_STATE in names for names in held.values())
+    last = found[-(count or len(found)) :]
+    for (_, path), (_, earlier) in combinations(reversed(last), 2):
+        if path.samefile(earlier):
+            raise CheckpointError(
+                f"{path} and {earlier} are one folder, which would be counted twice: remove the link"
+            )
+    return [_checked(step, path, held[path], stateful) for step, path in last]
+
+
+def refuse_as_step(out: Path, source: Path) -> None:
+    """Refuse an output that would lie beside a checkpoint of a run under the name of another.
+
+    Raises:
+        InputError: the next merge of the run would take it for one of the trainer's, and so would the
+            trainer when it goes on.
+    """
+    named = any(name.fullmatch(out.name) and name.fullmatch(source.name) for name in _NAMES)
+    if named and source.is_dir() and out.parent.exists() and out.parent.samefile(source.parent):
+        raise InputError(
+            f"the output {out} would be taken for a checkpoint of the training run in {out.parent}: choose "
+            "another name, or another folder"
+        )
+
+
+def _numbered(folders: Iterable[Path], name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The folders that are named so, by their numbers."""
+    named = ((path, name.fullmatch(path.name)) for path in folders)
+    return sorted((int(match[1]), path) for path, match in named if match)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be listed ({_reason(error)}): make it readable, or move it elsewhere"
+        ) from error
+
+
+def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> SavedStep:
+    """Open a checkpoint once, which holds `names`; `stateful`: others of its run have a trainer's state."""
+    if MANIFEST_NAME in names:
+        raise CheckpointError(
+            f"{folder} holds {MANIFEST_NAME}: it is the output of a merge and no checkpoint of the run, "
+            "move it elsewhere"
+        )
+    try:
+        if stateful and _STATE not in names:
+            raise CheckpointError(f"it has no {_STATE}, which is written last")
+        if _STATE in names and not _size(folder / _STATE):
+            raise CheckpointError(f"its {_STATE} is empty")
+        with closing(open_checkpoint(str(folder))) as checkpoint:
+            is_adapter = isinstance(checkpoint, AdapterCheckpoint)
+            in_shards = (
+                isinstance(checkpoint, FileCheckpoint) and METADATA in checkpoint.weight_names
+            )
+    except CheckpointError as error:
+        if any(_matches(name, _SHARDS) for name in names):
+            raise CheckpointError(
+                f"{folder} holds the shards of DeepSpeed or FSDP and no model ({error}): gather them first "
+                "(zero_to_fp32.py of the checkpoint, or accelerate merge-weights)"
+            ) from error
+        raise CheckpointError(
+            f"{folder} is incomplete, as a checkpoint is whose run was killed while it was saved "
+            f"({error}): remove this folder, or move it elsewhere, and the last ones are those before it"
+        ) from error
+    own = tuple(
+        name
+        for name in names
+        if _matches(name, _OWN) and not (in_shards and _matches(name, _SHARDS))
+    )
+    return SavedStep(step, folder, is_adapter, own)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,61 @@
+"""A checkpoint seen in another way: what it does not say otherwise is as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from covmerge.base.types import Json
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.content import Content
+from covmerge.files.stores.hub_cache import HubModel
+
+
+class View:
+    """Where a checkpoint lies and what it is known by, for those that show its tensors in another way.
+
+    Args:
+        stored: the checkpoint.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+
+    @property
+    def seen(self) -> Checkpoint:
+        """The checkpoint that it is a view of."""
+        return self._stored
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Checkpoint.folder`."""
+        return self._stored.folder
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return self._stored.hub
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        return self._stored.readme()
+
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self._stored.companions()
+
+    def materialize(self) -> None:
+        """See `Checkpoint.materialize`."""
+        self._stored.materialize()
+
+    def identity(self) -> dict[str, Json]:
+        """See `Checkpoint.identity`."""
+        return self._stored.identity()
+
+    def contents(self) -> Sequence[Content]:
+        """See `Checkpoint.contents`."""
+        return self._stored.contents()
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._stored.close()

@@ -1,0 +1,197 @@
+"""Write tensors at their planned offsets, in any order, with a checksum of every piece.
+
+The result's bytes depend on the tensors alone: not on the order of the writes, nor on how often a
+merge was killed and resumed.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError, InputError, TensorError
+from covmerge.files.checkpoints.layout import Layout, Shard, Slot
+from covmerge.files.stores.local import local_store
+from covmerge.files.stores.store import StoredFile, WritableStore
+
+_CHUNK = 8 << 20  # bytes read back at a time
+
+
+class ShardWriter:
+    """The files of a layout, being filled.
+
+    Creating the writer creates every shard, with its header and its full size reserved, so a full
+    disk is met before the first tensor is computed. Shards that exist already (a merge being
+    resumed) are kept if they are those of the layout. No file stays open between calls, so the
+    number of shards has no limit and a writer may be sent to another process.
+
+    Args:
+        folder: an existing folder, or another store.
+        layout: where each tensor lies.
+        made: another process has made the files, and nothing is created.
+
+    Raises:
+        ResourceError: the disk cannot hold the files; those that this call created are removed.
+        CheckpointError: a file exists that differs from the layout, or is not there but was made.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from covmerge.files.checkpoints.layout import plan_layout
+        >>> from covmerge.base.types import TensorHeader
+        >>> layout = plan_layout([TensorHeader("w", (2, 3), torch.float32)], 10**9)
+        >>> writer = ShardWriter(Path(mkdtemp()), layout)
+        >>> checksum = writer.write("w", torch.ones(1, 3), range(1, 2))
+        >>> writer.read_back("w", range(1, 2)) == checksum
+        True
+    """
+
+    def __init__(self, folder: Path | WritableStore, layout: Layout, *, made: bool = False) -> None:
+        self._store = local_store(folder)
+        self._shards = {name: shard for shard in layout.shards for name in shard.entries}
+        self._files = [shard.file_name for shard in layout.shards]
+        if made:
+            for shard in layout.shards:
+                _refuse_different(StoredFile(self._store, shard.file_name), shard)
+        else:
+            _create_missing(self._store, layout)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether they are files of this machine, which any process can write to."""
+        return self._store.folder is not None
+
+    def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
+        """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
+
+        A complex tensor may be given by its real and imaginary parts along a last axis.
+
+        Raises:
+            TensorError: the tensor is not as planned: its name, shape, dtype, device or strides.
+            ResourceError: the disk is full (where it cannot reserve space beforehand).
+            InputError: the folder is not there, or may not be written to.
+        """
+        file_name, slot = self._find(name)
+        offset, _ = slot.span(rows)
+        if slot.header.dtype.is_complex and not tensor.is_complex():
+            tensor = torch.view_as_complex(tensor)
+        _refuse_unplanned(tensor, slot, rows)
+        data = _bytes_of(tensor)
+        with self._missed():
+            self._store.write(file_name, data, offset)
+        # For writes that a crash tore, not against an adversary: a hash would take much longer.
+        return f"{zlib.crc32(data):08x}"
+
+    def read_back(self, name: str, rows: range | None = None) -> str:
+        """Return the checksum of what the file holds for a tensor, or for `rows` of it.
+
+        Raises:
+            TensorError: the tensor or the rows are not in the layout.
+            CheckpointError: the file is gone, or shorter than planned.
+        """
+        file_name, slot = self._find(name)
+        position, left = slot.span(rows)
+        buffer = memoryview(bytearray(min(left, _CHUNK)))
+        checksum = 0
+        try:
+            with self._store.open(file_name, follow=False) as opened:
+                while left:
+                    count = opened.read_at(buffer[:left], position)
+                    if not count:
+                        raise CheckpointError(
+                            f"{self._store.where(file_name)} ends at byte {position}, inside "
+                            f"'{name}': something else changed it; start over with --overwrite"
+                        )
+                    checksum = zlib.crc32(buffer[:count], checksum)
+                    position += count
+                    left -= count
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read back {self._store.where(file_name)}: {error.strerror}"
+            ) from error
+        return f"{checksum:08x}"
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk."""
+        self._store.flush(self._files)
+
+    @contextmanager
+    def _missed(self) -> Generator[None]:
+        """Tell a folder that this machine has not from a file in it that cannot be written."""
+        try:
+            yield
+        except InputError as error:
+            folder = self._store.folder
+            if folder is None or folder.exists():
+                raise
+            raise InputError(
+                f"there is no {folder} on {platform.node()}: machines that share a merge all write there, "
+                "so it has to lie in a folder that they share. Choose an output in one; of an output on "
+                "a URL set COVMERGE_CACHE to one"
+            ) from error
+
+    def _find(self, name: str) -> tuple[str, Slot]:
+        if name not in self._shards:
+            raise TensorError(f"'{name}' is not in the layout of {self._store}: plan it first")
+        shard = self._shards[name]
+        return shard.file_name, shard.entries[name]
+
+
+def _create_missing(store: WritableStore, layout: Layout) -> None:
+    missing: list[Shard] = []
+    for shard in layout.shards:
+        if store.exists(shard.file_name):
+            _refuse_different(StoredFile(store, shard.file_name), shard)
+        else:
+            missing.append(shard)
+    created: list[str] = []
+    try:
+        for shard in missing:
+            needed = sum(other.size for other in missing[len(created) :])
+            store.create(shard.file_name, shard.size, shard.header, needed=needed)
+            created.append(shard.file_name)
+    except BaseException:
+        for name in created:
+            store.remove(name)
+        raise
+
+
+def _refuse_different(file: StoredFile, shard: Shard) -> None:
+    try:
+        with file.open(follow=False) as opened:
+            size, _, _ = opened.stamp
+        header = file.read(len(shard.header), follow=False)
+    except OSError as error:
+        raise CheckpointError(f"cannot resume into {file}: {error.strerror}") from error
+    if size != shard.size:
+        found = f"it has {size} bytes, planned are {shard.size}"
+    elif header != shard.header:
+        found = "its header differs from the planned one"
+    else:
+        return
+    raise CheckpointError(f"cannot resume into {file}: {found}; start over with --overwrite")
+
+
+def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
+    header = slot.header
+    shape = header.shape if rows is None else (len(rows), *header.shape[1:])
+    if tuple(tensor.shape) != shape or tensor.dtype != header.dtype:
+        raise TensorError(
+            f"'{header.name}' was planned as {shape} of {header.dtype}, "
+            f"and is {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj():
+        raise TensorError(
+            f"'{header.name}' is not plain contiguous memory of the CPU (device {tensor.device}, "
+            f"strides {tensor.stride()}): call .cpu().contiguous().resolve_conj() on it"
+        )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's own memory, as bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

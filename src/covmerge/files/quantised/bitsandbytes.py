@@ -1,0 +1,193 @@
+"""bitsandbytes, 8 bits (LLM.int8, arXiv:2208.07339) and 4 bits (QLoRA, arXiv:2305.14314).
+
+8 bits: `X.weight` is int8 and w = q · s · (1/127), with s of its row in `X.SCB`.
+
+4 bits: `X.weight` has two numbers a byte, the high half first, over the rows of the matrix one
+after another, and w = v[q] · s, with v the 16 values of `X.weight.quant_map` (NF4 or FP4) and s of
+its block in `X.weight.absmax`. With double quantisation that is uint8 too: s = u[q] · t + m, with u
+the 256 values of `nested_quant_map`, t of 256 blocks together in `nested_absmax`, m one number.
+Shape, dtype, sizes of blocks and m are JSON in `X.weight.quant_state.bitsandbytes__nf4`, which is
+why weights must be here before they can be planned over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.json_file import parse_object, shorten
+from covmerge.files.quantised.packed import ByRows, Found, Read, Stored
+
+# 1/127 as bitsandbytes writes it, in whose float32 arithmetic s / 127 is another number.
+_OF_127 = 7.874015718698502e-3
+_STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_MAX_STATE = 2**16
+_MAX_DIMENSIONS = 4
+_LARGEST = torch.finfo(torch.float32).max
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class EightBit(ByRows):
+    """int8 rows with a scale each."""
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """See `ByRows.unpacked`."""
+        weight, scale = (read(name, rows) for name in self.stored[:2])
+        return weight.float().mul_(scale.view(-1, 1)).mul_(_OF_127)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """How the scales of blocks are stored in 8 bits.
+
+    Attributes:
+        scales: name of the scales of blocks of them.
+        values: name of what their numbers stand for.
+        block: how many have one scale.
+        offset: what is added to them.
+    """
+
+    scales: str
+    values: str
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True)
+class FourBit(ByRows):
+    """A matrix as one row of numbers of 4 bits, in blocks with a scale each.
+
+    Attributes:
+        block: how many numbers have one scale.
+        unit: bytes of one stored number.
+        nested: how the scales are stored, if not as they are.
+    """
+
+    block: int
+    unit: int
+    nested: Nested | None
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """See `ByRows.unpacked`."""
+        weight, absmax, values = self.stored[:3]
+        shape = self.header.shape
+        width = prod(shape[1:])
+        first, last = rows.start * width, rows.stop * width
+        start = first // self.block * self.block
+        stop = min(-(-last // self.block) * self.block, prod(shape))
+        bits = 2 * self.unit  # numbers of 4 bits in one stored number
+        held = range(start // bits, -(-stop // bits))
+        packed = read(weight, held).view(-1).view(torch.uint8)
+        numbers = torch.stack([packed >> 4, packed & 0x0F], dim=-1).view(-1)
+        numbers = numbers[start - held.start * bits :][: last - start]
+        found = read(values, None)[numbers.long()]
+        blocks = range(start // self.block, -(-stop // self.block))
+        scales = self._scales(read, absmax, blocks).repeat_interleave(self.block)
+        return found.mul_(scales[: len(found)])[first - start :].view(len(rows), *shape[1:])
+
+    def _scales(self, read: Read, absmax: str, blocks: range) -> Tensor:
+        scales, nested = read(absmax, blocks), self.nested
+        if nested is None:
+            return scales.float()
+        place = torch.arange(blocks.start, blocks.stop) // nested.block
+        outer = read(nested.scales, range(int(place[0]), int(place[-1]) + 1))[place - place[0]]
+        return read(nested.values, None)[scales.long()].mul_(outer).add_(nested.offset)
+
+
+def find(stored: Stored) -> Found:
+    """Find layers with `SCB`, or with a `quant_state`; see `Found`.
+
+    Raises:
+        CheckpointError: sizes that contradict each other.
+    """
+    headers = stored.checkpoint.headers
+    eight = [_eight_bit(stored, n.removesuffix(".SCB")) for n in headers if n.endswith(".SCB")]
+    four = [_four_bit(stored, name, end) for name, end in _states(stored)]
+    kinds = {"8 bit": bool(eight), "4 bit": bool(four)}
+    said = " and ".join(kind for kind, there in kinds.items() if there)
+    return Found((*eight, *four), f"bitsandbytes, {said}")
+
+
+def _eight_bit(stored: Stored, module: str) -> EightBit:
+    name, scales, order = (f"{module}.{leaf}" for leaf in ("weight", "SCB", "weight_format"))
+    weight = stored.part(name, (torch.int8,))
+    if len(weight.shape) != 2:
+        stored.refuse(f"'{name}' is {list(weight.shape)}, where a matrix can be read")
+    stored.part(scales, (torch.float32,), weight.shape[:1])
+    parts = (name, scales)
+    if order in stored.checkpoint.headers:
+        stored.part(order, (torch.uint8,), (), (1,))
+        if int(stored.checkpoint.read(order).item()):
+            stored.refuse(f"'{order}' is not 0: its rows are in the order of some GPU")
+        parts = (*parts, order)
+    return EightBit(TensorHeader(name, weight.shape, stored.dtype), parts)
+
+
+def _states(stored: Stored) -> Iterator[tuple[str, str]]:
+    for name in stored.checkpoint.headers:
+        for end in _STATES:
+            if name.endswith(end):
+                yield name.removesuffix(end), end
+
+
+def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
+    state = _state(stored, f"{name}{end}")
+    shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
+    sizes = cast("list[Any]", shape) if isinstance(shape, list) else []
+    known = type(block) is int and block in _BLOCKS and isinstance(dtype, str) and dtype in _DTYPES
+    sized = 0 < len(sizes) <= _MAX_DIMENSIONS
+    if not known or not sized or not all(type(n) is int and 0 < n < 2**31 for n in sizes):
+        said = [shorten(state.get(key)) for key in ("shape", "blocksize", "dtype")]
+        stored.refuse("'{}' says shape {}, blocks of {}, dtype {}".format(f"{name}{end}", *said))
+    header = TensorHeader(name, tuple(sizes), _DTYPES[str(dtype)])
+    assert isinstance(block, int)
+    blocks = -(-header.numel // block)
+    weight = stored.part(name, _STORAGE)
+    unit = weight.dtype.itemsize
+    length = -(-header.numel // (2 * unit))
+    stored.part(name, _STORAGE, (length, 1), (length,))
+    scales, values = f"{name}.absmax", f"{name}.quant_map"
+    stored.part(values, (torch.float32,), (16,))
+    nested = _nested(stored, name, state, blocks)
+    stored.part(scales, (torch.float32,) if nested is None else (torch.uint8,), (blocks,))
+    beside = () if nested is None else (nested.scales, nested.values)
+    return FourBit(header, (name, scales, values, *beside, f"{name}{end}"), block, unit, nested)
+
+
+def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Nested | None:
+    scales, values = f"{name}.nested_absmax", f"{name}.nested_quant_map"
+    if scales not in stored.checkpoint.headers:
+        return None
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    known = type(offset) in (int, float) and abs(cast("float", offset)) <= _LARGEST
+    if type(block) is not int or not 0 < block < 2**31 or not known:
+        stored.refuse(f"'{name}' has scales in blocks of {shorten(block)} beside {shorten(offset)}")
+    stored.part(scales, (torch.float32,), (-(-blocks // block),))
+    stored.part(values, (torch.float32,), (256,))
+    return Nested(scales, values, block, float(cast("float", offset)))
+
+
+def _state(stored: Stored, name: str) -> dict[str, Any]:
+    header = stored.part(name, (torch.uint8,))
+    if stored.checkpoint.hub is not None and stored.checkpoint.folder is None:
+        stored.refuse(
+            "the shapes of its layers lie among its weights",
+            f"download it (`hf download {stored.checkpoint.hub.name}`), and pass the folder",
+        )
+    if len(header.shape) != 1 or header.numel > _MAX_STATE:
+        stored.refuse(f"'{name}' is {list(header.shape)}, and at most {_MAX_STATE} bytes are read")
+    text = stored.checkpoint.read(name).numpy().tobytes()
+    try:
+        return parse_object(text, f"'{name}'", values=_MAX_STATE)
+    except CheckpointError as error:
+        stored.refuse(str(error))

@@ -1,0 +1,20 @@
+"""The formats that are read, by what `quantization_config` calls them. GGUF is a file, and none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from covmerge.files.quantised import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from covmerge.files.quantised.packed import Found, Stored
+
+FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
+    {
+        "fp8": fp8.find,
+        "compressed-tensors": compressed_tensors.find,
+        "mxfp4": mxfp4.find,
+        "bitsandbytes": bitsandbytes.find,
+        "gptq": gptq.find,
+        "awq": awq.find,
+    }
+)

@@ -1,0 +1,422 @@
+"""GGUF, of the language models whose tensors are one of transformers' each, as it saves them.
+
+What a type's blocks mean is said by `gguf.dequantize`. Names, config, and what llama.cpp's
+converter did to a tensor (rows of q and k in another order, transposed, norms plus one) are undone
+by transformers' own tables of its GGUF loader, which are no stable interface: another release may
+lack them, and is then named. Experts, which that loader puts together as its modules hold them, get the
+names that transformers saves them under, one by one; Mixtral, which it reads as a Llama, is known by
+its count of experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from covmerge.base.text import some
+from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.folder import QUANTISATION
+from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
+from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
+
+_LOADER = "transformers.modeling_gguf_pytorch_utils"
+# Those that give one tensor for one, apart from stacks of experts.
+_ONE_FOR_ONE = frozenset(
+    f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2", "Qwen2Moe")
+)
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
+_OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
+_CONVERT = "convert the model again"
+# What a config has of the metadata, by the keys after the architecture's name.
+_STATED = {
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+# What transformers' loader leaves out of a config, by the keys after the architecture's name.
+_LEFT_OUT = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_QWEN_EXPERTS = ("qwen2moe", "qwen3moe")
+_DEPTH = 2  # in modules, to the one that names begin with
+_ROPE = "rope.freq_base"
+_ROUNDED = 1e-6
+# What a file of one plain type is read as; bfloat16 is what any other is.
+_READ = {"F32": torch.float32, "F16": torch.float16}
+PLAIN: Mapping[str, torch.dtype] = MappingProxyType({**_READ, "BF16": torch.bfloat16})
+
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Blocks(ByRows):
+    """A tensor of the file.
+
+    Attributes:
+        kind: what GGUF calls its type.
+        order: of each group of as many rows, by row of the plain tensor that of the stored one; None: the
+            same.
+    """
+
+    kind: str
+    order: tuple[int, ...] | None
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """See `ByRows.unpacked`."""
+        (name,) = self.stored
+        if self.order is None:
+            return _tensor_of(_dequantised(read(name, rows), self.kind))
+        size, plain = len(self.order), np.arange(rows.start, rows.stop)
+        own = plain // size * size + np.array(self.order)[plain % size]
+        first = int(own.min())
+        span = range(first, int(own.max()) + 1)
+        return _tensor_of(_dequantised(read(name, span), self.kind)[own - first])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the file that is not its rows in some order: it is unpacked as a whole.
+
+    Attributes:
+        kind: what GGUF calls its type.
+        transposed: whether it is stored transposed.
+        more: what was added to each of its numbers.
+        flat: whether it is stored without its first axis, which has one place.
+    """
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+    kind: str
+    transposed: bool
+    more: float
+    flat: bool = False
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        (name,) = self.stored
+        stored = _tensor_of(_dequantised(read(name, None), self.kind))
+        plain = stored[None] if self.flat else stored.mT if self.transposed else stored
+        out.copy_(plain[rows.start : rows.stop] - self.more)
+
+
+def find(stored: Stored) -> Found:
+    """Find the tensors of a GGUF file; see `Found`.
+
+    Raises:
+        CheckpointError: an architecture, a type or a tensor that is not read, or packages are missing.
+    """
+    try:
+        loader: Any = importlib.import_module(_LOADER)
+    except ImportError as error:
+        stored.refuse(f"transformers' GGUF loader, by which it is read, is missing ({error})")
+    assert isinstance(stored.settings, GgufSettings)
+    settings = stored.settings
+    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
+    types = cast("Mapping[str, str]", stored.settings["types"])
+    architecture = metadata.get("general.architecture")
+    made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
+    if made.__name__ not in _ONE_FOR_ONE:
+        stored.refuse(f"its architecture, {shorten(architecture)}, is none of those that are read")
+    config = _config(stored, loader)
+    try:
+        model, _ = empty_model(config, len(types))
+        processor = made(config=config)
+        shapes = _saved_shapes(model, one_by_one=bool(settings.stacks))
+        known = {_EXPERT.sub("", name): name for name in shapes}
+        how = (processor, str(architecture))
+        names: dict[str, str] = loader.get_gguf_hf_weights_map(_Outer(model, 0, known), *how)
+        if not settings.stacks and not types.keys() <= names.keys() | _OF_NO_PARAMETER:
+            names = loader.get_gguf_hf_weights_map(_Outer(model, _DEPTH), *how)
+    except SkeletonUnavailable as error:
+        stored.refuse(f"transformers cannot build its model ({error})")
+    except Exception as error:  # a stranger's config can make it fail in any way
+        stored.refuse(f"transformers cannot build its model ({in_short(error)})")
+    _check_config(stored, metadata, model.config)
+    _check_experts(stored, metadata)
+    names |= _of_experts(stored, settings.stacks, names, shapes)
+    whole = [name for name in types if name in names and names[name] not in shapes]
+    if whole:
+        headers = stored.checkpoint.headers
+        stored.refuse(
+            f"'{whole[0]}' is {list(headers[whole[0]].shape)}, and a stack of experts is (experts, d_out, "
+            "d_in)",
+            _CONVERT,
+        )
+    unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
+    if unknown:
+        stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
+    dtype = _dtype(stored, types)
+    tensors = tuple(
+        _tensor(
+            stored, name, TensorHeader(names[name], shapes[names[name]], dtype), kind, processor
+        )
+        for name, kind in types.items()
+        if name in names
+    )
+    said = f"GGUF, {some(dict.fromkeys(types.values()))}"
+    stated = str(dtype).removeprefix("torch.")
+    unused = frozenset(name for name in types if name not in names)
+    return Found(tensors, said, unused, {**config, "dtype": stated}, turned=True)
+
+
+def _saved_shapes(model: Any, *, one_by_one: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of the parameters of a model; `one_by_one`: as it is saved, an expert a tensor."""
+    held = model.state_dict()
+    if one_by_one:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+        held = loading.revert_weight_conversion(model, held)
+    return {name: tuple(value.shape) for name, value in held.items()}
+
+
+def _of_experts(
+    stored: Stored,
+    stacks: Mapping[str, tuple[str, ...]],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """The names of the matrices of stacks, by the names that stacks have without the experts' numbers."""
+    found: dict[str, str] = {}
+    for stack, members in stacks.items():
+        before, between, after = names.get(stack, "").partition(".experts.")
+        if not between:
+            stored.refuse(f"transformers saves no experts that are '{stack}'")
+        own = [f"{before}{between}{number}.{after}" for number in range(len(members) + 1)]
+        if any(name not in shapes for name in own[:-1]) or own[-1] in shapes:
+            stored.refuse(
+                f"'{stack}' has {len(members)} experts, and its config gives another number"
+            )
+        found.update(zip(members, own, strict=False))
+    return found
+
+
+class _Outer:
+    """A model, and of its modules only those that are no deeper than `depth`.
+
+    transformers looks for the tensors' names in the model, and then once more in every module of it, for
+    the few architectures whose names lack their beginning: nearly all of the time to open a small model,
+    and minutes where a name is of no parameter at all.
+
+    Args:
+        module: the model.
+        depth: see above.
+        names: those of its parameters, where they are others than it has itself.
+    """
+
+    def __init__(self, module: Any, depth: int, names: Collection[str] | None = None) -> None:
+        self.config = getattr(module, "config", None)
+        self._names = names
+        self._module = module
+        self._inside = module.named_children() if depth else ()
+        self._depth = depth
+
+    def state_dict(self) -> Collection[str]:
+        """The names of its parameters, which are all that is asked of it."""
+        return self._module.state_dict() if self._names is None else self._names
+
+    def named_children(self) -> Iterator[tuple[str, _Outer]]:
+        """The modules in it that are looked into."""
+        return ((name, _Outer(module, self._depth - 1)) for name, module in self._inside)
+
+
+def _config(stored: Stored, loader: Any) -> dict[str, Any]:
+    """The config beside the file, or the one that transformers makes of its metadata."""
+    transformers: Any = importlib.import_module("transformers")
+    given = stored.checkpoint.config or {}
+    config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
+    try:
+        if not config:
+            config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
+            config |= _left_out(cast("Mapping[str, Json]", stored.settings["metadata"]))
+        kind: Any = transformers.AutoConfig.for_model(**config).__class__
+    except Exception as error:  # a stranger's metadata can make it fail in any way
+        stored.refuse(f"transformers cannot make a config of its metadata ({in_short(error)})")
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if model is None:
+        stored.refuse(
+            f"{shorten(config.get('model_type'))} is no language model that transformers knows"
+        )
+    kept = {key: value for key, value in config.items() if not key.startswith("_")}
+    return {"architectures": [model.__name__], **kept}
+
+
+def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
+    """What metadata say of experts, and transformers' loader does not put into the config."""
+    architecture = metadata.get("general.architecture")
+    if architecture in _QWEN_EXPERTS:
+        found = {name: metadata.get(f"{architecture}.{key}") for key, name in _LEFT_OUT.items()}
+        return {name: value for name, value in found.items() if value is not None}
+    count = metadata.get("llama.expert_count")
+    if architecture != "llama" or not count:
+        return {}
+    used = metadata.get("llama.expert_used_count")
+    return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> None:
+    """Refuse a config beside the file by which q's and k's rows, or what runs, would be others."""
+    if not stored.checkpoint.config or set(stored.checkpoint.config) == {QUANTISATION}:
+        return
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    theta = cast("dict[str, Any]", rope).get("rope_theta") if isinstance(rope, dict) else None
+    held = {key: getattr(config, name, None) for key, name in _STATED.items()} | {_ROPE: theta}
+    for key, value in held.items():
+        full = f"{metadata.get('general.architecture')}.{key}"
+        own = metadata.get(full)
+        if own is None or value is None or _same(own, value):
+            continue
+        stored.refuse(
+            f"its {full} is {shorten(own)}, where its config gives {shorten(value)}",
+            "remove or correct the config.json beside it",
+        )
+
+
+def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
+    """Refuse a mixture that would ask for more experts than it has, or for none."""
+    architecture = metadata.get("general.architecture")
+    count = metadata.get(f"{architecture}.expert_count")
+    if not isinstance(count, int) or not count:
+        return
+    used = metadata.get(f"{architecture}.expert_used_count")
+    if not isinstance(used, int) or not 1 <= used <= count:
+        said = "missing" if used is None else shorten(used)
+        stored.refuse(
+            f"its {architecture}.expert_used_count is {said}, and should be from 1 to {count}, its "
+            "expert_count",
+            _CONVERT,
+        )
+
+
+def _same(own: object, value: object) -> bool:
+    """Whether two numbers are the same, of which one may have been rounded to float32."""
+    if not isinstance(own, int | float) or not isinstance(value, int | float):
+        return own == value
+    near = _ROUNDED * abs(own)  # which the file bounds: a config may have a number of any size
+    return own - near <= value <= own + near
+
+
+def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
+    """See `read_as`."""
+    headers = stored.checkpoint.headers
+    kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
+    return read_as(stored.checkpoint.config or {}, kinds)
+
+
+def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
+    """Return what a file is read as: what the config beside it states; else as its matrices, or bfloat16.
+
+    Args:
+        config: the one beside it; empty if there is none.
+        kinds: the types of its matrices.
+    """
+    if not any(key in config for key in DTYPE_KEYS) and len(kinds) == 1:
+        return _READ.get(next(iter(kinds)), torch.bfloat16)
+    return dtype_of(config)
+
+
+def _tensor(
+    stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
+) -> Blocks | Whole:
+    """Return a tensor with what is undone to it, after its size was checked.
+
+    What transformers undoes is found by what it makes of numbers that tell their places: rows in another
+    order, a transpose, or a number less. So it can be done again when a file is written.
+    """
+
+    def undo(values: Values) -> Values:
+        kept: dict[str, Any] = {"tensors": {}}
+        try:
+            return processor.process(weights=values, name=name, parsed_parameters=kept).weights
+        except Exception as error:  # its sizes, and those of the config, are a stranger's
+            stored.refuse(
+                f"'{name}' is {list(values.shape)}, of which transformers cannot undo what "
+                f"llama.cpp's converter did ({in_short(error)})"
+            )
+
+    block, size = _sizes(stored, name, kind)
+    held = stored.checkpoint.headers[name]
+    shape = (*held.shape[:-1], held.shape[-1] // size * block) if size else held.shape
+    by_row = _counted(shape[0], *(1 for _ in shape[1:]))
+    found: Any = undo(by_row)
+    if found.shape == by_row.shape and (np.sort(found, axis=0) == by_row).all():
+        _check_shape(stored, name, header, shape)
+        return Blocks(header, (name,), kind, _repeated(found.reshape(-1)))
+    one = np.broadcast_to(np.ones(1, np.float32), shape)  # a number's memory
+    _check_shape(stored, name, header, tuple(undo(one).shape))
+    probe = _counted(2, 3) if len(shape) == 2 else by_row
+    found = undo(probe)
+    flat = found.shape == (1, *probe.shape)
+    turned = len(shape) == 2 and found.shape == probe.T.shape
+    more = float(probe.reshape(-1)[0] - found.reshape(-1)[0])
+    expected = probe[None] if flat else probe.T if turned else probe
+    if not np.array_equal(found, expected - more):
+        stored.refuse(f"transformers does to '{name}' what covmerge does not know")
+    return Whole(header, (name,), kind, turned, more, flat)
+
+
+def _counted(*shape: int) -> Any:
+    """Numbers that tell their places."""
+    numbers: Any = np.arange(prod(shape))
+    return numbers.reshape(shape)
+
+
+def _repeated(order: Any) -> tuple[int, ...] | None:
+    """The order of the least group of rows whose order is that of all groups; None: rows are in order."""
+    if (order == np.arange(len(order))).all():
+        return None
+    ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(len(order))) + 1
+    size = int(ends[0])
+    if len(order) % size == 0:
+        groups: Any = order.reshape(-1, size) - np.arange(0, len(order), size)[:, None]
+        if (groups == groups[0]).all():
+            order = groups[0]
+    return tuple(order.tolist())
+
+
+def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+    if shape != header.shape:
+        stored.refuse(
+            f"'{name}' is {list(shape)}, where its config gives '{header.name}' {list(header.shape)}"
+        )
+
+
+def _sizes(stored: Stored, name: str, kind: str) -> tuple[int, int]:
+    """Numbers and bytes of a block; of plain numbers 1 and 0."""
+    package: Any = importlib.import_module("gguf")
+    if stored.checkpoint.headers[name].dtype is not torch.uint8:
+        return 1, 0
+    numbered = package.GGMLQuantizationType[kind]
+    block, size = package.GGML_QUANT_SIZES[numbered]
+    try:
+        package.dequantize(np.zeros((1, size), dtype=np.uint8), numbered)
+    except NotImplementedError:
+        stored.refuse(f"'{name}' is {kind}, which gguf does not dequantise")
+    return block, size
+
+
+def _tensor_of(values: Values) -> Tensor:
+    from_numpy: Callable[[Values], Tensor] = cast("Any", torch).from_numpy
+    return from_numpy(values)
+
+
+def _dequantised(rows: Tensor, kind: str) -> Values:
+    """Return rows of plain numbers, or of blocks, in float32."""
+    if rows.dtype is not torch.uint8:
+        return rows.float().numpy()
+    package: Any = importlib.import_module("gguf")
+    return package.dequantize(rows.numpy(), package.GGMLQuantizationType[kind])

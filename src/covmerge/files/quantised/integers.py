@@ -1,0 +1,118 @@
+"""Numbers of a few bits in int32 words, by groups of inputs: what GPTQ and AWQ have in common.
+
+Weights lie transposed, `(d_in, d_out)`, and w = (q − z) · s, with z and s by group of inputs and by
+output. Some rows of the plain matrix are columns of what is stored: to read them takes reading all
+of it, in pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised.packed import Read, pieces
+
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A packed matrix; `stored` names its words, its zero points, its scales, and what else is of it.
+
+    Attributes:
+        bits: of a weight.
+        group: inputs that have one scale.
+        source: the checkpoint, for errors.
+    """
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+    bits: int
+    group: int
+    source: str
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        d_out, d_in = self.header.shape
+        weights, _, scale_name = self.stored[:3]
+        zeros = self.zeros(read, rows).float()
+        scales = read(scale_name, None)[:, rows.start : rows.stop].float()
+        groups = self.groups(read)
+        if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
+            raise CheckpointError(
+                f"{self.source}: '{self.header.name}' has inputs in group {int(groups.max())} or "
+                f"{int(groups.min())} of {len(scales)}: fetch it again"
+            )
+        held, high = self.run
+        for part in pieces(range(d_in // held), max(high * d_out, held * len(rows))):
+            inputs = slice(part.start * held, part.stop * held)
+            words = read(weights, range(part.start * high, part.stop * high))
+            values = self.values(words, rows).float()
+            own = groups[inputs]
+            out[:, inputs] = values.sub_(zeros[own]).mul_(scales[own]).mT
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """The fewest inputs of the layer that are whole rows of words, and how many rows."""
+        raise NotImplementedError
+
+    def values(self, words: Tensor, rows: range) -> Tensor:
+        """Unpack weights, as `(inputs, rows)`."""
+        raise NotImplementedError
+
+    def zeros(self, read: Read, rows: range) -> Tensor:
+        """Return the zero points, as `(groups, rows)`."""
+        raise NotImplementedError
+
+    def groups(self, read: Read) -> Tensor:
+        """Return the group of each input."""
+        del read
+        return torch.arange(self.header.shape[1]) // self.group
+
+
+def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
+    """Return the numbers in words `(...)` as `(..., numbers)`, each at its shift.
+
+    Example:
+        >>> unpacked(torch.tensor([0x21]), torch.tensor([0, 4]), 4)
+        tensor([[1, 2]])
+    """
+    return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+
+
+def run_of(bits: int) -> tuple[int, int]:
+    """Return the fewest numbers of some bits that fill whole words, and how many words.
+
+    Example:
+        >>> run_of(4), run_of(3)
+        ((8, 1), (32, 3))
+    """
+    shared = gcd(WORD, bits)
+    return WORD // shared, bits // shared
+
+
+def in_a_row(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers in words `(rows, n)` as `(rows, n · 32 / bits)`, the lowest bits first.
+
+    Of 3 bits some lie across two words: the bits of a run of words are one row.
+
+    Example:
+        >>> in_a_row(torch.tensor([[0x21]], dtype=torch.int32), 4)
+        tensor([[1, 2, 0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+        >>> in_a_row(torch.tensor([[1 << 30, 1, 0]]), 3)[0, 10].item()
+        5
+    """
+    count, high = run_of(bits)
+    places = torch.arange(0, count * bits, bits, dtype=torch.int32)
+    if high == 1:
+        return unpacked(words, places, bits).flatten(1)
+    held = words.reshape(len(words), words.shape[1] // high, high).long() & (2**WORD - 1)
+    word, shift = places // WORD, places % WORD
+    low = held[..., word] >> shift
+    rest = held[..., (word + 1).clamp_max(high - 1)] << (WORD - shift)
+    return ((low | rest) & (2**bits - 1)).flatten(1).int()

@@ -1,0 +1,69 @@
+"""MXFP4, as GPT-OSS stores the experts of its layers (OCP Microscaling Formats 1.0).
+
+`X_blocks` `(experts, d_out, groups, 16)` has two numbers of 4 bits a byte, the low half first, and
+`X_scales` `(experts, d_out, groups)` the exponent e of each group of 32: w = v · 2^(e − 127), with
+v of E2M1. The model's `X` is `(experts, d_in, d_out)`: transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised.packed import Found, Read, Stored, pieces
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+VALUES = torch.cat([E2M1, -E2M1])  # by the 4 bits: a sign, two of the exponent, one of the fraction
+BIAS = 127
+_BYTES = 16  # of a group
+GROUP = 2 * _BYTES
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Matrices of several experts; the least that is read is one of them, packed."""
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        _, d_in, d_out = self.header.shape
+        for place, expert in enumerate(rows):
+            only = range(expert, expert + 1)
+            blocks, scales = (read(name, only)[0] for name in self.stored)
+            for part in pieces(range(d_out), d_in):
+                piece = slice(part.start, part.stop)
+                out[place, :, piece] = _unpacked(blocks[piece], scales[piece]).mT
+
+
+def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Rows of one matrix `(rows, groups, 16)` with their exponents, as `(rows, d_in)`."""
+    halves = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1)
+    values = VALUES[halves.long()].flatten(-2)
+    exponents = scales.int().sub_(BIAS).unsqueeze(-1)
+    return torch.ldexp(values, exponents).flatten(-2)
+
+
+def find(stored: Stored) -> Found:
+    """Find tensors stored as `_blocks` and `_scales`; see `Found`.
+
+    Raises:
+        CheckpointError: sizes that contradict each other.
+    """
+    names = [n for n in stored.checkpoint.headers if n.endswith("_blocks")]
+    tensors = tuple(_experts(stored, name.removesuffix("_blocks")) for name in names)
+    return Found(tensors, "MXFP4, an exponent for 32 weights")
+
+
+def _experts(stored: Stored, name: str) -> Experts:
+    parts = (f"{name}_blocks", f"{name}_scales")
+    shape = stored.part(parts[0], (torch.uint8,)).shape
+    if len(shape) != 4 or shape[3] != _BYTES or 0 in shape:
+        stored.refuse(f"'{parts[0]}' is {list(shape)}, not (experts, d_out, groups, {_BYTES})")
+    stored.part(parts[1], (torch.uint8,), shape[:3])
+    experts, d_out, groups, _ = shape
+    return Experts(TensorHeader(name, (experts, groups * GROUP, d_out), stored.dtype), parts)

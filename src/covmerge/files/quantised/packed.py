@@ -1,0 +1,229 @@
+"""A tensor that is stored packed, and what a format has to say of it.
+
+Nothing larger than the tensor itself is ever made of it: whoever unpacks does so in pieces of 2¹⁸
+numbers, whatever is asked for, so that a read takes a few MB beside what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.json_file import shorten
+
+# Reads (rows of) a tensor as it is stored.
+Read = Callable[[str, range | None], Tensor]
+
+PIECE = 2**18  # numbers that are unpacked at once
+SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole
+
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# How transformers dequantises, by format; in no way where a format is not named.
+_DEQUANTISING = {
+    "fp8": "from_pretrained(FOLDER, quantization_config=FineGrainedFP8Config(dequantize=True)), then "
+    "save_pretrained(NEW, save_original_format=False)",
+    "mxfp4": "from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True)), then "
+    "save_pretrained(NEW)",
+    "bitsandbytes": "model.dequantize(), then save_pretrained(NEW)",
+}
+
+
+def how_else(method: object) -> str:
+    """Return what to do with a checkpoint of some format that is not read; None: it is not known."""
+    way = _DEQUANTISING.get(str(method))
+    if way is None:
+        return "pass the model as it was before it was quantised"
+    return f"dequantise it first (transformers: {way}), or pass the model as it was before"
+
+
+class Packed(Protocol):
+    """A tensor that is stored packed, together with its scales."""
+
+    @property
+    def header(self) -> TensorHeader:
+        """What it is unpacked."""
+        ...
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored tensors that it is made of."""
+        ...
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """Write rows of it, computed in float32, to `out`, which rounds them to its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A packed tensor of which any rows can be unpacked by themselves."""
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        for part in pieces(rows, prod(self.header.shape[1:])):
+            start = part.start - rows.start
+            out[start : start + len(part)] = self.unpacked(part, read)
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """Return a few rows, in float32."""
+        raise NotImplementedError
+
+
+def pieces(rows: range, width: int) -> Iterator[range]:
+    """Divide rows of `width` numbers into ranges of about `PIECE` numbers.
+
+    Example:
+        >>> list(pieces(range(1, 6), PIECE // 2))
+        [range(1, 3), range(3, 5), range(5, 6)]
+    """
+    step = max(1, PIECE // max(1, width))
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config states; bfloat16 where it states none."""
+    return getattr(torch, next((name for name in _stated(config) if name in _DTYPES), "bfloat16"))
+
+
+def _stated(config: Mapping[str, Any]) -> Iterator[Any]:
+    """What a config, and the parts of it, say of their dtype."""
+    nested = [value for key, value in config.items() if key.endswith("text_config")]
+    parts = [cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)]
+    for part in (config, *parts):
+        yield from (part[key] for key in DTYPE_KEYS if part.get(key) not in (None, "auto"))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A quantised checkpoint, as formats look at it.
+
+    Attributes:
+        checkpoint: as it is stored.
+        settings: its `quantization_config`.
+        dtype: what its config says that it is computed in.
+    """
+
+    checkpoint: Checkpoint
+    settings: Mapping[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def method(self) -> object:
+        """What its config calls the format."""
+        return self.settings.get("quant_method")
+
+    def refuse(self, why: str, way: str | None = None) -> NoReturn:
+        """Say what of it is not read, and what to do: `way`, or how it is dequantised.
+
+        Raises:
+            CheckpointError: always.
+        """
+        told = (
+            "gguf"
+            if isinstance(self.settings, GgufSettings)
+            else f"{shorten(self.method)}; quantization_config in config.json"
+        )
+        raise CheckpointError(
+            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: "
+            + (way or how_else(self.method))
+        )
+
+    def check_dtype(self) -> None:
+        """See that the dtype that its config states is one that weights are read as.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        stated = next(_stated(self.checkpoint.config or {}), "bfloat16")
+        if stated not in _DTYPES:
+            self.refuse(f"its dtype is {shorten(stated)}, where {', '.join(_DTYPES)} can be read")
+
+    def setting(self, key: str, *allowed: object, default: object = None) -> Any:
+        """Return a setting, one of those that are read.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        value = self.settings.get(key, default)
+        if not any(type(value) is type(known) and value == known for known in allowed):
+            self.refuse(
+                f"its {key} is {shorten(value)}, where {', '.join(map(shorten, allowed))} can be read"
+            )
+        return value
+
+    def version(self, usual: str, *others: str) -> str:
+        """Return which of a format's orders it is in, of which a config may have two names.
+
+        Raises:
+            CheckpointError: it is another one, or the names contradict each other.
+        """
+        keys = ("checkpoint_format", "format")
+        first, second = (self.setting(key, usual, *others, None) for key in keys)
+        if None not in (first, second) and first != second:
+            self.refuse(f"its {keys[0]} is {first!r}, and its {keys[1]} {second!r}")
+        return first or second or usual
+
+    def group(self, default: int | None = None) -> int:
+        """Return how many inputs have one scale; -1: all.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        value = self.settings.get("group_size", default)
+        if type(value) is not int or not (value == -1 or SMALLEST <= value < 2**31):
+            self.refuse(
+                f"its group_size is {shorten(value)}, where -1, or {SMALLEST} or more, can be read"
+            )
+        return value
+
+    def part(
+        self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
+    ) -> TensorHeader:
+        """Return the header of a part of a packed tensor, of one of these dtypes and shapes.
+
+        Raises:
+            CheckpointError: it is not stored, or another one.
+        """
+        header = self.checkpoint.headers.get(name)
+        if header is None:
+            self.refuse(f"'{name}' is missing")
+        if header.dtype not in dtypes:
+            self.refuse(f"'{name}' is {header.dtype}, not {' or '.join(map(str, dtypes))}")
+        if shapes and header.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            self.refuse(f"'{name}' is {list(header.shape)}, where its layer needs {wanted}")
+        return header
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a format finds in a checkpoint.
+
+    Attributes:
+        tensors: those that are stored packed.
+        said: the format in words.
+        unused: stored tensors that mean nothing for plain weights: scales of activations.
+        config: the model's, where it is made of what the file says; None: it is config.json's.
+        turned: whether layers lie as transformers stores them, also those it stores transposed.
+    """
+
+    tensors: tuple[Packed, ...]
+    said: str
+    unused: frozenset[str] = field(default_factory=frozenset[str])
+    config: Mapping[str, Any] | None = None
+    turned: bool = False

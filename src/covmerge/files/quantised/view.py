@@ -1,0 +1,209 @@
+"""A quantised checkpoint as a plain one: plain names and shapes, dequantised as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import find_header
+from covmerge.files.checkpoints.folder import QUANTISATION
+from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.real_parts import in_real_parts
+from covmerge.files.checkpoints.unwrapped import unwrapped
+from covmerge.files.checkpoints.view import View
+from covmerge.files.quantised import gguf
+from covmerge.files.quantised.formats import FORMATS
+from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
+from covmerge.files.quantised.undeclared import packed_pair
+from covmerge.files.tensors import conv1d_names, describe_checkpoint
+
+# Names that only parts of packed tensors have.
+_PARTS = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".absmax", ".quant_map"),
+    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),
+    *("weight_g_idx", "_blocks"),
+)
+
+
+class Dequantised(View):
+    """A view of a quantised checkpoint in which nothing is quantised.
+
+    Rows are read packed, with their scales, and computed in float32, then rounded to the tensor's dtype:
+    nothing else is kept of them. docs/quantised.md says how, format by format.
+
+    Args:
+        stored: the checkpoint, whose weights are here.
+
+    Raises:
+        CheckpointError: its format is not read, or sizes of packed tensors, scales and config contradict
+            each other.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        super().__init__(stored)
+        config = stored.config or {}
+        seen = Stored(stored, _settings(config), dtype_of(config))
+        seen.check_dtype()
+        found = _find(seen)
+        self.settings = seen.settings
+        self.unused = found.unused
+        self.source = stored.source
+        plain = {key: value for key, value in config.items() if key != QUANTISATION}
+        self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
+        self._packed = {packed.header.name: packed for packed in found.tensors}
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {header.name: header for header in _plain_headers(seen, found)}
+        )
+        turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
+        for name in self._packed.keys() & set(turned):
+            seen.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
+        dtypes = dict.fromkeys(
+            str(packed.header.dtype).removeprefix("torch.") for packed in found.tensors
+        )
+        self.notes = (
+            *stored.notes,
+            f"{self.source} is stored quantised ({found.said}): {len(found.tensors)} tensors are read "
+            f"as {', '.join(dtypes)} (docs/quantised.md)",
+        )
+
+    @property
+    def packed(self) -> Mapping[str, Packed]:
+        """The tensors that are stored packed, by their plain names."""
+        return self._packed
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        header = find_header(self.headers, name, rows, self.source)
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._stored.read(name, rows)
+        rows = range(header.shape[0]) if rows is None else rows
+        out = torch.empty((len(rows), *header.shape[1:]), dtype=header.dtype)
+        packed.fill(out, rows, self._stored.read)
+        return out
+
+
+def is_quantised(checkpoint: Checkpoint) -> bool:
+    """Whether its tensors are packed; not those of a view that dequantises them."""
+    return bool((checkpoint.config or {}).get(QUANTISATION))
+
+
+def is_derived(checkpoint: Checkpoint) -> bool:
+    """Whether it is a view, of other names or rows, of one that is dequantised."""
+    while isinstance(checkpoint, View):
+        inner = checkpoint.seen
+        if isinstance(inner, Dequantised):
+            return True
+        checkpoint = inner
+    return False
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors.
+
+    Raises:
+        CheckpointError: as `Dequantised`, or it is quantised and does not say how.
+    """
+    checkpoint = in_real_parts(checkpoint)
+    if is_quantised(checkpoint):
+        return Dequantised(checkpoint)
+    pair = packed_pair(checkpoint.headers)
+    if pair is None:
+        return checkpoint
+    packed, scale = pair
+    told = (
+        "there is no config.json that"
+        if checkpoint.config is None
+        else "nothing in its config.json"
+    )
+    raise CheckpointError(
+        f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
+        f"{told} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
+        f"of a config.json beside it, and pass the folder. Else {how_else(None)}"
+    )
+
+
+def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+    """Open a checkpoint, and see it as a plain one.
+
+    Raises:
+        CheckpointError: as `covmerge.files.checkpoints.open_checkpoint` and `Dequantised`.
+    """
+    checkpoint = open_checkpoint(source)
+    try:
+        return unwrapped(dequantised(checkpoint))
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: object = config[QUANTISATION]
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _find(stored: Stored) -> Found:
+    packed = isinstance(stored.settings, GgufSettings)
+    finder = gguf.find if packed else FORMATS.get(str(stored.method))
+    if finder is None:
+        stored.refuse(f"formats that can be read are {', '.join(FORMATS)}")
+    found = finder(stored)
+    if not found.tensors:
+        if (pair := packed_pair(stored.checkpoint.headers)) is not None:
+            stored.refuse(f"'{pair[0]}' beside '{pair[1]}' is not how this format names its parts")
+        way = f"if it is plain, remove that from config.json; else {how_else(stored.method)}"
+        stored.refuse("no tensor of it is packed", way)
+    return found
+
+
+def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
+    """Headers of the plain tensors, in file order.
+
+    Raises:
+        CheckpointError: a name that stands for two tensors, or parts of a packed one that are no layer's.
+    """
+    headers = stored.checkpoint.headers
+    owners = {name: packed for packed in found.tensors for name in packed.stored}
+    packed_names = {packed.header.name for packed in found.tensors}
+    left = [name for name in headers if name not in owners and name not in found.unused]
+    for name in packed_names.intersection(left):
+        stored.refuse(f"'{name}' is there both packed and plain")
+    stray = [n for n in left if _is_part(headers[n]) or not packed_names.isdisjoint(_owners(n))]
+    if stray:
+        stored.refuse(
+            f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
+        )
+    return _in_order(headers.values(), owners, found.unused)
+
+
+def _in_order(
+    headers: Iterable[TensorHeader], owners: Mapping[str, Packed], unused: frozenset[str]
+) -> Iterator[TensorHeader]:
+    told: set[str] = set()
+    for header in headers:
+        if header.name in unused:
+            continue
+        plain = owners[header.name].header if header.name in owners else header
+        if plain.name not in told:
+            told.add(plain.name)
+            yield plain
+
+
+def _owners(name: str) -> Iterator[str]:
+    """The names that a name lies below: nothing but its parts lies below a tensor."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_part(header: TensorHeader) -> bool:
+    return "float8" in str(header.dtype) or header.name.endswith(_PARTS)

@@ -1,0 +1,182 @@
+"""bitsandbytes: int8 rows with a scale each, and blocks of numbers of 4 bits (NF4, FP4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
+from covmerge.files.quantised.packed import PIECE, pieces
+from covmerge.files.quantised.writing.packing import Packing, Part
+
+# QLoRA (arXiv:2305.14314), appendix E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+_SMALLEST = 1e-38
+_OFFSET = "nested_offset"
+_NUMBER = 25  # characters of the longest float in JSON
+
+
+@dataclass(frozen=True)
+class ToEightBit:
+    """w ≈ q · s / 127, with s the largest magnitude of its row.
+
+    Attributes:
+        order: the shape in which it is also stored that rows are in order; None: it is not.
+    """
+
+    order: tuple[int, ...] | None
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See `Quantiser`."""
+        scales = _largest(weights)
+        packed = torch.empty(weights.shape, dtype=torch.int8)
+        for few in pieces(range(len(weights)), weights.shape[1]):
+            own = slice(few.start, few.stop)
+            factor = 127.0 / scales[own].clamp_min(_SMALLEST)
+            packed[own] = (weights[own] * factor[:, None]).round_()
+        if self.order is None:
+            return packed, scales
+        return packed, scales, torch.zeros(self.order, dtype=torch.uint8)
+
+
+def of_eight_bit(packed: EightBit, headers: Mapping[str, TensorHeader]) -> Packing:
+    """Return how a layer is packed as one is that a checkpoint has."""
+    weight, scales, *order = (headers[name] for name in packed.stored)
+    parts = (Part(weight), Part(scales), *(Part(one, None) for one in order))
+    return Packing(packed, parts, ToEightBit(order[0].shape if order else None))
+
+
+@dataclass(frozen=True)
+class ToFourBit:
+    """w ≈ v[q] · s, with s the largest magnitude of its block; blocks run over all rows.
+
+    Attributes:
+        values: what the 16 numbers stand for.
+        block: how many weights have one s.
+        storage: the dtype that bytes are stored in.
+        column: whether they are stored as a column.
+        state: shape, dtype and sizes as JSON, of which the offset of scales is to come.
+        length: of the state in bytes.
+        nested: what the 256 numbers of nested scales stand for, and how many have one scale; None:
+            scales are stored as they are.
+    """
+
+    values: tuple[float, ...]
+    block: int
+    storage: torch.dtype
+    column: bool
+    state: str
+    length: int
+    nested: tuple[tuple[float, ...], int] | None = None
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See `Quantiser`."""
+        found = list(self._blocks(weights.reshape(-1)))
+        packed = torch.cat([own for own, _ in found]).view(self.storage)
+        scales = torch.cat([own for _, own in found])
+        weight = packed.unsqueeze(1) if self.column else packed
+        values = torch.tensor(self.values)
+        if self.nested is None:
+            return weight, scales, values, self._stated(self.state)
+        known, size = torch.tensor(self.nested[0]), self.nested[1]
+        offset = scales.mean()
+        absmax, outer = self._nested(scales - offset, known, size)
+        state = json.dumps({**json.loads(self.state), _OFFSET: float(offset)})
+        return weight, absmax, values, outer, known, self._stated(state)
+
+    def _blocks(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes and scales, a few whole blocks at a time."""
+        order = torch.tensor(self.values).argsort()
+        bounds = _middles(torch.tensor(self.values)[order])
+        unit = 2 * self.storage.itemsize
+        step = max(1, PIECE // self.block) * self.block
+        for start in range(0, len(flat), step):
+            few = flat[start : start + step]
+            blocks = pad(few, (0, -len(few) % self.block)).view(-1, self.block)
+            scales = _largest(blocks)
+            numbers = blocks * (1.0 / scales.clamp_min(_SMALLEST))[:, None]
+            codes = order[torch.bucketize(numbers.view(-1), bounds)][: len(few)].to(torch.uint8)
+            codes = pad(codes, (0, -len(codes) % unit))
+            yield codes[::2] << 4 | codes[1::2], scales
+
+    @staticmethod
+    def _nested(scales: Tensor, known: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        own = pad(scales, (0, -len(scales) % size)).view(-1, size)
+        outer = own.abs().amax(1)
+        numbers = own * (1.0 / outer.clamp_min(_SMALLEST))[:, None]
+        order = known.argsort()
+        codes = order[torch.bucketize(numbers.view(-1), _middles(known[order]))]
+        return codes[: len(scales)].to(torch.uint8), outer
+
+    def _stated(self, state: str) -> Tensor:
+        return torch.tensor(list(state.ljust(self.length).encode()), dtype=torch.uint8)
+
+
+def of_four_bit(
+    packed: FourBit, headers: Mapping[str, TensorHeader], values: Mapping[str, Tensor]
+) -> Packing:
+    """Return how a matrix is packed as one is that a checkpoint has.
+
+    Args:
+        packed: what reads it.
+        headers: of what is stored.
+        values: the stored tensors that say what numbers stand for.
+    """
+    weight, absmax, known, *beside, state_name = packed.stored
+    kind = state_name.rpartition("__")[2]
+    state: dict[str, object] = {
+        "quant_type": kind,
+        "blocksize": packed.block,
+        "dtype": str(packed.header.dtype).removeprefix("torch."),
+        "shape": list(packed.header.shape),
+    }
+    nested = packed.nested
+    if nested is not None:
+        state |= {"nested_blocksize": nested.block, "nested_dtype": "float32", _OFFSET: 0.0}
+    text = json.dumps(state)
+    length = max(len(text) + (0 if nested is None else _NUMBER), headers[state_name].numel)
+    stored = headers[weight]
+    quantise = ToFourBit(
+        _numbers(values[known]),
+        packed.block,
+        stored.dtype,
+        len(stored.shape) == 2,
+        text,
+        length,
+        None if nested is None else (_numbers(values[nested.values]), nested.block),
+    )
+    width = prod(packed.header.shape[1:])
+    parts = (
+        Part(stored, Fraction(width, 2 * packed.unit)),
+        Part(headers[absmax], Fraction(width, packed.block)),
+        *(Part(headers[name], None) for name in (known, *beside)),
+        Part(TensorHeader(state_name, (length,), torch.uint8), None),
+    )
+    return Packing(packed, parts, quantise, whole=nested is not None)
+
+
+def _numbers(values: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def _largest(weights: Tensor) -> Tensor:
+    """The largest magnitude of each row; of zeros always 0, which `maximum` gives either sign."""
+    return torch.maximum(weights.amax(1), -weights.amin(1)).abs_()
+
+
+def _middles(values: Tensor) -> Tensor:
+    """What lies halfway between sorted numbers."""
+    return (values[:-1] + values[1:]) / 2

@@ -1,0 +1,195 @@
+"""Integers of a few bits in int32 words, by groups of inputs: compressed-tensors' order, GPTQ's, AWQ's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised import awq, gptq
+from covmerge.files.quantised.integers import WORD, Grouped, run_of
+from covmerge.files.quantised.packed import pieces
+from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.scales import nearer, smallest, symmetric_scales
+from covmerge.maths.linalg.stored import stored_as
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """w ≈ (q − z) · s, q from 0 on, with s and z by group of inputs and by output.
+
+    Attributes:
+        bits: of q.
+        group: inputs that have one s and one z.
+        scales: the dtype of s.
+        symmetric: whether z is the middle of q's range, and is not made for the weights.
+        least: the least z.
+    """
+
+    bits: int
+    group: int
+    scales: torch.dtype
+    symmetric: bool
+    least: int = 0
+
+    @property
+    def most(self) -> int:
+        """The largest q."""
+        return 2**self.bits - 1
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q `(rows, columns)`, and s and z `(rows, groups)`."""
+        rows, columns = weights.shape
+        missing = -columns % self.group
+        groups = pad(weights, (0, missing)).view(rows, -1, self.group)
+        scale, zero = self._of(groups)
+        q = self._rounded(groups, scale.float()[:, :, None], zero[:, :, None])
+        return q.flatten(1)[:, :columns].int(), scale, zero.int()
+
+    def _of(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        low, top = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
+        if not self.symmetric:
+            # Where no weight is below 0, the least zero point takes numbers that the largest would need.
+            wanted = torch.maximum((top - low) / self.most, top / (self.most - self.least))
+            scale = self._stored(wanted)
+            return scale, (-low / scale.float()).round().clamp(self.least, self.most)
+        middle = (self.most + 1) // 2
+        zero = torch.full_like(low, middle)
+
+        def error(scale: Tensor) -> Tensor:
+            own, half = scale.float()[:, :, None], zero[:, :, None]
+            read = (self._rounded(groups, own, half) - half) * own
+            return (read - groups).square_().sum(2)
+
+        first, second = symmetric_scales(low, top, self.most - middle)
+        return nearer(self._stored(first), self._stored(second), error), zero
+
+    def _stored(self, scales: Tensor) -> Tensor:
+        known = scales.clamp_min(smallest(self.scales))
+        return stored_as(torch.where(scales == 0, 1.0, known), self.scales)
+
+    def _rounded(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return (weights / scale + zero).round_().clamp_(0, self.most)
+
+
+@dataclass(frozen=True)
+class ToWords:
+    """Words along the rows, beside the sizes of the matrix.
+
+    Attributes:
+        rounding: how weights are rounded.
+        shape: of the matrix.
+        sizes: the dtype of its sizes.
+    """
+
+    rounding: Rounding
+    shape: tuple[int, ...]
+    sizes: torch.dtype
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See `Quantiser`."""
+        held, _ = run_of(self.rounding.bits)
+        rows, columns = weights.shape
+        words = torch.empty((rows, -(-columns // held)), dtype=torch.int32)
+        scales = torch.empty((rows, -(-columns // self.rounding.group)), dtype=self.rounding.scales)
+        for few in pieces(range(rows), columns):
+            own = slice(few.start, few.stop)
+            q, scales[own], _ = self.rounding(weights[own])
+            words[own] = _in_a_row(pad(q, (0, -columns % held)), self.rounding.bits)
+        return words, scales, torch.tensor(self.shape, dtype=self.sizes)
+
+
+def of_words(packed: Words, headers: Mapping[str, TensorHeader]) -> Packing:
+    """Return how a layer is packed as one is that a checkpoint has."""
+    words, scale, shape = (headers[name] for name in packed.stored)
+    rounding = Rounding(packed.bits, packed.group, scale.dtype, symmetric=True)
+    quantise = ToWords(rounding, packed.header.shape, shape.dtype)
+    return Packing(packed, (Part(words), Part(scale), Part(shape, None)), quantise)
+
+
+@dataclass(frozen=True)
+class ToGrouped:
+    """Words of the transposed matrix.
+
+    Attributes:
+        rounding: how weights are rounded.
+        shifts: where in a word its numbers are, of which each is an output (AWQ); None: they are in a row,
+            and inputs of one output (GPTQ).
+        less: what z is stored less.
+        mixed: whether the groups of inputs are stored, which are in order here.
+    """
+
+    rounding: Rounding
+    shifts: tuple[int, ...] | None
+    less: int = 0
+    mixed: bool = False
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See `Quantiser`."""
+        rows, columns = weights.shape
+        (held, high), group = run_of(self.rounding.bits), self.rounding.group
+        count = -(-columns // group)
+        along_inputs = self.shifts is None
+        shape = (columns // held * high, rows) if along_inputs else (columns, rows // held * high)
+        packed = torch.empty(shape, dtype=torch.int32)
+        scales = torch.empty((count, rows), dtype=self.rounding.scales)
+        runs = -(-rows // held)
+        zeros = torch.empty((count, runs * high), dtype=torch.int32)
+        for few in pieces(range(runs), held * columns):
+            lines = slice(few.start * held, min(few.stop * held, rows))
+            own = slice(few.start * high, few.stop * high)
+            q, scale, z = self.rounding(weights[lines])
+            scales[:, lines] = scale.mT
+            z = pad(z - self.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
+            zeros[:, own] = self._words(z.mT)
+            if along_inputs:
+                packed[:, lines] = self._words(q).mT
+            else:
+                packed[:, own] = self._words(q.mT)
+        mixed = (torch.arange(columns, dtype=torch.int32) // group,) if self.mixed else ()
+        return (packed, zeros, scales, *mixed)
+
+    def _words(self, numbers: Tensor) -> Tensor:
+        if self.shifts is None:
+            return _in_a_row(numbers, self.rounding.bits)
+        return _words(numbers, self.shifts)
+
+
+def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetric: bool) -> Packing:
+    """Return how a layer is packed as one is that a checkpoint has.
+
+    Args:
+        packed: what reads it.
+        headers: of what is stored.
+        symmetric: whether zero points are the middle of the range.
+    """
+    by_gptq = isinstance(packed, gptq.Weight)
+    less = int(packed.less_one) if by_gptq else 0
+    scales = headers[packed.stored[2]].dtype
+    quantise = ToGrouped(
+        Rounding(packed.bits, packed.group, scales, symmetric, least=less),
+        None if by_gptq else awq.SHIFTS,
+        less=less,
+        mixed=by_gptq and packed.mixed is not None,
+    )
+    parts = tuple(Part(headers[name], None) for name in packed.stored)
+    return Packing(packed, parts, quantise, whole=True)
+
+
+def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:
+    """Numbers `(rows, n)`, from 0 on, as words `(rows, n / held)`."""
+    held = numbers.reshape(len(numbers), -1, len(shifts))
+    return (held << torch.tensor(shifts, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+
+def _in_a_row(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers `(rows, n)`, from 0 on, as words `(rows, n · bits / 32)`: what `in_a_row` reads."""
+    if run_of(bits)[1] == 1:
+        return _words(numbers, tuple(range(0, WORD, bits)))
+    single = (numbers.unsqueeze(-1) >> torch.arange(bits, dtype=torch.int32)) & 1
+    return _words(single.flatten(1), tuple(range(WORD)))

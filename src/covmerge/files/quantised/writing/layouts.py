@@ -1,0 +1,278 @@
+"""Quantised formats by their names: what is stored of a plain tensor, and what config.json says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised import awq, gptq
+from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
+from covmerge.files.quantised.fp8 import Scaled
+from covmerge.files.quantised.integers import WORD
+from covmerge.files.quantised.mxfp4 import GROUP, Experts
+from covmerge.files.quantised.packed import Packed
+from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.writing.bitsandbytes import NF4
+from covmerge.files.quantised.writing.like import packing_like
+from covmerge.files.quantised.writing.packing import Packing
+
+SAME = "same"
+_BLOCK = (128, 128)
+_GROUP = 128
+_OF_NF4 = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A format by its name.
+
+    Attributes:
+        said: what it is, in words.
+        lay: makes a packed tensor of a plain one's header, with the headers of what is stored; None
+            where the sizes do not allow it.
+        needs: what the sizes have to be, in words.
+        settings: what config.json says of it, but for the modules that stay plain.
+        axes: of the tensors that it packs.
+    """
+
+    said: str
+    lay: Callable[[TensorHeader], tuple[Packed, list[TensorHeader]] | None]
+    needs: str
+    settings: Mapping[str, Any]
+    axes: int = 2
+
+    def packing(self, header: TensorHeader) -> Packing | None:
+        """Return how a tensor is packed; None where its sizes do not allow it."""
+        laid = self.lay(header) if len(header.shape) == self.axes and header.numel else None
+        if laid is None:
+            return None
+        packed, stored = laid
+        maps = {f"{header.name}.quant_map": torch.tensor(NF4)}
+        return packing_like(packed, {own.name: own for own in stored}, self.settings, maps)
+
+
+def _scaled(
+    dtype: torch.dtype, block: tuple[int, int] | None, suffix: str, *, whole: bool = False
+) -> Callable[[TensorHeader], tuple[Packed, list[TensorHeader]]]:
+    def lay(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+        rows, columns = header.shape
+        high, wide = block or ((rows, columns) if whole else (1, columns))
+        grid = (1,) if whole else (-(-rows // high), -(-columns // wide))
+        # A client of scales by row has them in the model's dtype.
+        scales = torch.float32 if block else header.dtype
+        stored = [
+            TensorHeader(header.name, header.shape, dtype),
+            TensorHeader(f"{header.name}{suffix}", grid, scales),
+        ]
+        return Scaled(header, tuple(own.name for own in stored), (high, wide)), stored
+
+    return lay
+
+
+def _int4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+    rows, columns = header.shape
+    if columns % _GROUP:
+        return None
+    stored = [
+        TensorHeader(f"{header.name}_packed", (rows, columns * 4 // WORD), torch.int32),
+        TensorHeader(f"{header.name}_scale", (rows, columns // _GROUP), header.dtype),
+        TensorHeader(f"{header.name}_shape", (2,), torch.int64),
+    ]
+    return Words(header, tuple(own.name for own in stored), 4, _GROUP), stored
+
+
+def _eight_bit(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+    module = header.name.removesuffix(".weight")
+    stored = [
+        TensorHeader(header.name, header.shape, torch.int8),
+        TensorHeader(f"{module}.SCB", header.shape[:1], torch.float32),
+        TensorHeader(f"{module}.weight_format", (), torch.uint8),
+    ]
+    return EightBit(header, tuple(own.name for own in stored)), stored
+
+
+def _nf4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+    name = header.name
+    stored = [
+        TensorHeader(name, (-(-header.numel // 2), 1), torch.uint8),
+        TensorHeader(f"{name}.absmax", (-(-header.numel // _OF_NF4),), torch.float32),
+        TensorHeader(f"{name}.quant_map", (len(NF4),), torch.float32),
+        TensorHeader(f"{name}.quant_state.bitsandbytes__nf4", (0,), torch.uint8),
+    ]
+    names = tuple(own.name for own in stored)
+    return FourBit(header, names, block=_OF_NF4, unit=1, nested=None), stored
+
+
+def _gptq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+    rows, columns = header.shape
+    if columns % _GROUP or rows % 8:
+        return None
+    module, held = header.name.removesuffix(".weight"), WORD // 4
+    stored = [
+        TensorHeader(f"{module}.qweight", (columns // held, rows), torch.int32),
+        TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
+        TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
+        TensorHeader(f"{module}.g_idx", (columns,), torch.int32),
+    ]
+    names = tuple(own.name for own in stored)
+    return gptq.Weight(header, names, 4, _GROUP, "", less_one=True, mixed=names[3]), stored
+
+
+def _awq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+    rows, columns = header.shape
+    if columns % _GROUP or rows % 8:
+        return None
+    module, held = header.name.removesuffix(".weight"), WORD // 4
+    stored = [
+        TensorHeader(f"{module}.qweight", (columns, rows // held), torch.int32),
+        TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
+        TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
+    ]
+    return awq.Weight(header, tuple(own.name for own in stored), 4, _GROUP, ""), stored
+
+
+def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+    experts, d_in, d_out = header.shape
+    if d_in % GROUP:
+        return None
+    grid = (experts, d_out, d_in // GROUP)
+    stored = [
+        TensorHeader(f"{header.name}_blocks", (*grid, GROUP // 2), torch.uint8),
+        TensorHeader(f"{header.name}_scales", grid, torch.uint8),
+    ]
+    return Experts(header, tuple(own.name for own in stored)), stored
+
+
+def _compressed(form: str, kind: str, strategy: str) -> dict[str, Any]:
+    eight = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": strategy, "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+    }
+
+
+_ANY = "a matrix"
+_GROUPS = f"a matrix of rows that {_GROUP} divides, and a number of rows that 8 divides"
+_FP8, _ROWS = torch.float8_e4m3fn, "_scale"
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        "fp8-block": Layout(
+            "FP8 with a scale for 128 x 128 weights, as DeepSeek's (transformers, vLLM)",
+            _scaled(_FP8, _BLOCK, "_scale_inv"),
+            _ANY,
+            {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": list(_BLOCK),
+            },
+        ),
+        "fp8-channel": Layout(
+            "FP8 with a scale for each row, of compressed-tensors",
+            _scaled(_FP8, None, _ROWS),
+            _ANY,
+            _compressed("float-quantized", "float", "channel"),
+        ),
+        "fp8-tensor": Layout(
+            "FP8 with a scale for each tensor, of compressed-tensors",
+            _scaled(_FP8, None, _ROWS, whole=True),
+            _ANY,
+            _compressed("float-quantized", "float", "tensor"),
+        ),
+        "int8-channel": Layout(
+            "INT8 with a scale for each row, of compressed-tensors",
+            _scaled(torch.int8, None, _ROWS),
+            _ANY,
+            _compressed("int-quantized", "int", "channel"),
+        ),
+        "int4-group": Layout(
+            "INT4 with a scale for 128 weights of a row, of compressed-tensors",
+            _int4,
+            f"a matrix of rows that {_GROUP} divides",
+            {
+                **_compressed("pack-quantized", "int", "group"),
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {
+                            "num_bits": 4,
+                            "type": "int",
+                            "symmetric": True,
+                            "strategy": "group",
+                            "group_size": _GROUP,
+                            "dynamic": False,
+                        },
+                        "input_activations": None,
+                        "output_activations": None,
+                    }
+                },
+            },
+        ),
+        "int8": Layout(
+            "bitsandbytes' LLM.int8",
+            _eight_bit,
+            _ANY,
+            {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+        ),
+        "nf4": Layout(
+            "bitsandbytes' NF4 in blocks of 64",
+            _nf4,
+            _ANY,
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_quant_storage": "uint8",
+            },
+        ),
+        "gptq": Layout(
+            "GPTQ's layout in 4 bits, groups of 128, symmetric",
+            _gptq,
+            _GROUPS,
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": _GROUP,
+                "sym": True,
+                "desc_act": False,
+                "checkpoint_format": "gptq",
+                "pack_dtype": "int32",
+            },
+        ),
+        "awq": Layout(
+            "AWQ's layout in 4 bits, groups of 128 with zero points",
+            _awq,
+            _GROUPS,
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": _GROUP,
+                "zero_point": True,
+                "version": "gemm",
+            },
+        ),
+        "mxfp4": Layout(
+            "MXFP4, of the experts of GPT-OSS",
+            _mxfp4,
+            f"a stack of matrices whose second size {GROUP} divides",
+            {"quant_method": "mxfp4"},
+            axes=3,
+        ),
+    }
+)

@@ -1,0 +1,173 @@
+"""Numbers of 8 bits times the scale of their tensor, row or block: FP8, and compressed-tensors' INT8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.quantised.fp8 import Scaled
+from covmerge.files.quantised.packed import pieces
+from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.scales import nearer, smallest, symmetric_scales
+from covmerge.maths.linalg.stored import stored_as
+
+_E8M0_BIAS = 127
+
+
+@dataclass(frozen=True)
+class ToScaled:
+    """w ≈ (q − z) · s, with s the least that has all weights of its block within the range of q.
+
+    Attributes:
+        dtype: of q.
+        scales: the dtype of s.
+        block: rows and columns that have one s.
+        zeros: the dtype of z; None: there is none.
+        powers: whether s is a power of two.
+        axes: how many axes s is stored with.
+    """
+
+    dtype: torch.dtype
+    scales: torch.dtype
+    block: tuple[int, int]
+    zeros: torch.dtype | None = None
+    powers: bool = False
+    axes: int = 2
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See `Quantiser`."""
+        rows, columns = weights.shape
+        high, wide = min(self.block[0], rows), min(self.block[1], columns)
+        count = -(-rows // high)
+        packed = torch.empty(weights.shape, dtype=self.dtype)
+        found: list[tuple[Tensor, Tensor]] = []
+        for own in pieces(range(count), high * columns):
+            block = weights[own.start * high : own.stop * high]
+            if high == rows and wide == columns:
+                scale, zero = self._of_all(block)
+                for few in pieces(range(rows), columns):
+                    part = slice(few.start, few.stop)
+                    packed[part] = self._rounded(block[part], scale, zero)
+            else:
+                missing = (0, -columns % wide, 0, -len(block) % high)
+                # Zeros beside the weights change no scale.
+                blocks = pad(block, missing).view(len(own), high, -1, wide)
+                scale, zero = self._of(blocks)
+                q = self._rounded(blocks, *map(_spread, (scale, zero))).flatten(2).flatten(0, 1)
+                packed[own.start * high : own.stop * high] = q[: len(block), :columns]
+            found.append((scale, zero))
+        scales, zeros = (torch.cat(ones) for ones in zip(*found, strict=True))
+        shape = {0: (), 1: (-1,), 2: scales.shape}[self.axes]
+        stored = _as_stored(scales, self.scales).view(shape)
+        return (
+            (packed, stored)
+            if self.zeros is None
+            else (packed, stored, zeros.view(shape).to(self.zeros))
+        )
+
+    def _of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales as a reader has them, and zero points, of `(rows, high, columns, wide)`."""
+        low, top = blocks.amin((1, 3)).clamp_max(0.0), blocks.amax((1, 3)).clamp_min(0.0)
+
+        def error(scale: Tensor) -> Tensor:
+            own = _spread(scale)
+            read = self._rounded(blocks, own, torch.zeros(())).float().mul_(own)
+            return read.sub_(blocks).square_().sum((1, 3))
+
+        return self._chosen(low, top, error)
+
+    def _of_all(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of all of a matrix, in pieces."""
+        low, top = weights.amin().clamp_max(0.0), weights.amax().clamp_min(0.0)
+
+        def error(scale: Tensor) -> Tensor:
+            total = torch.zeros(1, 1, dtype=torch.float64)
+            for few in pieces(range(len(weights)), weights.shape[1]):
+                own = weights[few.start : few.stop]
+                read = self._rounded(own, scale, torch.zeros(())).float().mul_(scale)
+                total += read.sub_(own).square_().sum(dtype=torch.float64)
+            return total
+
+        return self._chosen(low.view(1, 1), top.view(1, 1), error)
+
+    def _chosen(
+        self, low: Tensor, top: Tensor, error: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Scales and zero points of the least and largest weights; of two that with the smaller error."""
+        least, most = self._range
+        if self.zeros is not None:
+            scale = self._read((top - low) / (most - least))
+            return scale, (least - low / scale).round().clamp(least, most)
+        if self.dtype.is_floating_point:
+            scale = self._read(torch.maximum(top, -low) / most)
+        else:
+            first, second = symmetric_scales(low, top, int(most))
+            scale = nearer(self._read(first), self._read(second), error)
+        return scale, torch.zeros_like(scale)
+
+    def _read(self, scales: Tensor) -> Tensor:
+        """Scales as a reader has them; 1 of weights that are all 0."""
+        if self.powers:
+            fraction, exponent = torch.frexp(scales)
+            scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+        known = torch.where(scales == 0, 1.0, scales.clamp_min(smallest(self.scales)))
+        return _as_stored(known, self.scales).float()
+
+    def _rounded(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        q = weights / scale
+        if self.zeros is not None:
+            q += zero
+        if not self.dtype.is_floating_point:
+            q = q.round_()
+        return q.clamp_(*self._range).to(self.dtype)
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        info = torch.finfo(self.dtype) if self.dtype.is_floating_point else torch.iinfo(self.dtype)
+        return float(info.min), float(info.max)
+
+
+def of_scaled(
+    packed: Scaled, headers: Mapping[str, TensorHeader], *, powers: bool = False
+) -> Packing:
+    """Return how a layer is packed as one is that a checkpoint has.
+
+    Args:
+        packed: what reads it.
+        headers: of what is stored.
+        powers: whether its scales are powers of two, whatever their dtype.
+    """
+    weight, scale, *zeros = (headers[name] for name in packed.stored)
+    rows, _ = packed.header.shape
+    high, _ = packed.block
+    by_row = Fraction(1, high)
+    of_powers = powers or "e8m0" in str(scale.dtype)
+    quantise = ToScaled(
+        weight.dtype,
+        scale.dtype,
+        packed.block,
+        zeros[0].dtype if zeros else None,
+        of_powers,
+        len(scale.shape),
+    )
+    parts = (Part(weight), Part(scale, by_row), *(Part(zero, by_row) for zero in zeros))
+    return Packing(packed, parts, quantise, whole=high >= rows)
+
+
+def _spread(scales: Tensor) -> Tensor:
+    """Scales of blocks beside `(rows, high, columns, wide)`."""
+    return scales[:, None, :, None]
+
+
+def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in a dtype; torch's own cast to exponents alone rounds them up by a way of its own."""
+    if "e8m0" not in str(dtype):
+        return stored_as(scales, dtype)
+    exponents = torch.frexp(scales).exponent.sub(1).clamp(-_E8M0_BIAS, _E8M0_BIAS)
+    return (exponents + _E8M0_BIAS).to(torch.uint8).view(dtype)

@@ -1,0 +1,133 @@
+"""Where a user says that something lies: a path of this machine, or an address of another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from covmerge.base.errors import InputError
+from covmerge.base.identifiers import HubId, hub_id
+
+# What is read elsewhere, and what is written there too.
+OBJECTS = ("s3", "gs")
+PAGES = ("https", "http")
+_HUB = "hf"
+
+# A drive of Windows is one letter; of two slashes a `Path` keeps one.
+_SCHEME = re.compile(r"\s*(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)", re.ASCII | re.I | re.S)
+# Written without slashes, an address that may have a secret in it would be taken for a path, and repeated.
+_NO_SLASHES = re.compile(
+    rf"\s*(?P<scheme>{'|'.join((*OBJECTS, *PAGES, _HUB))}):(?!/)", re.ASCII | re.I
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A file or folder that a server has; `str` is as it is written in recipes.
+
+    Attributes:
+        scheme: how it is asked for.
+        path: bucket or host, and what is below, without a slash at either end.
+    """
+
+    scheme: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}"
+
+    def overlaps(self, other: Address) -> bool:
+        """Whether one of the two is the other, or lies in it."""
+        one, two = f"{self}/", f"{other}/"
+        return one.startswith(two) or two.startswith(one)
+
+
+def address_of(given: str | Path) -> Address | None:
+    """Return the address that a user gave; None: it is a path of this machine.
+
+    What could be a secret is never part of one, since sources are recorded with every merge.
+
+    Raises:
+        InputError: it is of a kind that is not read, malformed, or has a secret in it.
+
+    Example:
+        >>> str(address_of("s3://bucket/models/base/"))
+        's3://bucket/models/base'
+        >>> address_of("models/base")
+    """
+    if (bare := _NO_SLASHES.match(str(given))) is not None:
+        scheme = bare["scheme"].lower()
+        raise InputError(
+            f"an address that begins with '{scheme}:' is written {scheme}://, and without user or "
+            "password, as addresses are recorded: correct it. A file of that name on this machine is ./NAME"
+        )
+    if (found := _SCHEME.match(str(given))) is None or found["scheme"].lower() == _HUB:
+        return None
+    scheme, path = found["scheme"].lower(), found["rest"].rstrip("/")
+    host = path.partition("/")[0].rpartition("@")[2]
+    if "@" in path.partition("/")[0] or "?" in path or "#" in path:
+        raise InputError(
+            f"the address {scheme}://{host}/... has a user, a query or a fragment in it, which may be "
+            "secret, and addresses are recorded: write it without, and give credentials in the environment"
+        )
+    if scheme not in (*OBJECTS, *PAGES):
+        raise InputError(
+            f"{given} is an address ({scheme}), and covmerge reads s3://, gs://, https:// and files of "
+            "this machine: copy what lies there to a folder, and name that. A model of the Hugging Face "
+            "Hub is written org/name"
+        )
+    parts = path.split("/")
+    if not path.isprintable() or not host or any(part in ("", ".", "..") for part in parts):
+        raise InputError(f"{str(given)!r} is no address of a file or folder: correct it")
+    return Address(scheme, path)
+
+
+def hub_address(given: str | Path) -> HubId | None:
+    """Return the model of the Hub that an address (hf://) names; None: it is none of the Hub.
+
+    Raises:
+        InputError: it names no model.
+
+    Example:
+        >>> hub_address("hf://org/name@main")
+        HubId(repository='org/name', revision='main')
+    """
+    if (found := _SCHEME.match(str(given))) is None or found["scheme"].lower() != _HUB:
+        return None
+    if (named := hub_id(found["rest"])) is None:
+        # Before an @ and in a query there may be a secret.
+        shown = "hf://..." if {"@", "?", "#"} & set(found["rest"]) else given
+        raise InputError(
+            f"{shown} names no model of the Hugging Face Hub: write hf://org/name or "
+            "hf://org/name@revision, or without the hf://. Credentials are the Hub client's own"
+        )
+    return named
+
+
+def is_elsewhere(given: str | Path) -> bool:
+    """Whether it is an address, and no path of this machine."""
+    return any(form.match(str(given)) for form in (_SCHEME, _NO_SLASHES))
+
+
+def local_path(given: str | Path) -> Path:
+    """Return the path that a user gave of what is read or written on this machine alone.
+
+    Raises:
+        InputError: it is an address.
+
+    Example:
+        >>> local_path("models/base").as_posix()
+        'models/base'
+        >>> local_path("s3://bucket/base")
+        Traceback (most recent call last):
+        covmerge.base.errors.InputError: s3://bucket/base is an address, and a path of this machine is \
+needed here: copy what lies there to a folder, and name that
+    """
+    if not is_elsewhere(given):
+        return Path(given)
+    shown = (hub_address(given) and str(given)) or str(address_of(given))
+    raise InputError(
+        f"{shown} is an address, and a path of this machine is needed here: copy what lies there to a "
+        "folder, and name that"
+    )

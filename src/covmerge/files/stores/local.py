@@ -1,0 +1,184 @@
+"""A folder of this machine as a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+from typing import TypeVar
+
+from covmerge.files.stores.descriptor import is_own, opened, read_at, reserve, write_at
+from covmerge.files.stores.disk import disk_errors, fsync_path
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.regular_file import open_raw
+from covmerge.files.stores.store import Stamp, Store, StoredFile, WritableFile, stamp_of
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+AnyFile = TypeVar("AnyFile", bound=StoredFile)
+
+
+class LocalFolder:
+    r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
+
+    What is read may be a link; nothing is written, or gone on with, through one, symbolic or hard.
+
+    Args:
+        folder: it is there, unless it is an inner one.
+        inner: it lies in another store, and is made when something is put into it.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> store = LocalFolder(Path(mkdtemp()))
+        >>> store.create("a", 4, b"1", needed=4)
+        >>> store.write("a", memoryview(b"2"), 3)
+        >>> StoredFile(store, "a").read(100)
+        b'1\x00\x002'
+    """
+
+    def __init__(self, folder: Path, *, inner: bool = False) -> None:
+        self._folder = folder
+        self._inner = inner
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    @property
+    def folder(self) -> Path:
+        """See `Store.folder`."""
+        return self._folder
+
+    def where(self, name: str) -> str:
+        """See `Store.where`."""
+        return str(self._folder / name)
+
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return [name for name, is_folder in self._entries() if not is_folder]
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return [name for name, is_folder in self._entries() if is_folder]
+
+    def check(self, name: str) -> None:
+        """See `Store.check`."""
+        safe_child(self._folder, name)
+
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
+        """See `Store.is_file`."""
+        path = self._folder / name
+        return path.is_file() if follow else is_own(path)
+
+    def stamp(self, name: str) -> Stamp:
+        """See `Store.stamp`."""
+        return stamp_of((self._folder / name).stat())
+
+    def open(self, name: str, *, follow: bool = True) -> OpenedFile:
+        """See `Store.open`."""
+        return OpenedFile(open_raw(self._folder / name, follow=follow, own=not follow))
+
+    def inside(self, folder: str) -> LocalFolder:
+        """See `Store.inside`."""
+        return LocalFolder(self._folder / folder, inner=True) if folder else self
+
+    def exists(self, name: str) -> bool:
+        """See `Store.exists`."""
+        return os.path.lexists(self._folder / name)
+
+    def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
+        """See `Store.create`."""
+        path = self._folder / name
+        unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its own
+        with disk_errors(path, needed):
+            try:
+                if self._inner:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                unfinished.unlink(missing_ok=True)
+                with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                    reserve(fd, size)
+                    write_at(fd, memoryview(start), 0)
+                unfinished.replace(path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        """See `Store.write`."""
+        path = self._folder / name
+        with disk_errors(path, len(data)), opened(path, os.O_WRONLY) as fd:
+            write_at(fd, data, offset)
+
+    def append(self, name: str, data: bytes) -> None:
+        """See `Store.append`."""
+        path = self._folder / name
+        with disk_errors(path), opened(path, os.O_WRONLY | os.O_APPEND) as fd:
+            size = os.fstat(fd).st_size
+            if os.write(fd, data) < len(data):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def truncate(self, name: str, size: int) -> None:
+        """See `Store.truncate`."""
+        path = self._folder / name
+        with disk_errors(path), opened(path, os.O_WRONLY) as fd:
+            os.ftruncate(fd, size)
+
+    def remove(self, name: str) -> None:
+        """See `Store.remove`."""
+        path = self._folder / name
+        with disk_errors(path):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink()
+
+    def flush(self, names: Sequence[str]) -> None:
+        """See `Store.flush`."""
+        for path in (*(self._folder / name for name in names), self._folder):
+            with disk_errors(path):
+                fsync_path(path)
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        """The name of each thing in it, and whether it is a folder."""
+        if self._inner and not self._folder.exists():
+            return []
+        with os.scandir(self._folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+
+class OpenedFile:
+    """A file that was opened; see `Opened`."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    def __enter__(self) -> OpenedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def stamp(self) -> Stamp:
+        """See `Opened.stamp`."""
+        return stamp_of(os.fstat(self._file.fileno()))
+
+    def read_at(self, target: memoryview, offset: int) -> int:
+        """See `Opened.read_at`."""
+        return read_at(self._file, target, offset)
+
+
+def unfinished_name(name: str) -> str:
+    """Return what a file is called while it is made; a kill may leave it so."""
+    return f".{name}.new"
+
+
+def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:
+    """Return a folder that is given by its path as a store."""
+    return LocalFolder(given) if isinstance(given, Path) else given
+
+
+def local_file(given: Path | AnyFile) -> AnyFile | WritableFile:
+    """Return a file that is given by its path as one of a store."""
+    return WritableFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given

@@ -1,0 +1,358 @@
+"""A folder of another machine as a store, to read: by ranges, in parallel, again where a request fails.
+
+A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
+of 1 to 8 MiB, several at once (`link.py`); and small ones are served out of a window, which is fetched
+whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
+What was fetched is kept on the disk where the user allows that (`range_cache.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
+from covmerge.files.stores.link import link_to
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.object_server import ObjectServer
+from covmerge.files.stores.page_server import PageServer
+from covmerge.files.stores.paths import check_bare
+from covmerge.files.stores.range_cache import CachedFile, RangeCache, copy_overlap
+from covmerge.files.stores.retries import all_of, persist
+from covmerge.files.stores.seen import SeenFile
+from covmerge.files.stores.server import Look, Server
+from covmerge.files.stores.store import Stamp
+
+Found = TypeVar("Found")
+
+_SMALL = 2**22  # reads below it are served out of windows
+_WINDOW = 2**20
+_WIDEST = 2**25
+_HELD = 2**26  # bytes of all windows
+_FRESH = 10.0  # seconds for which nothing is asked again about a file that is opened
+_LISTED = 1.0  # seconds for which a listing stands: names and folders are asked for in a row
+
+
+class RemoteStore:
+    """Files of a server below one path; nothing is written.
+
+    What a server says of a file is asked for again after a while, so that one which changes ends the work
+    early; that none has changed is settled by whoever reads, at the end, by `stamp`.
+
+    Args:
+        server: who has them.
+        path: what the server calls the folder.
+        cache: keeps what is read; None: nothing does.
+    """
+
+    folder = None
+
+    def __init__(self, server: Server, path: str, cache: RangeCache | None = None) -> None:
+        self._server = server
+        self._path = path
+        self._cache = cache
+        self._known = _Known()
+        self._windows = _Windows()
+
+    def __str__(self) -> str:
+        return self._server.shown(self._path)
+
+    def where(self, name: str) -> str:
+        """See `Store.where`."""
+        return self._server.shown(self._at(name))
+
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return [name for name, look in self._listed().items() if look is not None]
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return [name for name, look in self._listed().items() if look is None]
+
+    def check(self, name: str) -> None:
+        """See `Store.check`."""
+        check_bare(name, str(self))
+
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
+        """See `Store.is_file`."""
+        del follow  # there are no links
+        try:
+            self._look(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def stamp(self, name: str) -> Stamp:
+        """See `Store.stamp`; the server is asked."""
+        return _stamp(self._look(name, anew=True))
+
+    def version(self, name: str) -> str:
+        """Return what the server calls the file's version; "": it has no name for it.
+
+        Raises:
+            OSError: as `stamp`.
+        """
+        return self._look(name).version
+
+    def open(self, name: str, *, follow: bool = True) -> RemoteFile:
+        """See `Store.open`."""
+        del follow
+        path, look = self._at(name), self._look(name)
+        kept: CachedFile | SeenFile | None = None
+        if not look.version:
+            kept = self._known.seen(path, look)
+        elif self._cache is not None and look.lasting:
+            identity = (self._server.endpoint, self._server.shown(path), look.version)
+            kept = self._cache.file(*identity, size=look.size)
+        return RemoteFile(self._server, path, look, self._windows, kept)
+
+    def inside(self, folder: str) -> RemoteStore:
+        """See `Store.inside`."""
+        if not folder:
+            return self
+        inner = RemoteStore(self._server, self._at(folder), self._cache)
+        inner._known, inner._windows = self._known, self._windows
+        return inner
+
+    def _at(self, name: str) -> str:
+        return self._server.inside(self._path, name)
+
+    def _listed(self) -> Mapping[str, Look | None]:
+        found = self._known.listing(self._path)
+        if found is None:
+            found = ask(self._server, lambda: self._server.listed(self._path))
+            self._known.put_listing(self._path, found)
+            for name, look in found.items():
+                if look is not None:
+                    self._known.put(self._at(name), look)
+        return found
+
+    def _look(self, name: str, *, anew: bool = False) -> Look:
+        path = self._at(name)
+        if anew or (look := self._known.get(path)) is None:
+            look = ask(self._server, lambda: self._server.look(path))
+            self._known.put(path, look)
+        return look
+
+
+class RemoteFile:
+    """A file that is read by requests; see `Opened`."""
+
+    def __init__(
+        self,
+        server: Server,
+        path: str,
+        look: Look,
+        windows: _Windows,
+        kept: CachedFile | SeenFile | None,
+    ) -> None:
+        self._server = server
+        self._path = path
+        self._look = look
+        self._windows = windows
+        self._kept = kept
+        self._link = link_to("/".join(server.shown(path).split("/")[:3]))
+        self.stamp = _stamp(look)
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read_at(self, target: memoryview, offset: int) -> int:
+        """See `Opened.read_at`."""
+        count = min(len(target), max(0, self._look.size - offset))
+        if not count:
+            return 0
+        if count >= _SMALL:
+            self._fetch(target[:count], offset)
+            return count
+        held = self._windows.find(self._path, self._look, offset)
+        if held is None:
+            start, length = self._windows.next(self._path, self._look, offset)
+            data = bytearray(min(max(count, length), self._look.size - start))
+            self._fetch(memoryview(data), start)
+            held = _Window(self._look, start, bytes(data))
+            self._windows.keep(self._path, held)
+        begin = offset - held.start
+        found = memoryview(held.data)[begin : begin + count]
+        target[: len(found)] = found
+        return len(found)
+
+    def _fetch(self, target: memoryview, offset: int) -> None:
+        whole = [range(offset, offset + len(target))]
+        missing = whole if self._kept is None else self._kept.fill(target, offset)
+        length = sum(map(len, missing))
+
+        async def fetch() -> None:
+            await all_of(fetch_some() for _ in range(self._link.most(length)))
+
+        async def fetch_some() -> None:
+            while missing:
+                async with self._link.turn():
+                    if not missing:  # others took it meanwhile
+                        return
+                    part = _taken(missing, self._link.part(length))
+                    read = await self._fetch_part(part, target, offset)
+                if self._kept is not None:
+                    await asyncio.to_thread(self._kept.keep, read, part.start)
+
+        if missing:
+            _run(self._server, fetch)
+
+    async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
+        """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
+        inside = offset <= part.start and part.stop <= offset + len(target)
+        own = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
+        own = own[: len(part)]
+        await persist(
+            lambda: self._link.attempt(
+                lambda: self._server.fetch(self._path, own, part.start, self._look), len(own)
+            )
+        )
+        if not inside:
+            copy_overlap(own, part.start, target, offset)
+        return own
+
+
+def _taken(missing: list[range], size: int) -> range:
+    """Take the next bytes off what is missing, at most so many."""
+    run = missing[0]
+    if len(run) > size:
+        missing[0] = run[size:]
+    else:
+        del missing[0]
+    return run[:size]
+
+
+class _Window:
+    """Bytes of a file that are held, from `start`."""
+
+    def __init__(self, look: Look, start: int, data: bytes) -> None:
+        self.look, self.start, self.data = look, start, data
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+
+class _Windows:
+    """The last window of each file, as many as may be held; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, _Window] = OrderedDict()
+
+    def find(self, path: str, look: Look, offset: int) -> _Window | None:
+        """Return the window that has the byte at an offset."""
+        with self._lock:
+            held = self._held.get(path)
+        fits = held is not None and held.look == look and held.start <= offset < held.end
+        return held if fits else None
+
+    def next(self, path: str, look: Look, offset: int) -> tuple[int, int]:
+        """Return where the window to be fetched for an offset begins, and its bytes."""
+        with self._lock:
+            held = self._held.get(path)
+        if held is None or held.look != look or offset != held.end:
+            return offset, _WINDOW
+        return offset, min(2 * len(held.data), _WIDEST)
+
+    def keep(self, path: str, window: _Window) -> None:
+        """Hold a window, and let go of the oldest that there is no room for."""
+        with self._lock:
+            self._held[path] = window
+            self._held.move_to_end(path)
+            while len(self._held) > 1 and sum(len(w.data) for w in self._held.values()) > _HELD:
+                self._held.popitem(last=False)
+
+
+class _Known:
+    """What was said of files, and when."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, tuple[float, Look]] = {}
+        self._seen: dict[tuple[str, Look], SeenFile] = {}
+        self._listings: dict[str, tuple[float, Mapping[str, Look | None]]] = {}
+
+    def get(self, path: str) -> Look | None:
+        """Return what was said of a file a moment ago."""
+        asked, look = self._looks.get(path, (0.0, None))
+        return look if time.monotonic() - asked < _FRESH else None
+
+    def put(self, path: str, look: Look) -> None:
+        """Keep what was said just now."""
+        self._looks[path] = (time.monotonic(), look)
+
+    def seen(self, path: str, look: Look) -> SeenFile:
+        """Return what was read of a file of which no version is told."""
+        return self._seen.setdefault((path, look), SeenFile(look.size))
+
+    def listing(self, path: str) -> Mapping[str, Look | None] | None:
+        """Return what a folder held just now."""
+        asked, found = self._listings.get(path, (0.0, None))
+        return found if time.monotonic() - asked < _LISTED else None
+
+    def put_listing(self, path: str, found: Mapping[str, Look | None]) -> None:
+        """Keep what a folder holds now."""
+        self._listings[path] = (time.monotonic(), found)
+
+
+def remote_store(address: Address) -> RemoteStore:
+    """Return what lies at an address as a store of sources, kept here as far as the user allows.
+
+    Raises:
+        InputError: the packages that it takes are not installed, or what is said of a cache makes no sense.
+    """
+    return RemoteStore(*server_at(address), RangeCache.of_user())
+
+
+def store_at(given: str | Path) -> LocalFolder | RemoteStore:
+    """Return a folder that is given by its path or its address as a store, for an output that is looked at.
+
+    Of a server nothing is kept: what is verified is what lies there.
+
+    Raises:
+        InputError: as `address_of`.
+    """
+    address = address_of(given)
+    if address is None:
+        return LocalFolder(local_path(given))
+    return RemoteStore(*server_at(address))
+
+
+def server_at(address: Address) -> tuple[Server, str]:
+    """Return who has what lies at an address, and what the server calls it.
+
+    Raises:
+        InputError: the packages that it takes are not installed.
+    """
+    of_objects = address.scheme in OBJECTS
+    return ObjectServer.at(address) if of_objects else PageServer.at(address)
+
+
+def ask(
+    server: Any, request: Callable[[], Awaitable[Found]], longest: float | None = None
+) -> Found:
+    """Carry a request out, from any thread but the server's own; see `persist`."""
+    return _run(server, lambda: persist(request, longest))
+
+
+def _run(server: Any, work: Callable[[], Awaitable[Found]]) -> Found:
+    run: Any = import_module("fsspec.asyn")
+    return run.sync(server.loop, work)
+
+
+def _stamp(look: Look) -> Stamp:
+    """The size and what stands for the version; 0: the server tells none."""
+    if not look.version:
+        return look.size, 0, 0
+    version = hashlib.sha256(look.version.encode()).digest()[:8]
+    return look.size, int.from_bytes(version, "big"), 0

@@ -1,0 +1,328 @@
+"""A folder of a bucket as a destination: work goes on in a folder of this machine, and is sent when done.
+
+    <cache>/uploads/<hash of the address>/
+        .merged.covmerge-partial/       the work, as that on a folder of this machine
+        token                           by which an upload that was begun here is known
+        made                            which output was sent from here, where machines share the work
+
+    s3://bucket/merged/
+        .covmerge-upload.json           while it is sent: which upload it is, and its files
+        model-00001-of-00002.safetensors ...
+        model.safetensors.index.json, config.json
+        covmerge.json                   last
+
+A file appears there once all of it is sent, and a folder without covmerge.json is no output. Buckets have
+no locks: one process of this machine at a time works on an output, and `.covmerge-upload.json`, which is
+made only where there is none, keeps a second machine from sending at the same time.
+
+Machines that share the work (ranks, the nodes of a cluster) see each other's there, so <cache> is a folder
+of theirs then, which somebody has to say. One of them sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from covmerge.base.cache import is_cache_named, user_cache
+from covmerge.base.errors import InputError
+from covmerge.base.text import some
+from covmerge.files.stores.address import OBJECTS, Address
+from covmerge.files.stores.disk import UNFINISHED, disk_errors, replace_file
+from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.object_server import ObjectServer
+from covmerge.files.stores.remote import RemoteStore, ask
+from covmerge.files.stores.store import Stamp, StoredFile
+from covmerge.files.stores.walk import file_at, tree
+
+_CLAIM = ".covmerge-upload.json"
+_MANIFEST = "covmerge.json"
+_MOST_OF_A_CLAIM = 2**24
+_SEND = 6 * 3600.0  # seconds for one file
+
+
+class RemoteDestination:
+    """A folder of a bucket that an output becomes; see `Destination`.
+
+    Args:
+        address: of the folder.
+
+    Raises:
+        InputError: nothing is written there, or the packages that it takes are not installed.
+    """
+
+    def __init__(self, address: Address) -> None:
+        if address.scheme not in OBJECTS or "/" not in address.path:
+            raise InputError(
+                f"no output is written to {address}: choose a folder of a bucket, such as "
+                "s3://bucket/merged, or of this machine"
+            )
+        self._address = address
+        self._place = _place(address)
+        self._token = self._place / "token"
+        self._made = self._place / "made"
+        self._shared = False
+        self._taken = False
+        self._seen = set[str]()  # there, when it was last looked at
+        self._staged = LocalDestination(self._place / "merged")
+        self._server, self._path = ObjectServer.at(address, writing=True)
+        self.work = self._staged.work
+        self.journal = self._staged.journal
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+    @property
+    def output(self) -> RemoteStore:
+        """See `Destination.output`; each one asks anew."""
+        return RemoteStore(self._server, self._path)
+
+    @property
+    def aside(self) -> str:
+        """See `Destination.aside`."""
+        return self._staged.aside
+
+    def share(self) -> None:
+        """See `Destination.share`: unless it is said, each machine has a place of its own."""
+        if not is_cache_named():
+            raise InputError(
+                f"{self} is made in a folder first, in which all that share the work write: set "
+                "COVMERGE_CACHE to a folder that all machines see, the same on each"
+            )
+        self._shared = True
+
+    def is_made_here(self) -> bool:
+        """See `Destination.is_made_here`."""
+        with self._reached(), suppress(FileNotFoundError):
+            return self._made.read_text() == self._sent()
+        return False
+
+    def occupant(self) -> object | None:
+        """See `Destination.occupant`; what an upload from here left that broke off is nothing."""
+        with self._reached():
+            if self._is_file():
+                raise InputError(f"the output {self} exists and is no folder: choose another name")
+            self._seen = set[str]()
+            if self._claim() is not None:
+                return None
+            found = _stamps(self.output)
+        self._seen = set(found)
+        return found or None
+
+    def take(self) -> bool:
+        """See `Destination.take`: it is taken on this machine."""
+        taken = self._staged.take()
+        self._taken = True
+        with suppress(OSError):  # such a file does no harm
+            for left in self._place.glob(UNFINISHED):  # by a process that was killed
+                left.unlink(missing_ok=True)
+        return taken
+
+    def recover(self) -> bool:
+        """See `Destination.recover`: what an upload left that broke off is removed.
+
+        An output that is replaced loses its covmerge.json before anything is sent: where that is, all of it
+        is.
+        """
+        with self._reached():
+            claim = self._claim()
+            if claim is not None:
+                if not self._has(_MANIFEST):
+                    self._remove(claim.files)
+                self._remove([_CLAIM])
+        return False
+
+    def begun(self) -> bool:
+        """See `Destination.begun`."""
+        return self._staged.begun()
+
+    def begin(self) -> None:
+        """See `Destination.begin`."""
+        self._staged.begin()
+
+    def publish(self) -> None:
+        """See `Destination.publish`: the weights first, then config and index, covmerge.json last.
+
+        Raises:
+            InputError: another machine sends there, or the server fails; the work is kept.
+        """
+        names = sorted(tree(self.work), key=_order)
+        with self._reached():
+            there = list(tree(self.output))
+            self._refuse_new(there)
+            self._make_claim([*names, *there])
+            try:  # another machine may have made one meanwhile, and taken its claim away
+                self._refuse_new(name for name in tree(self.output) if name != _CLAIM)
+            except InputError:
+                self._remove([_CLAIM])
+                raise
+            # From here to the last line but one there is no covmerge.json, and so no output.
+            self._remove(sorted(there, key=_order, reverse=True))
+            for name in names[:-1]:
+                self._send(name)
+            self._check_sent(names[:-1])
+            self._send(names[-1])
+            if self._shared:
+                replace_file(self._made, self._sent())
+            else:
+                self._made.unlink(missing_ok=True)
+            self._remove([_CLAIM])
+
+    def release(self) -> None:
+        """See `Destination.release`."""
+        self._staged.release()
+        self._taken = False
+
+    def discard(self) -> None:
+        """See `Destination.discard`."""
+        self._staged.discard()
+        if self._taken:
+            self._taken = False
+            with suppress(OSError):  # another process works here by now
+                self._token.unlink(missing_ok=True)
+                self._place.rmdir()
+
+    def _unseen(self) -> str:
+        """What else it may be, where machines share the work, that what another does is not seen here."""
+        if not self._shared:
+            return ""
+        return (
+            f"; if it shares this merge, its work is not seen in {self._place}: COVMERGE_CACHE has to be "
+            "a folder that all machines see, the same on each"
+        )
+
+    def _sent(self) -> str:
+        """What tells the output that is there from others."""
+        return str(self.output.stamp(_MANIFEST))
+
+    def _is_file(self) -> bool:
+        parent, _, name = self._path.rpartition("/")
+        return RemoteStore(self._server, parent).is_file(name)
+
+    def _claim(self) -> _Claim | None:
+        """The upload from here that broke off, if one did.
+
+        Raises:
+            InputError: another machine sends there, or an upload from there broke off.
+        """
+        file = StoredFile(self.output, _CLAIM)
+        try:
+            claim = _Claim.model_validate_json(file.read(_MOST_OF_A_CLAIM))
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            claim = None
+        own = self._token.read_text() if self._token.exists() else None
+        if claim is None or claim.upload != own:
+            # Who sent it may have ended by now, and removed its token.
+            if self._shared and not self._has(_CLAIM):
+                return None
+            raise InputError(
+                f"{file} says that {self} is being written from another machine, or that an upload from "
+                f"there broke off: wait for it, or go on with it there (--resume){self._unseen()}. If "
+                "nothing goes on, remove all that is in the folder"
+            )
+        return claim
+
+    def _make_claim(self, files: Sequence[str]) -> None:
+        with disk_errors(self._token):
+            if not self._token.exists():
+                replace_file(self._token, token_hex(16))
+            claim = _Claim(upload=self._token.read_text(), files=list(dict.fromkeys(files)))
+        path, content = self._at(_CLAIM), claim.model_dump_json().encode()
+        try:
+            ask(self._server, lambda: self._server.claim(path, content))
+        except FileExistsError:
+            # An attempt whose answer was lost made it, unless it is another's, which this refuses.
+            self._claim()
+
+    def _refuse_new(self, there: Iterable[str]) -> None:
+        if new := sorted({*there} - self._seen):
+            raise InputError(
+                f"{some(new)} appeared in {self}, and is not overwritten: move it away, and go on with "
+                "--resume"
+            )
+
+    def _send(self, name: str) -> None:
+        folder = self.work.folder
+        ask(self._server, lambda: self._server.send(folder / name, self._at(name)), _SEND)
+
+    def _check_sent(self, names: Sequence[str]) -> None:
+        """Refuse to complete an output that is not, to the file, what was sent."""
+        sizes = {name: (self.work.folder / name).stat().st_size for name in names}
+        found = {name: stamp[0] for name, stamp in _stamps(self.output).items() if name != _CLAIM}
+        if found != sizes:
+            wrong = sorted({name for name, _ in {*found.items()} ^ {*sizes.items()}})
+            raise InputError(
+                f"{self} does not hold what was sent ({some(wrong)}): does something else write there? "
+                "The work is kept: go on with --resume"
+            )
+
+    def _has(self, name: str) -> bool:
+        try:
+            self.output.stamp(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self._at(name)
+            ask(self._server, lambda path=path: self._server.remove(path))
+
+    def _at(self, name: str) -> str:
+        return self._server.inside(self._path, name)
+
+    @contextmanager
+    def _reached(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            said = str(error.strerror or error) or type(error).__name__
+            then = "and run it again"
+            if "docs/remote.md" not in said:  # a refusal says by itself what to check
+                said += (
+                    ": check the address and the credentials in the environment (docs/remote.md)"
+                )
+            if self._taken:
+                then += " with --resume, which goes on with finished work"
+            raise InputError(f"{self} cannot be reached or written: {said}, {then}") from None
+
+
+class _Claim(BaseModel):
+    """What is known of an upload while it lasts."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    upload: str
+    files: list[Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+)*$")]]
+
+
+def _stamps(store: RemoteStore) -> dict[str, Stamp]:
+    return {name: file_at(store, name).open().stamp for name in tree(store)}
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Weights, what lies beside them, what makes a loader take them for a model, covmerge.json."""
+    if name == _MANIFEST:
+        return 3, name
+    if name == "config.json" or name.endswith(("index.json", "adapter_config.json")):
+        return 2, name
+    return int(not name.endswith(".safetensors")), name
+
+
+def _place(address: Address) -> Path:
+    digest = hashlib.sha256(str(address).encode()).hexdigest()[:32]
+    try:
+        return user_cache() / "uploads" / digest
+    except RuntimeError as error:
+        raise InputError(
+            f"{address} is made on this machine first, and there is no place for it: set COVMERGE_CACHE "
+            f"to a folder ({error})"
+        ) from error

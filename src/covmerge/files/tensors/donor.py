@@ -1,0 +1,95 @@
+"""What stands for the base of a merge that has none: the layout of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.content import Content
+from covmerge.files.stores.hub_cache import HubModel
+from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.stacked import Stacked, comes_before
+
+
+class Donor:
+    """Names, shapes, config and companion files of a merge without a base: those of its first expert.
+
+    Of a stacked model, whatever a slice gives is that of the first expert in it. It is no source of
+    its own: what is read of it is read of the experts.
+
+    Args:
+        experts: all of them, in the recipe's order.
+
+    Attributes:
+        first: the first of them.
+    """
+
+    def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
+        self.first = first = next(iter(experts.values()))
+        self.order = first.order if isinstance(first, Stacked) else None
+        self.source = first.source
+        self.notes: tuple[str, ...] = ()
+        self.config: Mapping[str, Any] | None = first.config
+        givers = list(experts.values()) if isinstance(first, Stacked) else [first]
+        self._owners = {name: giver for giver in reversed(givers) for name in giver.headers}
+        names = dict.fromkeys(name for giver in givers for name in giver.headers)
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: self._owners[name].headers[name] for name in self._ordered(names)}
+        )
+
+    def _ordered(self, names: Iterable[str]) -> Iterable[str]:
+        return names if self.order is None else sorted(names, key=_section)
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Checkpoint.folder`."""
+        return self.first.folder
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return self.first.hub
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        return self.first.readme()
+
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self.first.companions()
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        return self._owners[name].read(name, rows)
+
+    def materialize(self) -> None:
+        """The experts are fetched as such."""
+
+    def identity(self) -> dict[str, Json]:
+        """The experts say who they are."""
+        return {"kind": "donor"}
+
+    def contents(self) -> Sequence[Content]:
+        """The experts are hashed as such."""
+        return []
+
+    def close(self) -> None:
+        """The experts are closed as such."""
+
+
+def stack_order(checkpoint: Checkpoint) -> tuple[int, ...] | None:
+    """Return the layers that a model is stacked of; None where it is not stacked."""
+    return checkpoint.order if isinstance(checkpoint, Stacked | Donor) else None
+
+
+def _section(name: str) -> tuple[int, int]:
+    own = layer_name(name)
+    if own is not None:
+        return 1, own.index
+    return (0, 0) if comes_before(name) else (2, 0)

@@ -1,0 +1,226 @@
+"""What a tensor is, from its name: for checkpoints without a config (open_clip, diffusers, timm).
+
+The first rule that matches decides. A rule looks at the name and the number of axes; the two facts
+that a name cannot tell (GPT-2's transposed layers, the way a stack of experts lies) are read off
+the shapes of tensors that belong together. Whatever no rule knows is `other`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors.fused import equal_parts
+from covmerge.files.tensors.modules import Kind
+from covmerge.files.tensors.views import FusedParts
+
+_Headers = Mapping[str, TensorHeader]
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """Tensors whose name matches, with this many axes, have this role.
+
+    Attributes:
+        label: what a user reads as the reason.
+        pattern: regular expression, searched in the dotted name.
+        role: the role.
+        axes: allowed numbers of axes.
+        transposed: whether the matrix is stored as `(d_in, d_out)`.
+        when: a condition on the tensors beside it; None: none.
+        rebuilt: it is a buffer that the model's code makes again.
+    """
+
+    label: str
+    pattern: str
+    role: Role
+    axes: range
+    transposed: bool = False
+    when: Callable[[str, _Headers], bool] | None = None
+    rebuilt: bool = False
+
+    def matches(self, header: TensorHeader, headers: _Headers) -> bool:
+        """Whether the rule decides about this tensor."""
+        return (
+            len(header.shape) in self.axes
+            and re.search(self.pattern, header.name, re.IGNORECASE) is not None
+            and (self.when is None or self.when(header.name, headers))
+        )
+
+
+def _in_conv1d_block(name: str, headers: _Headers) -> bool:
+    """Whether the block's `attn.c_attn` is `(d, 3d)`: OpenAI's GPT-2, whose layers lie transposed.
+
+    open_clip and nanoGPT use the same names for linear layers; theirs lie `(d_out, d_in)`.
+    """
+    block = re.split(r"(?:^|(?<=\.))(?:attn|crossattention|mlp)\.", name)[0]
+    fused = headers.get(f"{block}attn.c_attn.weight")
+    return fused is not None and len(fused.shape) == 2 and fused.shape[1] == 3 * fused.shape[0]
+
+
+def _has_vocabulary(name: str, headers: _Headers) -> bool:
+    """Whether a root-level `head` is as large as a token embedding: not a classifier."""
+    return any(
+        header.shape == headers[name].shape and re.search(_TOKEN_EMBEDDING, other)
+        for other, header in headers.items()
+    )
+
+
+def _packed_experts_lie(transposed: bool) -> Callable[[str, _Headers], bool]:
+    """Tell the orientation of packed experts by gate-and-up beside down.
+
+    Stored for F.linear they are (E, 2f, d) and (E, d, f), else (E, d, 2f) and (E, f, d): no shapes
+    fit both.
+    """
+
+    def condition(name: str, headers: _Headers) -> bool:
+        stem = re.sub(r"(gate_up|down)_proj(\.weight)?$", "", name)
+        leaf = ".weight" if name.endswith(".weight") else ""
+        up, down = (headers.get(f"{stem}{part}_proj{leaf}") for part in ("gate_up", "down"))
+        if up is None or down is None or not len(up.shape) == len(down.shape) == 3:
+            return False
+        (_, up_out, up_in), (_, down_out, down_in) = up.shape, down.shape
+        if transposed:
+            up_out, up_in, down_out, down_in = up_in, up_out, down_in, down_out
+        return up_out == 2 * down_in and up_in == down_out
+
+    return condition
+
+
+_TOKEN_EMBEDDING = r"(^|\.)(emb|wte|token_embedding|tok_embeddings|embed_tokens|word_embeddings)\."
+_NORM = r"(ln|ln_[^.]*|ln\d+|[^.]*_ln|bn|bn\d+|[^.]*_bn|[^.]*norm[^.]*)"
+_EMBEDDING = (
+    r"emb|emb_layer|wte|wpe|tok_embeddings|shared|relative_attention_bias|([^.]*_)?embeddings?|"
+    r"embed_(tokens|positions|in)[^.]*"
+)
+_PACKED = r"experts\.(gate_up|down)_proj(\.weight)?"
+_CONV1D = r"(attn\.c_(attn|proj)|crossattention\.(c_attn|q_attn|c_proj)|mlp\.c_(fc|proj))"
+_UP_TO_VECTOR, _UP_TO_MATRIX, _MATRIX = range(2), range(3), range(2, 3)
+_STACK, _ATLEAST_3, _ATLEAST_4 = range(3, 4), range(3, 6), range(4, 6)
+_ANY = range(64)
+
+RULES = (
+    NameRule("statistics", r"\.(num_batches_tracked|running_mean|running_var)$", Role.BUFFER, _ANY),
+    NameRule(
+        "buffer",
+        r"(^|\.)(inv_freq|position_ids|attn_mask|masked_bias)$",
+        Role.BUFFER,
+        _ANY,
+        rebuilt=True,
+    ),
+    NameRule(
+        "causal mask", r"(^|\.)(attn|attention)\.bias$", Role.BUFFER, _ATLEAST_3, rebuilt=True
+    ),
+    NameRule("norm", rf"(^|\.){_NORM}\.(weight|bias|gamma|beta|scale)$", Role.NORM, _UP_TO_VECTOR),
+    NameRule("bias", r"(^|[._])bias$", Role.BIAS, _UP_TO_MATRIX),
+    NameRule(
+        "output",
+        r"(^|\.)(lm_head(\.decoder)?|predictions\.decoder|embed_out)\.weight$",
+        Role.OUTPUT,
+        _MATRIX,
+    ),
+    NameRule(
+        "output like the token embedding",
+        r"^(model\.)?(output|head)\.weight$",
+        Role.OUTPUT,
+        _MATRIX,
+        when=_has_vocabulary,
+    ),
+    NameRule("embedding", rf"(^|\.)({_EMBEDDING})\.weight$", Role.EMBEDDING, _MATRIX),
+    NameRule("positional_embedding", r"(^|\.)positional_embedding$", Role.EMBEDDING, _MATRIX),
+    # open_clip's bare (d_in, d_out) projections, which the papers average
+    NameRule("projection", r"^(text\.)?text_projection$|^visual\.proj$", Role.OTHER, _MATRIX),
+    NameRule("kernel", r"\.weight$", Role.CONV, _ATLEAST_4),
+    NameRule("conv", r"conv[^.]*(\.\d+)?\.weight$", Role.CONV, _ATLEAST_3),
+    NameRule(
+        "packed experts",
+        rf"(^|\.){_PACKED}$",
+        Role.EXPERT_STACK,
+        _STACK,
+        when=_packed_experts_lie(transposed=False),
+    ),
+    NameRule(
+        "packed experts, transposed",
+        rf"(^|\.){_PACKED}$",
+        Role.EXPERT_STACK,
+        _STACK,
+        transposed=True,
+        when=_packed_experts_lie(transposed=True),
+    ),
+    NameRule(
+        "GPT-2 block with (d, 3d) c_attn",
+        rf"(^|\.){_CONV1D}\.weight$",
+        Role.CONV1D,
+        _MATRIX,
+        transposed=True,
+        when=_in_conv1d_block,
+    ),
+    NameRule("attention projection", r"(^|\.)(in|q|k|v)_proj_weight$", Role.LINEAR, _MATRIX),
+    NameRule("2-D weight", r"\.weight$", Role.LINEAR, _MATRIX),
+)
+_HEAD = re.compile(
+    r"^(model\.)?(lm_head|embed_out|head|heads|fc|output|classifier|classification_head|score|"
+    r"qa_outputs|cls)\."
+)
+
+
+def kind_by_name(header: TensorHeader, headers: _Headers) -> Kind:
+    """Say what a tensor is by the first rule that matches.
+
+    Example:
+        >>> import torch
+        >>> names = {"ln_1.weight": (8,), "mlp.c_fc.weight": (32, 8)}
+        >>> headers = {n: TensorHeader(n, shape, torch.float32) for n, shape in names.items()}
+        >>> [str(kind_by_name(h, headers).role) for h in headers.values()]
+        ['norm', 'linear']
+    """
+    for rule in RULES:
+        if rule.matches(header, headers):
+            why = f"name rule '{rule.label}'"
+            return Kind(rule.role, why, rule.transposed, rebuilt=rule.rebuilt)
+    if len(header.shape) == 3 and ".experts." in f".{header.name}":
+        why = "stack of experts by its name, whose orientation the name does not tell"
+        return Kind(Role.OTHER, why, unsure=True)
+    return Kind(Role.OTHER, "no name rule")
+
+
+def parts_by_name(header: TensorHeader, kind: Kind) -> FusedParts | None:
+    """Return q, k and v of a fused projection `(3d, d)` known by name.
+
+    The square parts are demanded because fewer key than query heads would split elsewhere.
+    """
+    fused = re.search(r"(^|\.)(attn\.c_attn\.weight|in_proj_weight|qkv\.weight)$", header.name)
+    if fused is None or kind.role not in (Role.LINEAR, Role.CONV1D):
+        return None
+    d_out, d_in = reversed(header.shape) if kind.transposed else header.shape
+    return equal_parts(("q", "k", "v"), d_out) if d_out == 3 * d_in else None
+
+
+def find_name(name: str, prefixes: Sequence[str], stored: Collection[str]) -> str | None:
+    """Return what another model calls a tensor of this name; None: it has none.
+
+    Args:
+        name: of the tensor.
+        prefixes: what models of this kind put before the names of their base model.
+        stored: the other model's names.
+
+    Example:
+        >>> find_name("bert.pooler.weight", ["bert"], ["pooler.weight"])
+        'pooler.weight'
+    """
+    candidates = [name]
+    for prefix in prefixes:
+        candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+    return next((c for c in candidates if c in stored), None)
+
+
+def is_head_by_name(name: str) -> bool:
+    """Whether a name is that of a task head or a language model's output.
+
+    Example:
+        >>> is_head_by_name("classifier.weight"), is_head_by_name("encoder.classifier.weight")
+        (True, False)
+    """
+    return _HEAD.match(name) is not None

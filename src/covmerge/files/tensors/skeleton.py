@@ -1,0 +1,408 @@
+"""The model's modules on the meta device, built by transformers from config.json.
+
+The only file that imports transformers, and only when it is needed. What it uses of transformers'
+inside (the mapping between stored names and module names) is no stable interface, so it may fail at
+any release: then the names are related by the base-model prefix alone, and a note says so.
+
+config.json comes from strangers. No code of theirs is run, nothing is downloaded and nothing is
+allocated: keys that could are dropped, and absurd sizes are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors.fused import known_parts
+from covmerge.files.tensors.modules import Kind, kind_of_parameter
+from covmerge.files.tensors.stored import MATRICES, Place, Slot, place_of
+
+# Where code, kernels or weights come from, and what the stored weights are packed as.
+_DROPPED_KEYS = re.compile(
+    r"^_|^auto_map$|^quantization_config$|^(torch_)?dtype$|_implementation$|^use_pretrained_backbone$"
+)
+_LIMITS = (
+    (re.compile(r"layers?$|depths?$|blocks?$|experts?$"), 10_000),
+    (re.compile(r"(size|dim|embd|d_model|d_ff)$"), 1 << 24),
+    (re.compile(r"labels$"), 100_000),
+)
+# Calls of torch by which a model is made: 3 to 7 for each of its tensors.
+_CALLS = 30_000
+_CALLS_PER_STORED_TENSOR = 20
+# Each is copied some ten times by transformers; ImageNet-21k's labels, both ways, are 44,000.
+_MOST_KEYS = 50_000
+
+# Fused kernels use these weights without calling the layer.
+_REFUSED_BY_PEFT = re.compile(
+    r"^(falcon_h1|falcon_mamba|mamba2?|nemotron_h)\..*\.(out_proj|conv1d)$"
+)
+
+
+class SkeletonUnavailable(Exception):
+    """No skeleton can be built; the text says why."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What the architecture says about a checkpoint's tensors.
+
+    Attributes:
+        architecture: class that was built.
+        prefix: its base_model_prefix; None if it has none.
+        places: stored name -> place, for the stored names that the architecture knows.
+        tied: groups of parameter names that share memory, the first defined one first.
+        head: name of the output layer's weight; None if the model has none.
+        outside: parameters and buffers outside the backbone.
+        blocks: names of the modules that the model runs one after another, each once, as far as its lists
+            of modules tell.
+        notes: what a user should know.
+    """
+
+    architecture: str
+    prefix: str | None
+    places: Mapping[str, Place]
+    tied: tuple[tuple[str, ...], ...]
+    head: str | None
+    outside: frozenset[str]
+    blocks: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def path(self, name: str) -> str:
+        """Return the path of a stored tensor in the backbone, the same under any head."""
+        return self.places[name].parameter.removeprefix(f"{self.prefix}.")
+
+
+def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
+    """Build the model of a config.json without memory, and find the stored tensors in it.
+
+    Raises:
+        SkeletonUnavailable: transformers is missing, does not know the model, or fails to build it.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise SkeletonUnavailable(
+            "transformers is not installed (pip install 'covmerge[transformers]')"
+        ) from None
+    try:
+        with _quiet(transformers):
+            return _skeleton(transformers, headers, config)
+    except SkeletonUnavailable:
+        raise
+    # A stranger's config can make transformers fail in any way; the names remain to go by.
+    except Exception as error:
+        raise SkeletonUnavailable(
+            f"transformers {transformers.__version__} cannot build a '{config.get('model_type')}' "
+            f"from this config.json ({in_short(error)})"
+        ) from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Generator[None]:
+    """Keep transformers' advice on training and loading off the screen: it is not about this."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _skeleton(
+    transformers: Any, headers: Mapping[str, TensorHeader], config: Mapping[str, Any]
+) -> Skeleton:
+    model, notes = _build(transformers, config, len(headers))
+    slots = _slots(model)
+    base_class = transformers.MODEL_MAPPING.get(type(model.config), None)
+    if isinstance(base_class, tuple):  # a family with several, the usual one first
+        base_class = cast("tuple[Any, ...]", base_class)[0]
+    prefix = _prefix(model, base_class)
+    places, place_notes = _find_places(model, slots, headers, prefix)
+    return Skeleton(
+        architecture=type(model).__name__,
+        prefix=prefix,
+        places=places,
+        tied=_tied_groups(model),
+        head=_head(model),
+        outside=_outside(model, slots, prefix, base_class, len(headers)),
+        blocks=_blocks(model),
+        notes=(*notes, *place_notes),
+    )
+
+
+class _NotFarBeyond(TorchFunctionMode):
+    """Ends a construction that goes far beyond the tensors that are stored.
+
+    Which keys of a config multiply what is built, only the architecture knows; each parameter of it is
+    made by calls that pass here.
+    """
+
+    def __init__(self, stored: int) -> None:
+        super().__init__()
+        self._stored = stored
+        self._left = _CALLS + _CALLS_PER_STORED_TENSOR * stored
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise SkeletonUnavailable(
+                f"config.json means a model of far more tensors than the {self._stored} stored ones"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
+    """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has.
+
+    Raises:
+        SkeletonUnavailable: transformers does not know the model, or fails to build it.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    with _quiet(transformers):
+        return _build(transformers, config, stored)
+
+
+def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
+    """Return the model on the meta device, and notes."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise SkeletonUnavailable("config.json has no model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise SkeletonUnavailable(
+            f"model_type '{model_type}' is unknown to transformers {transformers.__version__}"
+        )
+    refuse_many_keys(config)
+    values = {k: v for k, v in _without_dropped_keys(config).items() if k != "model_type"}
+    _refuse_absurd_sizes(values)
+    built: Any = transformers.AutoConfig.for_model(model_type, **values)
+    architecture = architecture_of(config)
+    model_class: Any = getattr(transformers, architecture or "", None)
+    known = _is_model_of(transformers, model_class, built)
+    from_config = model_class._from_config if known else transformers.AutoModel.from_config
+    with torch.device("meta"), _NotFarBeyond(stored):
+        model = from_config(built, attn_implementation="eager")
+    if known or architecture is None:
+        return model, []
+    return model, [
+        f"architecture '{architecture}' is no class of transformers {transformers.__version__} for "
+        f"model_type '{model_type}': roles come from {type(model).__name__}"
+    ]
+
+
+def architecture_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return config.architectures[0], if there is one."""
+    names = (config or {}).get("architectures")
+    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else None
+
+
+def _is_model_of(transformers: Any, model_class: Any, config: Any) -> bool:
+    return (
+        isinstance(model_class, type)
+        and issubclass(model_class, transformers.PreTrainedModel)
+        and isinstance(config, getattr(model_class, "config_class", None) or ())
+    )
+
+
+def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dropped_keys(cast("dict[str, Any]", value))
+        if isinstance(value, dict)
+        else value
+        for key, value in values.items()
+        if not _DROPPED_KEYS.search(key)
+    }
+
+
+def refuse_many_keys(config: Mapping[str, Any]) -> None:
+    """Refuse a config that would take long to go through, but for what is dropped of it.
+
+    Raises:
+        SkeletonUnavailable: it has more keys than any model needs.
+    """
+    count = _keys({key: own for key, own in config.items() if not _DROPPED_KEYS.search(key)})
+    if count > _MOST_KEYS:
+        raise SkeletonUnavailable(
+            f"config.json has {count} keys, and no model needs more than {_MOST_KEYS}"
+        )
+
+
+def _keys(values: Mapping[str, Any]) -> int:
+    inner = (_keys(cast("dict[str, Any]", v)) for v in values.values() if isinstance(v, dict))
+    return len(values) + sum(inner)
+
+
+def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
+    """Refuse counts that would keep the construction busy for ever or ask for real memory."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _refuse_absurd_sizes(cast("dict[str, Any]", value))
+        numbers = cast("list[Any]", value) if isinstance(value, list) else [cast("Any", value)]
+        largest = max((n for n in numbers if isinstance(n, int | float)), default=0)
+        if any(pattern.search(key) and largest > limit for pattern, limit in _LIMITS):
+            raise SkeletonUnavailable(f"config.json has '{key}': {largest}, which is absurd")
+
+
+def _slots(model: Any) -> dict[str, Slot]:
+    """Every parameter and buffer of the model by dotted name."""
+    output: Any = model.get_output_embeddings()
+    entry = _input_embeddings(model)
+    slots: dict[str, Slot] = {}
+    configs: dict[str, Any] = {}
+    full = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for path, module in model.named_modules(remove_duplicate=False):
+        config = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
+        configs[path] = config
+        stem = f"{path}." if path else ""
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            kind = kind_of_parameter(module, leaf, parameter, is_output=module is output)
+            # Tables of positions are seldom called as the layers they are.
+            aside = kind.role is Role.EMBEDDING and module is not entry
+            if aside or _REFUSED_BY_PEFT.search(f"{model.config.model_type}.{path}"):
+                kind = replace(kind, takes_factors=False)
+            # By the ends and beginnings of paths, as its quantisers leave modules out.
+            if path.endswith(full) or any(path.startswith(f"{name}.") for name in full):
+                kind = replace(kind, stays_full=True)
+            shape = tuple(parameter.shape)
+            parts = None
+            if kind.role in MATRICES:
+                d_out = shape[-1] if kind.transposed else shape[-2]
+                parts = known_parts(f"{stem}{leaf}", module, config, d_out)
+            slots[f"{stem}{leaf}"] = Slot(kind, parts, shape)
+        for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            rebuilt = leaf in module._non_persistent_buffers_set
+            kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}", rebuilt=rebuilt)
+            slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
+    return slots
+
+
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _head(model: Any) -> str | None:
+    output: Any = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is output and isinstance(getattr(module, "weight", None), nn.Parameter):
+            return f"{path}.weight"
+    return None
+
+
+def _prefix(model: Any, base_class: Any) -> str | None:
+    """Name of the backbone in a model with a head, as transformers declares it or as it is."""
+    declared: str = model.base_model_prefix
+    if base_class is not None and not isinstance(getattr(model, declared, None), nn.Module):
+        held = [name for name, child in model.named_children() if isinstance(child, base_class)]
+        if held:
+            return held[0]
+    return declared or None
+
+
+def _outside(
+    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any, stored: int
+) -> frozenset[str]:
+    """Names outside the backbone: not under the prefix, or not in the family's base class."""
+    if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
+        return frozenset(name for name in slots if not name.startswith(f"{prefix}."))
+    if base_class is None or isinstance(model, base_class):
+        return frozenset()
+    with torch.device("meta"), _NotFarBeyond(stored):
+        base = base_class._from_config(model.config)
+    return frozenset(slots.keys() - _slots(base).keys())
+
+
+def _blocks(model: Any) -> tuple[str, ...]:
+    """Elements of the outermost lists of modules; none where the model runs a list several times."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    # What is in a list of lists is called, and the inner list is not.
+    outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
+    longest = max((len(modules) for modules in outer.values()), default=0)
+    if getattr(model.config, "num_hidden_layers", longest) > longest:  # as ALBERT does
+        return ()
+    return tuple(name for path, modules in outer.items() for name in _elements(path, modules))
+
+
+def _elements(path: str, modules: Any) -> Iterator[str]:
+    """Names of what a list holds, and lists in it; a layer by itself is no block."""
+    for index, module in enumerate(modules):
+        name = f"{path}.{index}"
+        if isinstance(module, nn.ModuleList):
+            yield from _elements(name, module)
+        elif next(module.children(), None) is not None:
+            yield name
+
+
+def _find_places(
+    model: Any,
+    slots: Mapping[str, Slot],
+    headers: Mapping[str, TensorHeader],
+    prefix: str | None,
+) -> tuple[dict[str, Place], list[str]]:
+    """Relate stored names to the model's, as transformers' loader does; else by the prefix alone."""
+    try:
+        return _places_by_loader(model, slots, headers, prefix), []
+    except Exception as error:
+        places: dict[str, Place] = {}
+        for name, header in headers.items():
+            candidates = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            target = next((c for c in candidates if c in slots), None)
+            if target is not None:
+                places[name] = place_of(target, slots[target], header, None)
+        note = (
+            f"transformers' mapping of stored names cannot be used ({in_short(error)}): "
+            "stored names are compared with the model's as they are"
+        )
+        return places, [note]
+
+
+def _places_by_loader(
+    model: Any,
+    slots: Mapping[str, Slot],
+    headers: Mapping[str, TensorHeader],
+    prefix: str | None,
+) -> dict[str, Place]:
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    conversion: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms: list[Any] = conversion.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    places: dict[str, Place] = {}
+    # Some renamings depend on what they have seen: the loader's order is part of their meaning.
+    for name in sorted(headers, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, slots)
+        if target not in slots:  # already in the new form, as far as a renaming can spoil it
+            target, pattern = loading.rename_source_key(name, [], [], prefix, slots)
+        if target in slots:
+            converter = by_pattern[pattern] if pattern is not None else None
+            places[name] = place_of(target, slots[target], headers[name], converter)
+    return places
+
+
+def in_short(error: Exception) -> str:
+    """Return its kind, and the first line of what it says."""
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first_line[:200]}"

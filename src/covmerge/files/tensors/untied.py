@@ -1,0 +1,102 @@
+"""A checkpoint whose config ties tensors, seen as one that stores each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import InputError
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.layer_count import language_parts
+from covmerge.files.checkpoints.view import View
+from covmerge.files.tensors.donor import Donor
+
+TIED = "tie_word_embeddings"
+_BLOCK_ELEMENTS = 8 * 2**20
+
+
+class Untied(View):
+    """A view of a checkpoint: every tied tensor is there, and the config ties none.
+
+    Args:
+        stored: the checkpoint.
+        ties: names of tensors, stored or not -> the stored one that the config ties them to.
+        notes: what a user should know.
+    """
+
+    def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
+        super().__init__(stored)
+        self.ties = MappingProxyType(dict(ties))
+        self.source = stored.source
+        self.notes = (*stored.notes, *notes)
+        self.config: Mapping[str, Any] | None = untied_config(stored.config or {})
+        own = stored.headers
+        self._copies = {name: kept for name, kept in ties.items() if name not in own}
+        added = {n: replace(own[k], name=n) for n, k in self._copies.items()}
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType({**own, **added})
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        find_header(self.headers, name, rows, self.source)
+        return self._stored.read(self._copies.get(name, name), rows)
+
+
+def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:
+    """Return a base as it was seen by a merge: untied, if that merge undid ties.
+
+    Args:
+        checkpoint: the base.
+        ties: what covmerge.json says under `untied`.
+
+    Raises:
+        InputError: the base has not the tensors that were tied.
+    """
+    if ties is None or undone_ties(checkpoint) is not None:
+        return checkpoint
+    if lost := [name for name in ties.values() if name not in checkpoint.headers]:
+        raise InputError(
+            f"the base at {checkpoint.source} is another than was merged: it has no '{lost[0]}'"
+        )
+    return Untied(checkpoint, ties)
+
+
+def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the same model with nothing tied.
+
+    Example:
+        >>> untied_config({"text_config": {"vocab_size": 8}})
+        {'text_config': {'vocab_size': 8, 'tie_word_embeddings': False}, 'tie_word_embeddings': False}
+    """
+    found = dict(config)
+    for key, part in language_parts(config):
+        if key:
+            found[key] = {**part, TIED: False}
+    return {**found, TIED: False}
+
+
+def undone_ties(checkpoint: Checkpoint) -> Mapping[str, str] | None:
+    """Return the ties that a view of a checkpoint undoes; None where it is seen as its config says."""
+    while True:
+        if isinstance(checkpoint, Untied):
+            return checkpoint.ties
+        if isinstance(checkpoint, Donor):
+            checkpoint = checkpoint.first
+        elif isinstance(checkpoint, View):
+            checkpoint = checkpoint.seen
+        else:
+            return None
+
+
+def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two stored tensors are equal to the bit, read in blocks."""
+    header = checkpoint.headers[one]
+    return header.shape == checkpoint.headers[other].shape and all(
+        torch.equal(checkpoint.read(one, rows), checkpoint.read(other, rows))
+        for rows in header.row_blocks(_BLOCK_ELEMENTS)
+    )

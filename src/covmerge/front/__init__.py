@@ -1,0 +1,1 @@
+"""What people call: the Python functions, the command line, reports and pages."""

@@ -1,0 +1,397 @@
+"""`covmerge collect`: statistics of the experts' data, for the methods that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from covmerge.base.errors import InputError
+from covmerge.front.cli import options
+from covmerge.front.cli.console import print_json, printable, say, stderr, stdout
+from covmerge.front.cli.units import format_seconds
+
+if TYPE_CHECKING:
+    from covmerge.plan.statistics import Collected, Generated
+
+_WHAT, _HOW, _ALL, _RUN = "What to collect", "How to read", "All experts at once", "Run"
+_OWN = "Without data"
+
+
+def collect(
+    expert: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="EXPERT",
+            show_default=False,
+            help="Folder of the model, or org/name@revision.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DATA",
+            show_default=False,
+            help="Its examples: .txt, .jsonl, .json or .csv.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUT.covstats.safetensors", show_default=False, help="File to write."
+        ),
+    ] = None,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="data|generated|random",
+            rich_help_panel=_OWN,
+            help="generated: what a language model writes itself, or what is drawn for an encoder; random: "
+            "what is drawn, for a language model too, as auto's --base-stats wants it of the base; DATA is "
+            "left out.",
+        ),
+    ] = "data",
+    start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bos|chat|user|base",
+            rich_help_panel=_OWN,
+            help="What a language model goes on from: the beginning of a text (the default), its chat "
+            "template where it answers an empty question, or where the user would ask; base: what --base "
+            "wrote first.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", rich_help_panel=_OWN, help="Most that it writes a turn; else 64."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", rich_help_panel=_OWN, help="Of the sampling; else 1."),
+    ] = None,
+    other: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            rich_help_panel=_OWN,
+            help="Another expert of the merge, once for each, with --base: how strongly EXPERT reacts is "
+            "held against these.",
+        ),
+    ] = None,
+    by_confidence: Annotated[
+        bool,
+        typer.Option(
+            "--by-confidence",
+            rich_help_panel=_OWN,
+            help="Instead of --base: a drawn input weighs by how sure EXPERT's own head is of it.",
+        ),
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="gram|fisher",
+            rich_help_panel=_WHAT,
+            help="gram, for regmean and lot (the default), or fisher; may be given twice.",
+        ),
+    ] = None,
+    max_examples: Annotated[
+        int, typer.Option(min=1, metavar="N", rich_help_panel=_WHAT, help="Most examples to take.")
+    ] = 256,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="model|data",
+            rich_help_panel=_WHAT,
+            help="Whose labels the Fisher information is of; else the model's.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=_WHAT,
+            help="Of labels and inputs that are drawn or written; else 0.",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_HOW,
+            help="Tokens that a text is cut to; else what the model takes.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", rich_help_panel=_HOW, help="Tokenizer, if the model has none."
+        ),
+    ] = None,
+    text_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Column of the text; else text."),
+    ] = None,
+    pair_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_HOW, help="Of a second text; else text_pair."
+        ),
+    ] = None,
+    label_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of the label; else label."),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            metavar="inputs|regmean++",
+            rich_help_panel=_ALL,
+            help="regmean++ sees each block behind the merged blocks before it.",
+        ),
+    ] = "inputs",
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            rich_help_panel=_ALL,
+            help="Base of the experts. With --inputs generated: an input weighs by how strongly EXPERT "
+            "reacts to it; drawn ones give the mean without. With --start base: it begins the texts.",
+        ),
+    ] = None,
+    named_expert: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--expert",
+            metavar="NAME=SOURCE",
+            rich_help_panel=_ALL,
+            help="An expert; once for each.",
+        ),
+    ] = None,
+    named_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="NAME=FILE", rich_help_panel=_ALL, help="Its examples; once for each."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            rich_help_panel=_ALL,
+            help="Folder for NAME.covstats.safetensors of each.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_RUN,
+            help="Examples at a time; else 8, or of texts that a model writes 32, if they fit.",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=_RUN, help="Where the model runs."),
+    ] = "cpu",
+    max_memory: options.MaxMemory = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", rich_help_panel=_RUN, help="Replace an earlier file of statistics."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=_RUN, help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Run examples through an expert and write what its layers see to a statistics file.
+
+    covmerge collect ./code code.jsonl code.covstats.safetensors
+
+    covmerge collect ./code code.covstats.safetensors --inputs generated
+    --base B --other ./math
+
+    covmerge collect ./base base.covstats.safetensors --inputs random
+
+    covmerge collect --protocol regmean++ --base B --expert code=./code
+    --data code=code.jsonl ... --out DIR
+
+    covmerge collect --protocol regmean++ --inputs generated --base B
+    --expert code=./code ... --out DIR
+    """
+    from covmerge.front.cli.flags import pairs
+    from covmerge.front.cli.progress import ExamplesProgress
+    from covmerge.plan.recipe import parse_size
+    from covmerge.plan.statistics import collect as collect_one
+    from covmerge.plan.statistics import collect_regmean_pp
+    from covmerge.run.engine import usable_device
+
+    how: dict[str, Any] = {
+        "device": usable_device(device),
+        "max_memory": None if max_memory is None else parse_size(max_memory),
+        "overwrite": overwrite,
+        "progress": ExamplesProgress(stderr()),
+        "max_examples": max_examples,
+        "batch_size": batch_size,
+        "max_length": max_length,
+        "tokenizer": tokenizer,
+    }
+    made = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
+    columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
+    how |= {name: value for name, value in columns.items() if value is not None}
+    if protocol == "inputs":
+        _refuse("regmean++", base if inputs == "data" else None, named_expert, named_data, folder)
+        examples, target = _examples(inputs, data, out, made, other)
+        if expert is None or target is None:
+            raise InputError(_USAGE[inputs])
+        done = [
+            collect_one(
+                expert,
+                examples,
+                target,
+                kinds=kind or ("gram",),
+                labels="model" if labels is None else labels,
+                seed=0 if seed is None else seed,
+                base=base,
+                others=other or (),
+                by_confidence=by_confidence,
+                **how,
+            )
+        ]
+    elif protocol == "regmean++":
+        _refuse("inputs", expert, data, out, kind, labels, other, by_confidence or None)
+        if inputs == "random":
+            raise InputError("--inputs random belongs to --protocol inputs: leave out one of them")
+        if base is None or folder is None:
+            raise InputError("--base SOURCE and --out FOLDER are needed for --protocol regmean++")
+        experts = pairs("--expert", named_expert or (), "code=./code")
+        examples_of = _examples_of_all(inputs, named_data or (), made)
+        done = list(collect_regmean_pp(base, experts, examples_of, folder, **how).values())
+    else:
+        raise InputError(f"--protocol is '{protocol}': pass inputs or regmean++")
+    if as_json:
+        print_json({"files": [_summary(file) for file in done]})
+    else:
+        _show(done)
+
+
+_USAGE = {
+    "data": "a model, a file of examples and a file to write are needed: "
+    "covmerge collect EXPERT DATA OUT.covstats.safetensors",
+    "generated": "a model and a file to write are needed: "
+    "covmerge collect EXPERT OUT.covstats.safetensors --inputs generated",
+    "random": "a model and a file to write are needed: "
+    "covmerge collect BASE OUT.covstats.safetensors --inputs random",
+}
+
+
+def _examples(
+    inputs: str,
+    data: Path | None,
+    out: Path | None,
+    options: Mapping[str, Any],
+    others: Sequence[str] | None,
+) -> tuple[Path | Generated, Path | None]:
+    """What the expert sees, and the file to write: the second place, where there is no data."""
+    from covmerge.plan.statistics import Generated
+
+    _check_inputs(inputs)
+    given = {name: value for name, value in options.items() if value is not None}
+    start = given.get("start")
+    if inputs == "data":
+        _refuse_made([*(name for name in given if name != "seed"), *(["other"] if others else [])])
+        if data is None or out is None:
+            raise InputError(_USAGE[inputs])
+        return data, out
+    if out is not None:
+        raise InputError(f"--inputs {inputs} needs no {data}: leave it out")
+    if inputs == "random":
+        if start is not None:
+            raise InputError(f"--start {start} belongs to --inputs generated: leave it out")
+        given["start"] = inputs
+    return Generated(**given), data
+
+
+def _examples_of_all(
+    inputs: str, data: Sequence[str], options: Mapping[str, Any]
+) -> Mapping[str, str] | Generated:
+    """What the experts of RegMean++ see: a file each, or what each makes itself."""
+    from covmerge.front.cli.flags import pairs
+    from covmerge.plan.statistics import Generated
+
+    _check_inputs(inputs)
+    given = {name: value for name, value in options.items() if value is not None}
+    if inputs == "data":
+        _refuse_made(list(given))
+        return pairs("--data", data, "code=code.jsonl")
+    if data:
+        raise InputError(f"--inputs {inputs} needs no --data: leave it out")
+    return Generated(**given)
+
+
+def _check_inputs(inputs: str) -> None:
+    if inputs not in _USAGE:
+        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
+
+
+def _refuse_made(given: Sequence[str]) -> None:
+    """Refuse what belongs to inputs that are made."""
+    if given:
+        raise InputError(f"--{given[0]} belongs to --inputs generated: leave it out, or pass that")
+
+
+def _refuse(protocol: str, *given: object) -> None:
+    """Refuse arguments of the other protocol, rather than pass over them."""
+    if any(value is not None and value != [] for value in given):
+        words = {
+            "inputs": "EXPERT, DATA, OUT, --other, --by-confidence, --kind and --labels belong to "
+            "--protocol inputs",
+            "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
+        }
+        raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")
+
+
+def _summary(file: Collected) -> dict[str, Any]:
+    return {
+        "path": str(file.path),
+        "examples": file.examples,
+        "kinds": {
+            kind: {
+                "tensors": file.tensors[kind],
+                "stored": file.stored[kind],
+                "rows": list(file.rows[kind]),
+            }
+            for kind in file.tensors
+        },
+        "bytes": file.nbytes,
+        "seconds": file.seconds,
+        "notes": list(file.notes),
+    }
+
+
+def _show(done: Sequence[Collected]) -> None:
+    from covmerge.front.cli.show import table
+    from covmerge.plan.recipe import format_size
+
+    rows = table("file", "kind", "layers", "rows", "size", "time", right=("layers", "rows"))
+    for file in done:
+        for kind, count in file.tensors.items():
+            fewest, most = file.rows[kind]
+            rows.add_row(
+                printable(file.path.name),
+                kind,
+                str(count),
+                str(most) if fewest == most else f"{fewest}–{most}",
+                format_size(file.nbytes),
+                format_seconds(file.seconds),
+            )
+        for note in file.notes:
+            say("note", note)
+    stdout().print(rows)

@@ -1,0 +1,95 @@
+"""`covmerge compare`: the flags. What they do is in `comparing`, which needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covmerge.front.cli import options
+
+
+def compare(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE.yml",
+            show_default=False,
+            help="Recipe file; its method and parameters are replaced.",
+        ),
+    ] = None,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    weight: options.Weights = None,
+    stats: options.Stats = None,
+    base_stats: options.BaseStats = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="all|NAME,NAME(KEY=VALUE),...",
+            rich_help_panel=options.HOW,
+            help="Methods to compare, one of them several times if its parameters differ: "
+            "'ties,task_arithmetic(scale=0.1),task_arithmetic(scale=0.3)'; all: every one that can run on "
+            "what is given.",
+        ),
+    ] = "all",
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="METHOD.KEY=VALUE",
+            rich_help_panel=options.HOW,
+            help="A parameter of one of the methods.",
+        ),
+    ] = None,
+    before: options.Before = None,
+    after: options.After = None,
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    allow: options.Allow = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=options.OUTPUT,
+            help="Folder for the models, one each; without it only the table is made.",
+        ),
+    ] = None,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    workers: options.Workers = "1",
+    max_memory: options.MaxMemory = None,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
+) -> None:
+    """Merge by many methods in one reading pass, and put them beside each other.
+
+    covmerge compare --base B --expert code=./code --expert math=./math --methods all --out DIR
+    """
+    from covmerge.front.cli import comparing, flags
+
+    comparing.compare(
+        flags.read_recipe(
+            recipe,
+            flags.RecipeFlags(
+                base=base,
+                experts=expert or (),
+                weights=weight or (),
+                statistics=stats or (),
+                base_statistics=base_stats,
+                before=before or (),
+                after=after or (),
+                tensors=tensors or (),
+                dtype=dtype,
+                allow=allow or (),
+            ),
+        ),
+        methods=flags.methods_to_compare(methods),
+        parameters=flags.method_parameters(parameter or ()),
+        out=out,
+        run=flags.run_options(device, threads, max_memory, workers=workers, overwrite=overwrite),
+        as_json=as_json,
+        as_csv=as_csv,
+    )

@@ -1,0 +1,78 @@
+"""`covmerge extract`: a full fine-tune as an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covmerge.front.cli import options
+
+
+def extract(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="Folder, file or org/name@revision of the base.")
+    ],
+    expert: Annotated[
+        str, typer.Argument(metavar="EXPERT", help="The model that was fine-tuned from it.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    rank: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="R", rich_help_panel=options.OUTPUT, help="Rank of the adapter."
+        ),
+    ],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            metavar="adapter|kohya|diffusers",
+            rich_help_panel=options.OUTPUT,
+            help="For PEFT, or a LoRA file of a part of a diffusion model.",
+        ),
+    ] = "adapter",
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    allow: options.Allow = None,
+    out_dtype: options.OutDtype = None,
+    whole: options.Whole = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    workers: options.Workers = "1",
+    max_memory: options.MaxMemory = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+
+    covmerge extract ./base ./code ./code-lora --rank 32
+    """
+    from covmerge.front.cli import flags, merging
+
+    recipe = flags.read_recipe(
+        None,
+        flags.RecipeFlags(
+            base=base,
+            experts=(f"expert={expert}",),
+            # Of one expert, the expert.
+            method="average",
+            tensors=tensors or (),
+            dtype=dtype,
+            allow=allow or (),
+            out_dtype=out_dtype,
+            form=form,
+            rank=rank,
+            whole=whole or None,
+        ),
+    )
+    merging.merge_to(
+        recipe,
+        out,
+        flags.run_options(
+            device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
+        ),
+        as_json=as_json,
+    )

@@ -1,0 +1,250 @@
+"""What `covmerge inspect` does: look, and print a picture that a terminal can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from statistics import fmean, median
+from typing import cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from covmerge.base.choice import PREFERRED
+from covmerge.base.text import counted
+from covmerge.front import api
+from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
+from covmerge.front.cli.show import facts, table
+from covmerge.front.cli.units import format_seconds
+from covmerge.front.reporting import Report, check_page, write_html
+from covmerge.maths.covariance.gate import Statistic
+from covmerge.plan.recipe import Recipe, format_size
+from covmerge.run.engine import RunOptions
+from covmerge.run.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
+from covmerge.run.inspection.result import root_mean_square
+from covmerge.run.judgement.names import block_of, kind_of
+
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
+_STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
+_WIDEST = 32  # characters of a picture
+_MOST_LINES = 24  # of one picture; beyond it the layers of a block are one line
+_MOST_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags that say how to look, and where results go."""
+
+    spectra: str
+    html: Path | None
+    run: RunOptions
+    as_json: bool
+    as_csv: bool
+
+
+def inspect(recipe: Recipe, flags: Flags) -> None:
+    """Look, and print what was found.
+
+    Raises:
+        InputError: a source that cannot be opened, or no place for the page.
+        Exit: with 1 if there is a fault.
+    """
+    check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
+    if flags.html is not None:
+        check_page(flags.html, overwrite=flags.run.overwrite)
+    job = InspectJob(
+        recipe=recipe,
+        spectra=cast("SpectraOf", flags.spectra),
+        options=flags.run,
+    )
+    inspection = api.run_inspection(job)
+    if flags.html is not None:
+        title = f"Before a merge: {', '.join(inspection.experts)}"
+        write_html(Report(title, inspection), flags.html, overwrite=flags.run.overwrite)
+    if flags.as_json:
+        print_json(inspection.as_json())
+    elif flags.as_csv:
+        print_csv(inspection)
+    else:
+        show(stdout(), inspection)
+        if flags.html is not None:
+            stdout().print(printable(f"Report: {flags.html}"), soft_wrap=True)
+    if inspection.faults:
+        raise typer.Exit(1)
+
+
+def show(console: Console, inspection: Inspection) -> None:
+    """Print findings, and pictures of 80 columns that need no colour."""
+    base, count = printable(inspection.base), len(inspection.experts)
+    console.print(f"Inspected {counted(count, 'expert')} of {base}", soft_wrap=True)
+    said = Table.grid(padding=(0, 2))
+    for finding in inspection.findings:
+        who = "" if finding.expert is None else f"'{finding.expert}' "
+        style = _STYLES[finding.severity]
+        said.add_row(str(finding.severity), printable(who + finding.text), style=style)
+    console.print(said if inspection.findings else "nothing to warn of")
+    if inspection.matrices:
+        bars = _BARS if console.encoding.lower().startswith("utf") else _ASCII_BARS
+        console.print(_experts(inspection))
+        console.print(*_norms(inspection, bars), sep="\n")
+        if len(inspection.compared) > 1:
+            console.print("γ over its threshold: above 1 ACE puts the experts on one scale")
+            console.print(_gammas(inspection, bars))
+            console.print("Pairs of experts, over all tensors")
+            console.print(_pairs(inspection))
+        if any(layer.foreseen for layer in inspection.matrices):
+            console.print(*_foreseen(inspection), sep="\n")
+    run = inspection.run
+    if "seconds" in run and "peak_memory" in run:
+        peak = f"peak memory {format_size(run['peak_memory'])}"
+        console.print(facts([("run", f"{format_seconds(run['seconds'])}, {peak}")]))
+
+
+def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:
+    """Draw values from 0 to `most`, one character each, or the means of as many as must share one.
+
+    Example:
+        >>> spark([0.0, 0.5, 1.0], 1.0)
+        '▁▅█'
+    """
+    if len(values) > _WIDEST:
+        edges = [round(i * len(values) / _WIDEST) for i in range(_WIDEST + 1)]
+        values = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    top = len(bars) - 1
+    return "".join(bars[min(top, round(top * value / most)) if most else 0] for value in values)
+
+
+def _experts(inspection: Inspection) -> Table:
+    total = inspection.total()
+    assert total is not None
+    spectra = any(layer.spectra for layer in inspection.matrices)
+    stored = inspection.lost_when_stored()
+    columns = [
+        "‖Δ‖",
+        "‖Δ‖/‖W₀‖",
+        "untouched",
+        "lost in bf16",
+        *(["lost when stored"] * bool(stored)),
+    ]
+    ranks = ["eff. rank", "rank"] if spectra else []
+    rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
+    base = total.base_norm or 1.0
+    for place, expert in enumerate(inspection.compared):
+        own = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
+        taken = (
+            [f"{median(s.effective_rank for s in own):.0f}", f"{median(s.rank for s in own):.0f}"]
+            if own
+            else []
+        )
+        rows.add_row(
+            printable(expert),
+            f"{total.norms[place]:.3g}",
+            f"{total.norms[place] / base:.3g}",
+            f"{total.untouched[place]:.1%}",
+            f"{total.rounding_of_weights[place]:.1%}",
+            *([f"≈ {stored[expert]:.0%}" if expert in stored else ""] * bool(stored)),
+            *taken,
+        )
+    return rows
+
+
+def _norms(inspection: Inspection, bars: str) -> tuple[str, Table]:
+    groups = _groups(inspection)
+    series = {
+        (expert, name): [
+            root_mean_square(layer.relative[expert] for layer in block) for block in blocks
+        ]
+        for expert in inspection.compared
+        for name, blocks in groups.items()
+    }
+    moved = [value for values in series.values() for value in values if value] or [1.0]
+    least, most = min(moved), max(moved)
+    rows = table("expert", "layers", "picture", "median", "most", right=["median", "most"])
+    for (expert, name), values in series.items():
+        # From 1 for the smallest update to 8; 0, drawn as nothing, for none.
+        steps = [1 + 7 * log(v / least) / (log(most / least) or 1.0) if v else 0.0 for v in values]
+        picture = spark(steps, 8.0, f" {bars}")
+        rows.add_row(
+            printable(expert),
+            printable(name),
+            picture,
+            f"{median(values):.2g}",
+            f"{max(values):.2g}",
+        )
+    scale = f"{bars[0]} {least:.2g} to {bars[-1]} {most:.2g}, logarithmic"
+    return f"‖Δ‖/‖W₀‖ from the first block to the last; {scale}", rows
+
+
+def _gammas(inspection: Inspection, bars: str) -> Table:
+    rows = table("γ", "picture", "median", "fires", right=["median", "fires"])
+    titles: dict[Statistic, str] = {"paper": "paper, Eq. 7", "scale_free": "scale-free"}
+    for statistic, title in titles.items():
+        gates = [layer.gate(statistic) for layer in inspection.matrices]
+        over = [gate.gamma / gate.tau for gate in gates]
+        fired = sum(gate.fired for gate in gates)
+        # The pole of the paper's γ would flatten everything else.
+        picture = spark([min(value, 2.0) for value in over], 2.0, bars)
+        rows.add_row(title, picture, f"{median(over):.2g}", f"{fired} of {len(gates)}")
+    return rows
+
+
+def _pairs(inspection: Inspection) -> Table:
+    total = inspection.total()
+    assert total is not None
+    experts = inspection.compared
+    pairs = [(i, j) for i in range(len(experts)) for j in range(i + 1, len(experts))]
+    pairs.sort(key=lambda pair: -abs(total.cosines[pair[0]][pair[1]]))
+    overlaps = _overlaps(inspection)
+    columns = ["cosine", "opposite signs", *(["shared inputs"] if overlaps else [])]
+    rows = table("experts", *columns, right=columns)
+    for i, j in pairs[:_MOST_PAIRS]:
+        pair = (experts[i], experts[j])
+        shared = [f"{overlaps[pair]:.2f}"] if overlaps else []
+        cells = (f"{total.cosines[i][j]:.3f}", f"{total.sign_conflict[i][j]:.1%}", *shared)
+        rows.add_row(printable(" and ".join(pair)), *cells)
+    if len(pairs) > _MOST_PAIRS:
+        rows.add_row(f"and {len(pairs) - _MOST_PAIRS} pairs with smaller cosines")
+    return rows
+
+
+def _foreseen(inspection: Inspection) -> tuple[str, Table]:
+    """What would be done to the layers of each kind: what is told in numbers, headed by symbols."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for layer in inspection.matrices:
+        for heading, value in layer.foreseen.items():
+            if isinstance(value, float):
+                found.setdefault(heading, {}).setdefault(kind_of(layer.name), []).append(value)
+    symbols = [heading.partition(",")[0] for heading in found]
+    rows = table("layers", *symbols, right=symbols)
+    for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
+        cells = (f"{median(own[kind]):.3g}" if kind in own else "" for own in found.values())
+        rows.add_row(printable(kind), *cells)
+    title = f"What {PREFERRED} would do by the weights alone, medians of {'; '.join(found)}"
+    return title, rows
+
+
+def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:
+    """Mean over the matrices of how far two experts act on the same inputs."""
+    taken = [layer.overlap for layer in inspection.matrices if layer.overlap]
+    if not taken:
+        return {}
+    return {pair: fmean(overlap[pair] for overlap in taken) for pair in taken[0]}
+
+
+def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
+    """Layers of one kind, block by block; all kinds as one where there are too many lines."""
+    kinds = list(dict.fromkeys(_kinds(inspection)))
+    together = len(kinds) * len(inspection.compared) > _MOST_LINES
+    groups: dict[str, dict[int | None, list[LayerView]]] = {}
+    for layer in inspection.matrices:
+        name = "all" if together else kind_of(layer.name)
+        groups.setdefault(name, {}).setdefault(block_of(layer.name), []).append(layer)
+    return {name: list(blocks.values()) for name, blocks in groups.items()}
+
+
+def _kinds(inspection: Inspection) -> Iterator[str]:
+    return (kind_of(layer.name) for layer in inspection.matrices)

@@ -1,0 +1,131 @@
+"""How a command ends: one line on stderr and an exit code, wherever the error came from."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from covmerge.base.errors import CovmergeError, InputError, ResourceError
+from covmerge.base.phrasing import Form, in_form
+from covmerge.front.cli.console import say, stderr
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+RECIPES = (".yml", ".yaml", ".json")  # what their names end in
+_RECIPE = "covmerge.recipe"
+TERMINATED = 143  # 128 + SIGTERM
+# How Python, torch's allocators, C++ and the C library say it.
+_NO_MEMORY = (
+    "can't start new thread",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+)
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+# Signals that were met, of this process.
+_terminated: list[int] = []
+
+
+def interrupt_on_sigterm() -> None:
+    """Have SIGTERM, by which schedulers and containers stop a process, end it as Ctrl-C does."""
+
+    def stop(number: int, _: object) -> None:
+        _terminated.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def interruptible() -> Generator[None, None, None]:
+    """Have Ctrl-C and SIGTERM end a command in words whenever they come, before it has begun too.
+
+    Raises:
+        SystemExit: with the exit code of the signal that came.
+    """
+    interrupt_on_sigterm()
+    try:
+        yield
+    except KeyboardInterrupt:
+        stderr().print("interrupted")
+        sys.exit(_interrupted())
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # which typer ends with by itself, whichever signal it was
+            sys.exit(_interrupted())
+        raise
+
+
+def _interrupted() -> int:
+    return TERMINATED if _terminated else INTERRUPTED
+
+
+class ReportingGroup(TyperGroup):
+    """The commands, with errors that are meant for the user told to the user.
+
+    Anything unexpected keeps its traceback.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note whether a recipe is among the arguments, in whose words errors are told then."""
+        named = (arg for arg in args if not arg.startswith("-"))
+        ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) for arg in named)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        form: Form = "recipe" if ctx.meta[_RECIPE] else "flags"
+        try:
+            return super().invoke(ctx)
+        except CovmergeError as error:
+            _fail(error, form)
+        except KeyboardInterrupt as stop:
+            stderr().print(str(stop) or "interrupted")
+            raise typer.Exit(_interrupted()) from None
+        except SystemExit as error:  # not a command's own: these end by typer.Exit
+            if isinstance(error.__context__, BrokenPipeError):  # rich's, of `covmerge ... | head`
+                raise typer.Exit(1) from None
+            _fail(
+                InputError(
+                    f"code of another package ended the program (SystemExit: {error}), and nothing was "
+                    "finished: leave out what uses it (`covmerge methods` names the packages), or repair it"
+                )
+            )
+        except (MemoryError, RuntimeError, OSError) as error:
+            if _of_memory(error):
+                said = str(error).partition("\n")[0] or "refused"
+                _fail(
+                    ResourceError(
+                        f"the memory is used up ({said}): "
+                        "free some, raise the limit of this process (ulimit -v), or pass a smaller "
+                        "--max-memory and fewer --workers and --threads"
+                    )
+                )
+            if not isinstance(error, OSError) or error.errno not in _NO_SPACE:
+                raise
+            _fail(
+                ResourceError(
+                    f"no room{f' for {error.filename}' if error.filename else ''} "
+                    f"({error.strerror}): free some space or choose another output folder"
+                )
+            )
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether the system refused memory: to Python, to torch, or for the stack of a thread."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
+
+
+def _fail(error: CovmergeError, form: Form = "flags") -> NoReturn:
+    say("error", in_form(str(error), form))
+    raise typer.Exit(error.exit_code) from None

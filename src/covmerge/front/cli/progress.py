@@ -1,0 +1,112 @@
+"""Progress of long work: a bar on a terminal, a plain line now and then anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from covmerge.front.cli.console import printable
+from covmerge.front.cli.units import format_seconds
+from covmerge.plan.recipe import format_size
+
+_LINE_EVERY = 10.0  # seconds
+
+
+class _Display:
+    """A bar that is gone when the work is over, or lines for logs, without control characters."""
+
+    first = ""  # beside the empty bar
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, *, label: str = ""
+    ) -> None:
+        self._console = console
+        self._label = label
+        self._clock = clock
+        self._bar = Bar(
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal or console.is_dumb_terminal,
+        )
+
+    def start(self, total: int | None) -> None:
+        """Show the empty bar, and start the clock."""
+        self._total: int | None = total
+        self._done: int = 0
+        self._start = self._said = self._clock()
+        self._task = self._bar.add_task(self._label + self.first, total=total)
+        self._bar.start()
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        if not self._bar.disable:  # which would end a log with an empty line
+            self._bar.stop()
+
+    @property
+    def _elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def _show(self, line: str) -> None:
+        """Move the bar, or print a line if the last one is old."""
+        line = self._label + line
+        self._bar.update(self._task, completed=self._done, description=line)
+        if self._bar.disable and self._clock() - self._said >= _LINE_EVERY:
+            self._said = self._clock()
+            self._console.print(line, soft_wrap=True)
+
+
+class BytesProgress(_Display):
+    """Bytes read and written, their rate, the time left and what was just finished.
+
+    What an earlier run finished counts as done, not as speed.
+    """
+
+    first = "reading"
+    _resumed = 0
+
+    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
+        """Count bytes that are done."""
+        self._done += size
+        self._resumed += size if resumed else 0
+        self._show(self._line(what))
+
+    def _line(self, what: str) -> str:
+        total = self._total or 0
+        parts = [f"{format_size(self._done)} of {format_size(total)}"]
+        elapsed, moved = self._elapsed, self._done - self._resumed
+        if elapsed > 0 and moved > 0:
+            rate = moved / elapsed
+            parts += [
+                f"{format_size(int(rate))}/s",
+                f"{format_seconds((total - self._done) / rate)} left",
+            ]
+        return ", ".join([*parts, printable(what)])
+
+
+class ExamplesProgress(_Display):
+    """Examples done, their rate and the time left."""
+
+    first = "running"
+
+    def advance(self, count: int) -> None:
+        """Count examples that are done."""
+        self._done += count
+        self._show(self.line())
+
+    def line(self) -> str:
+        """Say how many are done, how fast, and how long the others will take."""
+        of = "" if self._total is None else f" of {self._total}"
+        parts = [f"{self._done}{of} examples"]
+        elapsed = self._elapsed
+        if elapsed > 0 and self._done:
+            rate = self._done / elapsed
+            parts.append(f"{rate:.3g}/s")
+            if self._total is not None:
+                parts.append(f"{format_seconds((self._total - self._done) / rate)} left")
+        return ", ".join(parts)

@@ -1,0 +1,258 @@
+"""One merge from open checkpoints to a verified result: tensors in memory, or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from covmerge.base.code import own_version
+from covmerge.base.errors import InputError
+from covmerge.base.text import shown
+from covmerge.files.checkpoints import (
+    COMPUTED,
+    ORDER,
+    PROCESSOR,
+    THREADS,
+    Journal,
+    Staging,
+    check_not_input,
+)
+from covmerge.files.stores.destination import Destination
+from covmerge.front.rank_job import RankJob
+from covmerge.maths.linalg.bits import unpack
+from covmerge.plan.planning import MODEL, Plan, head_part, mask_part
+from covmerge.plan.recipe import Recipe, dump_recipe
+from covmerge.run.engine import (
+    Contents,
+    Context,
+    Executor,
+    Gathering,
+    Hashes,
+    MemoryOutput,
+    MemoryPlan,
+    Output,
+    Rank,
+    Ranks,
+    RunOptions,
+    RunResult,
+    Session,
+    room_for,
+    run,
+    torch_threads,
+)
+from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.output import OutputFiles, merge_stats, run_figures
+from covmerge.run.result import MergedTensors, MergeResult
+from covmerge.run.sources import OpenCheckpoints
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe, where its output appears (None: as tensors in memory), and the options."""
+
+    recipe: Recipe
+    out: Destination | None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def run(self, checkpoints: OpenCheckpoints) -> MergeResult:
+        """Plan, then merge to tensors in memory or to `out`.
+
+        Raises:
+            InputError: anything wrong with the inputs; nothing is left behind.
+            CheckFailed: the output failed its verification.
+        """
+        if self.out is None and self.recipe.output.format == "adapter":
+            raise InputError("an adapter is written to a folder: give an output folder")
+        if self.out is None and self.recipe.output.quantise != "none":
+            raise InputError("a quantised model is written to a folder: give an output folder")
+        before = None
+        if self.out is not None:  # before the base is run
+            if self.options.rank is not None or self.options.cluster is not None:
+                self.out.share()
+            check_not_input(self.out, checkpoints.paths())
+            before = self.out.occupant()
+            if not self._helps:
+                Staging(self.out, overwrite=self.options.overwrite).check()
+        (plan,), checkpoints = checkpoints.plans_to_run([self.recipe], self.options)
+        # A merge in memory holds its whole output beside the work.
+        in_memory = self.out is None or self.out.work.folder is None
+        memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
+        work = _Work(plan, checkpoints, memory)
+        if self.out is None:
+            if self.options.rank is not None:
+                raise InputError("ranks share a merge to a folder: give an output folder")
+            return self._to_memory(work)
+        if self.options.rank is not None:
+            return self._among_ranks(work, self.out, before, self.options.rank)
+        return self._to_files(work, self.out)
+
+    @property
+    def _helps(self) -> bool:
+        """Whether another process is to make the output."""
+        return self.options.rank is not None and self.options.rank.number > 0
+
+    def _to_memory(self, work: _Work) -> MergedTensors:
+        plan = work.plan
+        work.checkpoints.materialize()
+        output = MemoryOutput(plan.parts)
+        with closing(self._executor(work)) as executor:
+            done, _ = self._execute(work, output, executor)
+        fit = check_fit(plan, done.items, work.checkpoints)
+        stats, account = merge_stats(plan, done.items)
+        shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
+        found = output.tensors
+        return MergedTensors(
+            tensors=_whole_model(plan, found),
+            heads={expert: found[head_part(expert)] for expert in plan.heads},
+            recipe=plan.recipe,
+            stats=stats,
+            run=run_figures(done, work.memory, work.checkpoints),
+            timeline=done.spans,
+            noticed=account.rows,
+            notes=(*plan.notes, *account.notes, *fit.notes),
+            warnings=(*fit.warnings, *account.warnings),
+            masks={
+                expert: {name: unpack(bits, shapes[name]) for name, bits in found[part].items()}
+                for expert in plan.recipe.experts
+                if (part := mask_part(expert)) in found
+            },
+        )
+
+    def _among_ranks(
+        self, work: _Work, out: Destination, before: object | None, rank: Rank
+    ) -> MergeResult:
+        """Do a part of the merge, or lead those who do."""
+
+        def lead(gathering: Gathering, taking_over: bool) -> MergeResult | None:
+            resume = self.options.resume or taking_over
+            try:
+                job = replace(self, options=replace(self.options, resume=resume))
+                return job._to_files(work, out, gathering, must_resume=taking_over)
+            except _NothingBegunError:
+                return None
+
+        own = RankJob(work.plan, work.checkpoints, work.memory, out, before, self.options, rank)
+        return own.run(lead)
+
+    def _to_files(
+        self,
+        work: _Work,
+        out: Destination,
+        gathering: Gathering | None = None,
+        *,
+        must_resume: bool = False,
+    ) -> MergeResult:
+        options, folder = self.options, out.work.folder
+        if folder is not None and not (options.resume or options.overwrite):
+            # Before anything is downloaded. What an earlier merge holds may be the space that this
+            # one will use; the writer reserves its space in any case.
+            room_for([work.plan], folder).check()
+        with ExitStack() as stack:
+            staging = stack.enter_context(
+                Staging(out, overwrite=options.overwrite, resume=options.resume)
+            )
+            if must_resume and not staging.resuming:
+                raise _NothingBegunError
+            if staging.resuming:
+                work.checkpoints.check_resumable()
+            session = None if gathering is None else stack.enter_context(gathering.lead())
+            work.checkpoints.materialize()
+            sources = {**work.checkpoints.identity(), COMPUTED: options.computed(work.memory)}
+            # Ranks take the threads of the one that leads, so these belong to its journal alone.
+            own = {**sources, THREADS: options.threads_for(work.plan)}
+            told = {
+                "covmerge": own_version(),
+                "torch": torch.__version__,
+                "recipe": dump_recipe(work.plan.recipe),
+                ORDER: list(work.plan.recipe.experts),
+                **own,
+                PROCESSOR: options.processor,
+            }
+            # A journal of another plan is an error that leaves the earlier work as it is; whatever
+            # goes wrong after it leaves nothing behind.
+            begin = Journal.resume if staging.resuming else Journal.create
+            journal = begin(staging.journal, work.plan.digest(own), told)
+            if journal.processor not in (None, options.processor):
+                staging.notes.append(
+                    f"the merge was begun on another processor ({shown(journal.processor)}; this one is "
+                    f"{options.processor}), so the last bits of its sums may be those of either"
+                )
+            for entry in () if gathering is None else gathering.earlier():
+                journal.append(entry)
+            try:
+                files = OutputFiles(staging.store, work.plan, work.checkpoints)
+                if session is not None:
+                    session.begin(
+                        work.plan.digest(sources), options.threads or torch.get_num_threads()
+                    )
+                with closing(self._executor(work, session)) as executor:
+                    done, hashes = self._execute(work, files.output, executor, journal)
+                    fit = check_fit(work.plan, done.items, work.checkpoints)
+                    result = files.finish(
+                        done,
+                        work.checkpoints.recorded(hashes),
+                        work.memory,
+                        out.output,
+                        fit=fit,
+                        read=executor.read_files,
+                    )
+            except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
+                staging.discard()
+                raise
+            staging.commit()
+        return replace(result, notes=(*result.notes, *staging.notes))
+
+    def _executor(self, work: _Work, session: Session | None = None) -> Executor:
+        """Return what carries the plan out."""
+        own = self.options.executor(work.memory, work.checkpoints.opener)
+        return own if session is None else Ranks(own, session)
+
+    def _execute(
+        self, work: _Work, output: Output, executor: Executor, journal: Journal | None = None
+    ) -> tuple[RunResult, Hashes]:
+        """Carry the plan out, and hash its sources where there is a journal: of a merge to files."""
+        work.checkpoints.check_ties(work.plan)
+        options = self.options
+        contents: Contents = {} if journal is None else work.checkpoints.contents()
+        experts = work.checkpoints.experts
+        with (
+            naming_lost(experts),
+            torch_threads(options.threads),
+            executor.hashing(contents) as hashing,
+        ):
+            (done,) = run(
+                [(work.plan, output)],
+                work.checkpoints.sources(),
+                Context(work.plan.compute_dtype, options.torch_device),
+                executor=executor,
+                progress=options.shown_progress,
+                journal=journal,
+                follow=hashing.follow,
+            )
+            return done, hashing.result()
+
+
+def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of a model and of its modules, by their names in the whole."""
+    return dict(found.get(MODEL, {})) | {
+        f"{module.prefix}{name}": tensor
+        for part, module in plan.modules.items()
+        for name, tensor in found[part].items()
+    }
+
+
+class _NothingBegunError(Exception):
+    """There is no work of another process to go on with."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a job has settled before its first tensor."""
+
+    plan: Plan
+    checkpoints: OpenCheckpoints
+    memory: MemoryPlan

@@ -1,0 +1,204 @@
+"""One rank's part in a merge that several processes were started for: one leads, the others help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from covmerge.base.errors import CheckpointError, InputError
+from covmerge.files.checkpoints import COMPUTED, OutputTakenError
+from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.stores.destination import Destination
+from covmerge.plan.planning import Plan
+from covmerge.plan.recipe import differing, dump_recipe
+from covmerge.run.engine import (
+    Context,
+    Gathering,
+    LeaderGoneError,
+    MemoryPlan,
+    Output,
+    Rank,
+    Ranks,
+    RunOptions,
+    Session,
+    help_reading,
+    run_part,
+    torch_threads,
+)
+from covmerge.run.export import open_output, plan_parts
+from covmerge.run.result import MergedFolder, MergeResult, RunFigures, Stats
+from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.verification import WeightsLook
+
+_FOLDER = "ranks"
+# Seconds after which an output is missed whose work is gone: so long NFS shows what was before.
+_SHOWN_AFTER = 60.0
+_STATS = ("totals", "heads", "rescalers", "tensors")
+
+# Does the merge as the one that leads; the flag says whether it takes over. None: there is nothing to
+# take over.
+Lead = Callable[[Gathering, bool], MergeResult | None]
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank knows of the merge.
+
+    Attributes:
+        plan: what is done.
+        checkpoints: its sources.
+        memory: how this rank divides its own.
+        out: where the output appears.
+        before: what was there when this rank began.
+        options: of the run.
+        rank: which this is.
+    """
+
+    plan: Plan
+    checkpoints: OpenCheckpoints
+    memory: MemoryPlan
+    out: Destination
+    before: object | None
+    options: RunOptions
+    rank: Rank
+
+    def run(self, lead: Lead) -> MergeResult:
+        """Lead, or help whoever does until the output is there; take over from one that is gone.
+
+        Raises:
+            InputError: nobody leads, what others do is not seen here, or all that who leads raises.
+        """
+        self.checkpoints.check_versions()
+        gathering = self._gathering()
+        taking_over = False
+        leads = self.rank.number == 0
+        if not leads and self._was_there():
+            return self._published(0)
+        patience, own = self.options.patience, 0
+        while True:
+            if leads:
+                try:
+                    if (result := lead(gathering, taking_over)) is not None:
+                        return result
+                except OutputTakenError:  # this rank was started again, or another took over
+                    pass
+                except InputError:
+                    if not (taking_over and self._is_published()):
+                        raise
+            sources = {**self.checkpoints.identity(), COMPUTED: self.options.computed()}
+            digest = self.plan.digest(sources)
+            try:
+                joined = gathering.join(digest, self._is_published, patience)
+            except InputError:
+                if self.before is not None and self._is_of_this_recipe():
+                    return self._published(own)  # it had been replaced before this rank came
+                raise
+            if joined is None:
+                return self._published(own)
+            session, threads = joined
+            own += self._help(session, threads)
+            gathering.leave(session)
+            # What nobody was seen to lead was killed before: to go on with it is for the user to say.
+            leads = taking_over = session.was_led or self.options.resume
+            patience = min(patience, _SHOWN_AFTER)
+
+    def _gathering(self) -> Gathering:
+        folder = self.out.journal.store.folder
+        if folder is None:
+            raise InputError(
+                f"ranks share a merge by files beside the output, and {self.out} is no folder: leave out "
+                "--executor ranks"
+            )
+        return Gathering(folder / _FOLDER, self.rank, self.options.patience)
+
+    def _help(self, session: Session, threads: int) -> int:
+        """Do what there is to do until the session is over; return how many items were done here."""
+        self.checkpoints.materialize(leads=False)
+        inner = self.options.executor(self.memory, self.checkpoints.opener)
+        with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
+            output = self._opened(session)
+            with executor.hashing(self.checkpoints.contents()) as hashing:
+                with torch_threads(threads):
+                    run_part(
+                        self.plan,
+                        output,
+                        self.checkpoints.sources(),
+                        Context(self.plan.compute_dtype, self.options.torch_device),
+                        executor=executor,
+                    )
+                hashing.result()
+            help_reading(
+                session, partial(WeightsLook.from_json, self.out.work), self.checkpoints.base
+            )
+            while True:
+                session.wait()
+        return executor.own
+
+    def _opened(self, session: Session) -> Output:
+        """Return the output's files, which the rank that leads has made.
+
+        Raises:
+            LeaderGoneError: nobody leads: what a killed merge left lies here.
+            CheckpointError: they are not there.
+        """
+        while True:
+            try:
+                return open_output(self.out.work, plan_parts(self.plan), made=True)
+            except CheckpointError:
+                session.check()
+                if session.was_led:
+                    raise
+            session.wait()
+
+    def _is_published(self) -> bool:
+        return self.out.occupant() not in (None, self.before)
+
+    def _was_there(self) -> bool:
+        """Whether the others were done before this rank had started.
+
+        Raises:
+            InputError: there is an output of something else.
+        """
+        if self.before is None or self.options.overwrite:
+            return False
+        if not self._is_of_this_recipe():
+            raise InputError(
+                f"the output {self.out} exists and is of another recipe: pass --overwrite to replace it, "
+                "or choose another name"
+            )
+        return True
+
+    def _is_of_this_recipe(self) -> bool:
+        try:
+            manifest = read_manifest(self.out.output)
+        except InputError:
+            return False
+        return not differing(manifest["recipe"], dump_recipe(self.plan.recipe))
+
+    def _published(self, own: int) -> MergeResult:
+        """What there is to say of a merge that another rank has ended.
+
+        Raises:
+            InputError: this one could not have helped.
+        """
+        if not own and not self.out.is_made_here():
+            raise InputError(
+                f"{self.rank} did nothing: {self.out} is there, and nothing was seen of the work on it in "
+                f"{self.out.aside}. Ranks share an output on a URL through the folder "
+                "COVMERGE_CACHE: set it to one that all machines see, the same on each"
+            )
+        manifest: dict[str, Any] = read_manifest(self.out.output)
+        return MergedFolder(
+            path=self.out.output.folder,
+            recipe=self.plan.recipe,
+            stats=cast("Stats", {key: manifest[key] for key in _STATS if key in manifest}),
+            run=cast("RunFigures", {"items": len(self.plan.items), "own_items": own}),
+            verification=None,
+            notes=(
+                f"{self.rank}: {own} of {len(self.plan.items)} items were done here, and another rank "
+                "has published",
+            ),
+        )

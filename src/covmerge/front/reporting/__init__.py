@@ -1,0 +1,24 @@
+"""A report of what a merge did, for people.
+
+job       reads base, experts and output again
+data      what it shows
+numbers   what its pictures draw; `tables` has the same as rows, `grid` orders layers
+figures   the pictures, as matplotlib figures; needs the extra `report`
+page      what it says in words
+html      all of it as one page; `svg` and `pictures` put the figures there
+file      the page on the disk
+"""
+
+from covmerge.front.reporting.data import LayerCost, Report
+from covmerge.front.reporting.file import FILE_NAME, check_packages, check_page, write_html
+from covmerge.front.reporting.job import ReportJob
+
+__all__ = [
+    "FILE_NAME",
+    "LayerCost",
+    "Report",
+    "ReportJob",
+    "check_packages",
+    "check_page",
+    "write_html",
+]

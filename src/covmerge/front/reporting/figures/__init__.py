@@ -1,0 +1,35 @@
+"""The pictures of a report as matplotlib figures, one function each.
+
+Each takes an `Inspection` or a `Report`, and returns a figure whose title says what to read from it.
+
+canvas   colours, type, where panels go
+heat     layer by expert: norms, retention, cosines with the merged update
+pairs    expert by expert: cosines, sign conflicts, overlaps
+depth    from input to output: γ and its gate, time and memory
+spectra  singular values before and after refinement
+
+Example:
+    >>> import torch
+    >>> import covmerge
+    >>> base = {"fc.weight": torch.eye(4)}
+    >>> found = covmerge.inspect(base, {"a": {"fc.weight": 1.5 * torch.eye(4)}, "b": base})
+    >>> norms(found).get_suptitle()
+    "'a' moved 50% of the base's norm"
+"""
+
+from covmerge.front.reporting.figures.depth import costs, gamma
+from covmerge.front.reporting.figures.heat import merged_cosines, norms, retention
+from covmerge.front.reporting.figures.pairs import cosines, overlaps, sign_conflicts
+from covmerge.front.reporting.figures.spectra import spectra
+
+__all__ = [
+    "cosines",
+    "costs",
+    "gamma",
+    "merged_cosines",
+    "norms",
+    "overlaps",
+    "retention",
+    "sign_conflicts",
+    "spectra",
+]

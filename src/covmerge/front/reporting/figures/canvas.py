@@ -1,0 +1,237 @@
+"""Paper and ink of the pictures: colours, type, and where panels go."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from covmerge.base.errors import InputError
+from covmerge.front.reporting.colours import INK, MUTED, PAPER
+from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.grid import Panel
+from covmerge.front.reporting.words import shorten
+
+with needed_for_reports():
+    import matplotlib
+    from matplotlib.figure import Figure
+
+# Its annotations are partial.
+_matplotlib: Any = matplotlib
+
+
+# Inches, and points of type.
+WIDTH = 9.2
+SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0
+LETTER = 0.072  # of normal type, in the mean
+_TITLE_LINE, _LINE, _ABOVE, _TICKS, _GAP = 0.2, 0.15, 0.12, 0.33, 0.15
+_TITLE_CHARACTERS = 100
+_NAME_CHARACTERS = 36
+
+_STYLE = {
+    "figure.facecolor": PAPER.light,
+    "axes.facecolor": "none",
+    "axes.edgecolor": MUTED.light,
+    "axes.labelcolor": INK.light,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": NORMAL,
+    "axes.titlepad": 4.0,
+    "axes.titlelocation": "left",
+    "axes.labelsize": NORMAL,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": NORMAL,
+    "xtick.color": MUTED.light,
+    "ytick.color": MUTED.light,
+    "xtick.labelcolor": INK.light,
+    "ytick.labelcolor": INK.light,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "text.color": INK.light,
+    "text.parse_math": False,  # names of strangers may hold a $
+    "legend.frameon": False,
+    "legend.fontsize": NORMAL,
+    "lines.linewidth": 1.2,
+    "svg.fonttype": "none",
+}
+
+
+@contextmanager
+def style() -> Generator[None]:
+    """Draw in covmerge's style, and in no other that the user may have set."""
+    with _matplotlib.rc_context(), warnings.catch_warnings():
+        # Of names in letters that matplotlib's font has not; a browser has them.
+        warnings.filterwarnings("ignore", r"Glyph .* missing", UserWarning)
+        _matplotlib.rcdefaults()
+        _matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A figure whose panels lie in rows that begin with labels.
+
+    Attributes:
+        figure: the whole.
+        axes: of each panel.
+        first: whether a panel is the first of its row.
+    """
+
+    figure: Any
+    axes: Sequence[Any]
+    first: Sequence[bool]
+
+
+def blank(title: str, height: float) -> Any:
+    """Begin a figure of the full width, with so many inches below its title."""
+    lines = textwrap.wrap(title, _TITLE_CHARACTERS)
+    tall = height + _TITLE_LINE * len(lines) + 0.1
+    figure: Any = Figure(figsize=(WIDTH, tall))
+    place = 1 - 0.08 / tall
+    figure.suptitle("\n".join(lines), x=0.01, y=place, ha="left", va="top", fontsize=LARGE)
+    return figure
+
+
+def add_axes(figure: Any, left: float, up: float, width: float, height: float) -> Any:
+    """Add axes at so many inches from the lower left corner."""
+    across, tall = figure.get_size_inches()
+    return figure.add_axes((left / across, up / tall, width / across, height / tall))
+
+
+def panelled(
+    title: str,
+    widths: Sequence[float],
+    height: float,
+    *,
+    left: float,
+    below: Sequence[float],
+    bottom: float,
+    lines: int = 1,
+) -> Sheet:
+    """Lay panels out in rows.
+
+    Args:
+        title: what to read from the picture.
+        widths: of each panel, in inches.
+        height: of all of them.
+        left: room for the labels of each row.
+        below: room for the ticks of each panel.
+        bottom: room below all panels.
+        lines: of the label above each panel.
+    """
+    above = _ABOVE + _LINE * lines
+    rows: list[list[int]] = []
+    used = 0.0
+    for number, width in enumerate(widths):
+        if not rows or used + width > WIDTH:
+            rows.append([])
+            used = left
+        rows[-1].append(number)
+        used += width + _GAP
+    ticks = [max(below[number] for number in row) for row in rows]
+    up = sum(ticks) + len(rows) * (above + height) + bottom
+    figure = blank(title, up)
+    axes: list[Any] = []
+    first: list[bool] = []
+    for row, room in zip(rows, ticks, strict=True):
+        up -= above + height
+        across = left
+        for number in row:
+            axes.append(add_axes(figure, across, up, widths[number], height))
+            first.append(number == row[0])
+            across += widths[number] + _GAP
+        up -= room
+    return Sheet(figure, axes, first)
+
+
+def column_width(shown: Sequence[Panel[Any]], left: float, limits: tuple[float, float]) -> float:
+    """Inches of a column, such that three panels of the most columns make a row."""
+    most = max(len(panel.columns) for panel in shown)
+    least, largest = limits
+    return min(largest, max(least, ((WIDTH - left) / 3 - _GAP) / most))
+
+
+def panel_width(panel: Panel[Any], column: float) -> float:
+    """Inches of a panel: its columns, or its label where that is wider."""
+    return max(_own_column(panel, column) * len(panel.columns), LETTER * len(panel_label(panel)))
+
+
+def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0) -> None:
+    """Let the columns of a panel, whose places are 0, 1, ..., have their width, and label them.
+
+    A panel that its label widens is left empty to the right.
+    """
+    own = _own_column(panel, column)
+    axes.set_xlim(-0.5 - margin, panel_width(panel, column) / own - 0.5 + margin)
+    names = list(panel.columns)
+    if panel.numbered:
+        step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if s * own >= 0.22)
+        places = range(0, len(names), step)
+        axes.set_xticks(places, [names[place] for place in places])
+        axes.set_xlabel("block", fontsize=SMALL, color=MUTED.light, labelpad=1)
+    elif len(names) > 1:
+        short = [shorten(name, _NAME_CHARACTERS) for name in names]
+        axes.set_xticks(range(len(names)), short, rotation=90)
+    else:
+        axes.set_xticks([])
+
+
+def _own_column(panel: Panel[Any], column: float) -> float:
+    # Names stand upright, and need a line each.
+    return column if panel.numbered else max(column, _LINE)
+
+
+def panel_label(panel: Panel[Any]) -> str:
+    """The kind of layer, short."""
+    return shorten(panel.label, 36)
+
+
+def room_below(panel: Panel[Any]) -> float:
+    """Inches for the labels of a panel's columns: names stand upright."""
+    if panel.numbered or len(panel.columns) == 1:
+        return _TICKS
+    return _TICKS + LETTER * max(len(shorten(name, _NAME_CHARACTERS)) for name in panel.columns)
+
+
+def draw_key(axes: Any, colours: str, ticks: Mapping[float, str]) -> None:
+    """Draw what a heat map's colours mean; `ticks` are from 0 to 1."""
+    axes.imshow(
+        [[step / 255 for step in range(256)]],
+        cmap=colours,
+        aspect="auto",
+        extent=(0, 1, 0, 1),
+        interpolation="none",
+    )
+    axes.set_yticks([])
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.spines[:].set_visible(False)
+
+
+def limit_of(values: Iterable[float]) -> float:
+    """A round end of a scale that holds all values, 1 at most."""
+    largest = max(map(abs, values))
+    return next((step for step in (0.05, 0.1, 0.2, 0.5) if largest <= step), 1.0)
+
+
+def finished(figure: Any) -> Figure:
+    """Make what is made on drawing, while the style holds."""
+    figure.draw_without_rendering()
+    return figure
+
+
+class NothingToDraw(InputError):
+    """A report has nothing of what a picture shows."""
+
+
+def require(found: object, what: str) -> None:
+    """Refuse to draw nothing.
+
+    Raises:
+        NothingToDraw: it says what is missing.
+    """
+    if not found:
+        raise NothingToDraw(f"there is nothing to draw: {what}")

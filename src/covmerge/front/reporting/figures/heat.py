@@ -1,0 +1,251 @@
+"""Heat maps, layer by expert: how far each moved, and what is left of it in the merged model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from statistics import fmean
+from typing import Any
+
+from covmerge.front.reporting.colours import MUTED, PAPER
+from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.figures.canvas import (
+    LETTER,
+    Sheet,
+    add_axes,
+    column_width,
+    draw_key,
+    finished,
+    limit_of,
+    panel_label,
+    panel_width,
+    panelled,
+    require,
+    room_below,
+    set_columns,
+    style,
+)
+from covmerge.front.reporting.grid import Panel, panels
+from covmerge.front.reporting.numbers import (
+    Look,
+    changed,
+    inspection_of,
+    keeps_least,
+    kind_name,
+    mean,
+    moved_by,
+)
+from covmerge.front.reporting.words import cosine, number, quoted, share, shorten
+from covmerge.run.inspection import Inspection, LayerView
+from covmerge.run.judgement.names import block_of, ranges
+
+with needed_for_reports():
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+_Values = Mapping[str, float | None]
+_WORST = 3  # blocks that a title names
+_LABEL = 26  # characters of an expert's name
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to colours."""
+
+    colours: str
+    norm: Any
+    ticks: Mapping[float, str]
+    label: str
+
+
+def _alike(most: float, least: float) -> bool:
+    """Whether a ratio would be written as 1."""
+    return number(most / least, 2) == number(1.0, 2)
+
+
+def norms(look: Look) -> Figure:
+    """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far it moved.
+
+    Raises:
+        NothingToDraw: no expert changed a matrix of the base.
+    """
+    inspection = inspection_of(look)
+    layers = [(layer, changed(layer, layer.relative)) for layer in inspection.matrices]
+    values = [value for _, found in layers for value in found.values() if value]
+    require(values, "no expert changed a matrix of the base")
+    moved = {expert: moved_by(inspection, expert) for expert in inspection.compared}
+    movers = [expert for expert in moved if moved[expert]]
+    most = max(movers, key=moved.__getitem__)
+    least = min(movers, key=moved.__getitem__)
+    title = f"{quoted(most)} moved {share(moved[most])} of the base's norm"
+    alike = _alike(moved[most], moved[least])
+    if alike and len(movers) == len(moved) > 1:
+        title = f"All experts moved about {share(moved[most])} of the base's norm"
+    elif not alike:
+        title += f", {number(moved[most] / moved[least], 2)} times as far as {quoted(least)}"
+    kinds = _by_kind(layers, most)
+    if len(kinds) > 1:
+        title += f"; farthest in {shorten(max(kinds, key=kinds.__getitem__), 40)}"
+    scale = _Scale(
+        "viridis",
+        LogNorm(min(values), max(max(values), 1.001 * min(values)), clip=True),
+        {tick: share(tick) for tick in _round_values(min(values), max(values))},
+        "size of the update, ‖Δ‖ / ‖W₀‖, logarithmic",
+    )
+    return _heat_map(title, layers, scale, {e: share(v) for e, v in moved.items()})
+
+
+def retention(look: Look) -> Figure:
+    """Draw the share of every expert's contribution that the merged model keeps, layer by layer.
+
+    Raises:
+        NothingToDraw: nothing was merged.
+    """
+    inspection = inspection_of(look)
+    kept = inspection.retention()
+    require(kept, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
+    layers = [(layer, layer.retention) for layer in inspection.matrices]
+    scale = _Scale(
+        "RdBu",
+        Normalize(-1, 1, clip=True),
+        {-1: f"{share(-1)} or less", 0: share(0), 1: share(1)},
+        "share of the expert's contribution that is kept",
+    )
+    labels = {expert: share(kept.get(expert)) for expert in inspection.compared}
+    return _heat_map(_who_keeps_least(inspection, kept, layers), layers, scale, labels)
+
+
+def _who_keeps_least(
+    inspection: Inspection,
+    kept: Mapping[str, float],
+    layers: Sequence[tuple[LayerView, _Values]],
+) -> str:
+    """Say it by prediction; of adapters nothing, where it says nothing (`page.RETENTION`)."""
+    if inspection.adapters:
+        return "What is predicted to be kept; of adapters it does not agree with accuracy"
+    worst, best = keeps_least(inspection), max(kept, key=kept.__getitem__)
+    if len(kept) > 1 and share(kept[best]) == share(kept[worst]):
+        return f"By prediction every expert keeps {share(kept[worst])} of what it adds"
+    title = f"{quoted(worst)} keeps least by prediction, {share(kept[worst])} of what it adds"
+    if len(kept) == 1:
+        title = f"By prediction {quoted(worst)} keeps {share(kept[worst])} of what it adds"
+    blocks = _by_block(layers, worst)
+    if len(blocks) > _WORST:
+        least = sorted(blocks, key=blocks.__getitem__)[:_WORST]
+        title += f", least in blocks {ranges(least)}"
+    return title if best == worst else f"{title}; {quoted(best)} most, {share(kept[best])}"
+
+
+def merged_cosines(look: Look) -> Figure:
+    """Draw the cosine of every expert's update with the merged one, layer by layer.
+
+    Raises:
+        NothingToDraw: nothing was merged.
+    """
+    inspection = inspection_of(look)
+    layers = [
+        (layer, changed(layer, layer.merged_cosines))
+        for layer in inspection.matrices
+        if layer.merged_cosines
+    ]
+    found = {e: mean(v.get(e) for _, v in layers) for e in inspection.compared}
+    known = {expert: value for expert, value in found.items() if value is not None}
+    require(known, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
+    most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
+    title = f"The merged update points most along {quoted(most)} (cosine {cosine(known[most])})"
+    if len(known) == 1:
+        title = (
+            f"The merged update and that of {quoted(most)} have a cosine of {cosine(known[most])}"
+        )
+    elif cosine(known[most]) == cosine(known[least]) and len(known) > 1:
+        title = f"The merged update points along every expert alike (cosine {cosine(known[most])})"
+    elif most != least:
+        title += f", least along {quoted(least)} ({cosine(known[least])})"
+    limit = limit_of(v for _, values in layers for v in values.values() if v is not None)
+    scale = _Scale(
+        "RdBu",
+        Normalize(-limit, limit),
+        {value: number(value) for value in (-limit, 0.0, limit)},
+        "cosine of the expert's update with the merged one; 0: unrelated, 1: the same",
+    )
+    return _heat_map(title, layers, scale, {e: cosine(v) for e, v in found.items()})
+
+
+def _heat_map(
+    title: str,
+    layers: Sequence[tuple[LayerView, _Values]],
+    scale: _Scale,
+    means: Mapping[str, str],
+) -> Figure:
+    """Draw values by layer and expert; each expert's label has its mean."""
+    shown = panels((kind_name(layer), values) for layer, values in layers)
+    labels = [f"{shorten(expert, _LABEL)}  {text}" for expert, text in means.items()]
+    left = 0.25 + LETTER * max(map(len, labels))
+    column = column_width(shown, left, (0.045, 0.25))
+    row = 0.2 if len(means) <= 10 else 0.17
+    with style():
+        sheet = panelled(
+            title,
+            [panel_width(panel, column) for panel in shown],
+            row * len(labels),
+            left=left,
+            below=[room_below(panel) for panel in shown],
+            bottom=0.65,
+        )
+        for panel, axes, first in zip(shown, sheet.axes, sheet.first, strict=True):
+            _draw_panel(axes, panel, list(means), scale, column)
+            axes.set_yticks(range(len(labels)), labels if first else [""] * len(labels))
+        gaps = any(value is None for _, values in layers for value in values.values())
+        _draw_key(sheet, scale, gaps)
+        return finished(sheet.figure)
+
+
+def _draw_panel(
+    axes: Any, panel: Panel[_Values], experts: Sequence[str], scale: _Scale, column: float
+) -> None:
+    cells = [
+        [mean(values.get(expert) for values in own) for own in panel.columns.values()]
+        for expert in experts
+    ]
+    known = [[float("nan") if cell is None else cell for cell in line] for line in cells]
+    axes.imshow(known, cmap=scale.colours, norm=scale.norm, aspect="auto", interpolation="none")
+    for place in range(1, len(experts)):
+        axes.axhline(place - 0.5, color=PAPER.light, lw=1)
+    gaps = [(x, y) for y, line in enumerate(cells) for x, cell in enumerate(line) if cell is None]
+    axes.plot([x for x, _ in gaps], [y for _, y in gaps], "x", color=MUTED.light, ms=3, mew=0.7)
+    axes.set_title(panel_label(panel))
+    set_columns(axes, panel, column)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_key(sheet: Sheet, scale: _Scale, gaps: bool) -> None:
+    axes = add_axes(sheet.figure, 0.75, 0.22, 2.6, 0.1)
+    ticks = {float(scale.norm(tick)): text for tick, text in scale.ticks.items()}
+    draw_key(axes, scale.colours, ticks)
+    axes.set_title(scale.label + ("; ×: the expert left the layer as it was" if gaps else ""))
+
+
+def _by_kind(layers: Sequence[tuple[LayerView, _Values]], expert: str) -> dict[str, float]:
+    found = {
+        panel.label: mean(values.get(expert) for own in panel.columns.values() for values in own)
+        for panel in panels((kind_name(layer), values) for layer, values in layers)
+    }
+    return {kind: value for kind, value in found.items() if value is not None}
+
+
+def _by_block(layers: Sequence[tuple[LayerView, _Values]], expert: str) -> dict[int, float]:
+    found: dict[int, list[float]] = {}
+    for layer, values in layers:
+        block, value = block_of(layer.name), values.get(expert)
+        if block is not None and value is not None:
+            found.setdefault(block, []).append(value)
+    return {block: fmean(own) for block, own in found.items()}
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten in a range; powers alone in a wide one."""
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    steps = (1,) if high > 300 * low else (1, 2, 5)
+    return [v for p in powers for s in steps if low <= (v := s * 10.0**p) <= high]

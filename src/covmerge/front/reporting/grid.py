@@ -1,0 +1,105 @@
+"""Layers as pictures order them: a panel for each kind of layer, in it a column for each block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from covmerge.run.judgement.names import block_of, kind_of
+
+_Of = TypeVar("_Of")
+# The experts of a mixture are too many for a panel each: a cell is the mean of them.
+_OF_MIXTURE = re.compile(r"\bexperts\.\d+\b")
+SINGLE = "single layers"
+_TOGETHER = 16  # of them in a panel
+
+
+@dataclass(frozen=True)
+class Panel(Generic[_Of]):
+    """Layers of one kind.
+
+    Attributes:
+        label: what the kind is called.
+        columns: the layers of each block, by its number; of layers that are there once, by name.
+        numbered: whether the columns are blocks.
+    """
+
+    label: str
+    columns: Mapping[str, tuple[_Of, ...]]
+    numbered: bool = True
+
+
+def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
+    """Sort layers into panels, in the order in which their kinds come.
+
+    Args:
+        layers: names, and what is to be shown of each.
+
+    Example:
+        >>> names = ["h.0.fc.weight", "h.1.fc.weight", "pooler.weight"]
+        >>> for panel in panels((name, name) for name in names):
+        ...     print(panel.label, panel.columns)
+        fc {'0': ('h.0.fc.weight',), '1': ('h.1.fc.weight',)}
+        pooler {'pooler': ('pooler.weight',)}
+    """
+    found: dict[tuple[str, str], dict[str, list[_Of]]] = {}
+    single: dict[str, list[_Of]] = {}
+    for name, layer in layers:
+        block, kind = block_of(name), _kind(name)
+        if block is None:
+            single.setdefault(kind, []).append(layer)
+            continue
+        key = (_prefix(name), kind)
+        found.setdefault(key, {}).setdefault(str(block), []).append(layer)
+    for (prefix, kind), columns in list(found.items()):
+        if len(columns) == 1:
+            ((block, own),) = columns.items()
+            single[".".join(part for part in (prefix, block, kind) if part)] = own
+            del found[prefix, kind]
+    labels = _labels(list(found))
+    listed = [
+        Panel(labels[key], {block: tuple(own) for block, own in columns.items()})
+        for key, columns in found.items()
+    ]
+    names = list(single)
+    for start in range(0, len(names), _TOGETHER):
+        columns = {name: tuple(single[name]) for name in names[start : start + _TOGETHER]}
+        label = next(iter(columns)) if len(columns) == 1 else SINGLE
+        listed.append(Panel(label, columns, numbered=False))
+    return listed
+
+
+def _kind(name: str) -> str:
+    kind = kind_of(name).replace(".weight[", "[")
+    return _OF_MIXTURE.sub("experts.*", kind)
+
+
+def _prefix(name: str) -> str:
+    return re.split(r"(?:^|\.)\d+(?:\.|$)", name, maxsplit=1)[0]
+
+
+def _labels(keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Name kinds by what tells them apart: two towers may have the same layers."""
+    towers = _differing(sorted({prefix for prefix, _ in keys}))
+    kinds = [kind for _, kind in keys]
+    return {
+        (prefix, kind): kind if kinds.count(kind) == 1 else f"{towers[prefix]}: {kind}"
+        for prefix, kind in keys
+    }
+
+
+def _differing(prefixes: list[str]) -> dict[str, str]:
+    """Drop the parts that all prefixes begin or end with."""
+    split = [prefix.split(".") for prefix in prefixes]
+    shortest = min((len(parts) for parts in split), default=0)
+    head = tail = 0
+    while head < shortest and len({parts[head] for parts in split}) == 1:
+        head += 1
+    while tail < shortest - head and len({parts[-1 - tail] for parts in split}) == 1:
+        tail += 1
+    return {
+        ".".join(parts): ".".join(parts[head : len(parts) - tail]) or ".".join(parts)
+        for parts in split
+    }

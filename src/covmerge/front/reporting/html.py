@@ -1,0 +1,63 @@
+"""One self-contained page: no script, nothing loaded, readable on a phone and on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from covmerge.base.text import printable
+from covmerge.base.version import __version__
+from covmerge.front.reporting import page, tables
+from covmerge.front.reporting.colours import COLOURS
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.pictures import cost_pictures, pictures
+from covmerge.front.reporting.words import number
+
+with needed_for_reports():
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+
+def render(report: Report) -> str:
+    """Return the page: of one report always the same bytes."""
+    environment = Environment(
+        autoescape=True,
+        finalize=_shown,
+        loader=PackageLoader("covmerge.front.reporting"),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["cell"] = _cell
+    manifest = report.manifest
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        version=__version__,
+        colours=COLOURS,
+        summary=page.summary(report),
+        messages=page.messages(report),
+        experts=tables.experts(report),
+        rules=() if manifest is None else manifest["totals"]["by_rule"],
+        facts=list(page.facts(report)),
+        told=tables.told(report),
+        losses=tables.losses(report),
+        retention=page.RETENTION,
+        pictures=list(pictures(report)),
+        cost_pictures=list(cost_pictures(report)),
+        run=list(page.run_facts(report)),
+        recipe=page.recipe_text(report),
+        sources=page.sources(report),
+        versions={} if manifest is None else {k: manifest[k] for k in ("covmerge", "torch")},
+        svg=Markup,
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Names of strangers do not reach the page with what would turn or end its text."""
+    return printable(value) if type(value) is str else value
+
+
+def _cell(value: tables.Cell) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else number(value)

@@ -1,0 +1,97 @@
+"""Read base, experts and output again, and say what the merge did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
+from covmerge.front.reporting.data import LayerCost, Report
+from covmerge.maths.methods import registry
+from covmerge.maths.steps import resolve_steps
+from covmerge.plan.planning import Merge, Plan, Settings
+from covmerge.plan.recipe import Recipe, parse_recipe
+from covmerge.plan.recipe.varied import is_varied
+from covmerge.run.engine import RunOptions, seen_in
+from covmerge.run.inspection import InspectJob, SpectraOf, open_merged
+from covmerge.run.sources import open_recipe
+from covmerge.run.verification import Verification, verify
+
+
+@dataclass(frozen=True)
+class ReportJob:
+    """An output of covmerge to report on, and the options of one run.
+
+    Attributes:
+        folder: the output.
+        spectra: whose singular values are taken; see `InspectJob`.
+        options: how it is done.
+        seconds: of the merge's mathematics by tensor, where it was just run.
+        measured: what else that run measured, as in `MergeResult.run`.
+        verification: the output's, where it was just made; None: it is verified now.
+        share: of the merge's own FLOPs, what "some" spectra may take; None: as of an inspection.
+    """
+
+    folder: Path
+    spectra: SpectraOf = "some"
+    options: RunOptions = field(default_factory=RunOptions)
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    verification: Verification | None = None
+    share: float | None = None
+
+    def run(self) -> Report:
+        """Verify the output, and read it with the base and experts that its manifest names.
+
+        Raises:
+            InputError: not an output of covmerge, or a source that is no longer there.
+        """
+        manifest = read_manifest(self.folder)
+        recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / MANIFEST_NAME))
+        with recorded_in(self.folder / MANIFEST_NAME), open_recipe(recipe) as checkpoints:
+            plan, _ = checkpoints.plan(recipe)
+            job = InspectJob(
+                recipe=recipe,
+                spectra=self.spectra,
+                options=self.options,
+                spectral_flops=None if self.share is None else self.share * plan.flops,
+            )
+            with open_merged(self.folder, checkpoints.base) as output:
+                inspection = job.run(
+                    checkpoints, merged=output, before=unrefined(recipe, manifest["family"])
+                )
+            verification = self.verification or verify(self.folder, base=checkpoints.base)
+        return Report(
+            title=self.folder.resolve().name,
+            inspection=inspection,
+            manifest=manifest,
+            noticed={one.tensor: one for one in seen_in(plan, manifest["tensors"])},
+            verification=verification,
+            costs=_costs(plan, self.seconds),
+            run=self.measured,
+        )
+
+
+def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
+    """Return the recipe's merge without spectral refinement, if it has that."""
+    settings = Settings(registry.get(recipe.method), recipe.parameters, family)
+    parameters = settings.shown()
+    before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
+    merge = Merge(recipe.method, {**parameters, "refine": False}, None, before, after)
+    varied = settings.varied or any(is_varied(expert.weight) for expert in recipe.experts.values())
+    if not parameters.get("refine") or merge.procedure.needs_base or varied:
+        return None
+    return merge
+
+
+def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:
+    costs: dict[str, LayerCost] = {}
+    for item in plan.items:
+        name = item.tensor.name
+        before = costs.get(name, LayerCost(seconds.get(name), 0, 0.0))
+        costs[name] = LayerCost(
+            before.seconds, max(before.memory, item.memory), before.flops + item.flops
+        )
+    return costs

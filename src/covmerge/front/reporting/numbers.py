@@ -1,0 +1,185 @@
+"""What the pictures of a report draw, and the tables behind them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import hypot
+from statistics import fmean
+
+from covmerge.base.noticed import Seen
+from covmerge.base.types import Role
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.grid import panels
+from covmerge.maths.covariance.gate import DEFAULT_TAU, Statistic, heterogeneity
+from covmerge.maths.measures.spectrum import leading
+from covmerge.maths.methods import registry
+from covmerge.plan.planning import Settings
+from covmerge.run.inspection import Inspection, LayerView, SpectrumView
+
+Look = Inspection | Report
+STATISTICS: Mapping[Statistic, str] = {"paper": "paper's", "scale_free": "scale-free"}
+BEFORE, MERGED = "merged, before refinement", "merged"
+_SPECTRA = 4  # layers whose singular values are drawn
+
+
+def inspection_of(look: Look) -> Inspection:
+    """What was measured."""
+    return look.inspection if isinstance(look, Report) else look
+
+
+def kind_name(layer: LayerView) -> str:
+    """The name by which pictures sort a layer: matrices of a stack of experts are of one kind."""
+    return layer.tensor if layer.role == Role.EXPERT_STACK.value else layer.name
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of those that are known; None of none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def changed(layer: LayerView, values: Mapping[str, float]) -> dict[str, float | None]:
+    """Leave out what a layer says of experts that did not change it."""
+    norms = layer.norms
+    return {expert: value if norms[expert] else None for expert, value in values.items()}
+
+
+def keeps_least(inspection: Inspection) -> str:
+    """The expert of which least is kept; of several of which nothing is, the one harmed most."""
+    kept = inspection.retention()
+
+    def standing(expert: str) -> tuple[float, float]:
+        raw = mean(layer.retention.get(expert) for layer in inspection.matrices)
+        return kept[expert], raw or 0.0
+
+    return min(kept, key=standing)
+
+
+def moved_by(inspection: Inspection, expert: str) -> float:
+    """‖Δ_t‖ / ‖W_0‖ over all matrices."""
+    base = hypot(*(layer.sums.base_norm for layer in inspection.matrices))
+    return hypot(*(layer.norms.get(expert, 0.0) for layer in inspection.matrices)) / (base or 1.0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two experts, mean over the matrices that both changed; None where there is none.
+
+    Attributes:
+        cosine: of their updates.
+        conflict: share of the elements that both changed that they pull apart; 0.5 is chance.
+        overlap: of the inputs that matter most to them; 1 is the same.
+        chance: the overlap of unrelated updates.
+    """
+
+    cosine: float | None
+    conflict: float | None
+    overlap: float | None
+    chance: float | None
+
+
+def pairs(look: Look) -> dict[tuple[str, str], Pair]:
+    """Compare each two experts."""
+    inspection = inspection_of(look)
+    seen = [
+        (layer, layer.norms, layer.pairs(layer.sums.cosines), layer.pairs(layer.sums.sign_conflict))
+        for layer in inspection.matrices
+    ]
+    found: dict[tuple[str, str], Pair] = {}
+    for pair in combinations(inspection.compared, 2):
+        both = [
+            (layer, cosines[pair], conflicts[pair])
+            for layer, norms, cosines, conflicts in seen
+            if all(norms.get(expert) for expert in pair)
+        ]
+        overlaps = [layer for layer, _, _ in both if layer.overlap]
+        found[pair] = Pair(
+            mean(cosine for _, cosine, _ in both),
+            mean(conflict for _, _, conflict in both),
+            mean(layer.overlap[pair] for layer in overlaps),
+            mean(leading(min(layer.shape)) / layer.shape[1] for layer in overlaps),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """Heterogeneity of the experts in one matrix.
+
+    Attributes:
+        layer: the matrix.
+        values: γ by statistic.
+        fired: whether the merge's own gate did; None where it has none, and before a merge.
+    """
+
+    layer: LayerView
+    values: Mapping[Statistic, float]
+    fired: bool | None
+
+
+def gammas(look: Look) -> list[Gamma]:
+    """γ of every matrix that two experts or more changed."""
+    merge: Mapping[str, Seen] = look.noticed if isinstance(look, Report) else {}
+    found: list[Gamma] = []
+    seen: dict[str, int] = {}
+    for layer in inspection_of(look).matrices:
+        place = seen.get(layer.tensor, 0)
+        seen[layer.tensor] = place + 1
+        sizes = [norm for norm in layer.norms.values() if norm]
+        if len(sizes) < 2:
+            continue
+        noticed = merge[layer.tensor].matrices if layer.tensor in merge else ()
+        fired = noticed[place].fired if place < len(noticed) else None
+        found.append(Gamma(layer, {s: heterogeneity(sizes, s) for s in STATISTICS}, fired))
+    return found
+
+
+def thresholds(look: Look) -> dict[Statistic, float]:
+    """The gate's τ by statistic: what the recipe says, or else its default."""
+    found = dict(DEFAULT_TAU)
+    if not isinstance(look, Report) or look.manifest is None:
+        return found
+    recipe, family = look.manifest["recipe"], look.manifest["family"]
+    parameters = Settings(registry.get(recipe["method"]), recipe["parameters"], family).shown()
+    statistic, tau = parameters.get("gate"), parameters.get("tau")
+    if statistic in found and isinstance(tau, float):
+        found[statistic] = tau
+    return found
+
+
+def shown_spectra(look: Look) -> list[LayerView]:
+    """A few of the matrices whose spectra were taken, of different kinds, from input to output.
+
+    Where the merge refined some, these.
+    """
+    taken = [layer for layer in inspection_of(look).matrices if layer.spectra]
+    seen = [layer for layer in taken if layer.before is not None] or taken
+    kinds = [
+        [layer for own in panel.columns.values() for layer in own]
+        for panel in panels((kind_name(layer), layer) for layer in seen)
+    ]
+    if len(kinds) < _SPECTRA:
+        return [seen[place] for place in evenly(len(seen), _SPECTRA)]
+    chosen = [kinds[place] for place in evenly(len(kinds), _SPECTRA)]
+    return [own[step * (len(own) - 1) // (_SPECTRA - 1)] for step, own in enumerate(chosen)]
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Choose so many places from the first to the last.
+
+    Example:
+        >>> evenly(10, 4), evenly(2, 4), evenly(0, 4)
+        ([0, 3, 6, 9], [0, 1], [])
+    """
+    return sorted({round(i * (count - 1) / (wanted - 1)) for i in range(wanted)}) if count else []
+
+
+def curves(layer: LayerView) -> dict[str, SpectrumView]:
+    """The spectra of one matrix, the experts' by name."""
+    merged = {BEFORE: layer.before, MERGED: layer.merged}
+    return {
+        **{f"expert {expert}": spectrum for expert, spectrum in layer.spectra.items()},
+        **{label: spectrum for label, spectrum in merged.items() if spectrum is not None},
+    }

@@ -1,0 +1,193 @@
+"""What a report says in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from statistics import fmean
+from typing import Any, cast
+
+import yaml
+
+from covmerge.base.noticed import account_of
+from covmerge.base.text import counted, some
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.numbers import keeps_least
+from covmerge.front.reporting.words import number, quoted, share
+from covmerge.maths.methods import registry
+from covmerge.maths.steps import registry as steps
+from covmerge.plan.planning import Settings
+from covmerge.plan.recipe import format_size
+from covmerge.run.engine import account_of_losses, not_counted
+from covmerge.run.inspection import Severity
+
+RETENTION = (
+    "What is kept of an expert is predicted without data, from the experts' own updates: the share of "
+    "what an expert adds to a layer's outputs that the merged model still adds. At 100% all of it is "
+    "there; at 0% as much is wrong as in the base without the expert; below that more is, and a mean "
+    "over layers counts it as 0%. It is no score on a task: it tells which method serves an expert "
+    "better than it tells which expert suffers more, and of adapters it does not agree with accuracy at "
+    "all (docs/report.md)."
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Something that a reader must not miss.
+
+    Attributes:
+        severity: how bad it is.
+        who: experts that it is about; empty: all, or the base.
+        text: what it is, and what to do next.
+        tensors: some of those that it is about.
+    """
+
+    severity: str
+    who: str
+    text: str
+    tensors: str
+
+
+def summary(report: Report) -> str:
+    """One sentence: what was merged into what, how, whether it is sound, and who keeps least.
+
+    The last of full fine-tunes only (`RETENTION`).
+    """
+    inspection = report.inspection
+    count = counted(len(inspection.experts), "expert")
+    base = quoted(_short(inspection.base))
+    if report.manifest is None:
+        faults = counted(len(inspection.faults), "fault")
+        return (
+            f"{count} of {base} {'was' if count[:2] == '1 ' else 'were'} looked at before any merge, with "
+            f"{faults} that would spoil one."
+        )
+    recipe = report.manifest["recipe"]
+    what = "adapter" if recipe["output"]["format"] == "adapter" else "model"
+    parts = [f"{count} of {base} became one {what} by {recipe['method']}"]
+    if report.verification is not None:
+        checks = report.verification.checks
+        failed = sum(not check.ok for check in checks)
+        all_ = counted(len(checks), "check")
+        parts.append(f"{failed} of {all_} failed" if failed else f"it passed all {all_}")
+    kept = inspection.retention()
+    if kept and not inspection.adapters:
+        worst = keeps_least(inspection)
+        text = f"by prediction {share(fmean(kept.values()))} of what an expert adds is kept"
+        if len(kept) > 1:
+            text += f" in the mean, least of {quoted(worst)} ({share(kept[worst])})"
+        parts.append(text)
+    return "; ".join(parts) + "."
+
+
+def messages(report: Report) -> list[Message]:
+    """Failed checks, findings and notes, the worst first; what is said of several experts, once."""
+    checks = () if report.verification is None else report.verification.checks
+    found: dict[tuple[Severity, str], tuple[list[str], list[str]]] = {}
+    for check in checks:
+        if not check.ok:
+            text = f"the output fails its check '{check.name}': {check.detail}. Do not use it"
+            found[Severity.FAULT, text] = ([], [])
+    for finding in report.inspection.findings:
+        who, tensors = found.setdefault((finding.severity, finding.text), ([], []))
+        who += [] if finding.expert is None else [finding.expert]
+        tensors += finding.tensors
+    losses = (
+        () if report.manifest is None else account_of_losses(report.manifest["totals"]).warnings
+    )
+    for warning in (*account_of(tuple(report.noticed.values())).warnings, *losses):
+        found.setdefault((Severity.WARNING, warning), ([], []))
+    notes: Sequence[str] = () if report.manifest is None else report.manifest["notes"]
+    for note in notes:
+        found.setdefault((Severity.NOTE, note), ([], []))
+    order = list(Severity)
+    return [
+        Message(str(severity), ", ".join(who), text, some(list(dict.fromkeys(tensors))))
+        for (severity, text), (who, tensors) in sorted(
+            found.items(), key=lambda item: order.index(item[0][0])
+        )
+    ]
+
+
+def facts(report: Report) -> Iterator[tuple[str, str]]:
+    """What else there is to know of a merge, by headings."""
+    if report.manifest is None:
+        return
+    recipe, totals = report.manifest["recipe"], report.manifest["totals"]
+    method = registry.get(recipe["method"])
+    yield "method", f"{method.name}: {method.summary}"
+    parameters = Settings(method, recipe["parameters"], report.manifest["family"]).shown()
+    given = {key: value for key, value in parameters.items() if value is not None}
+    if given:
+        yield "parameters", ", ".join(f"{k}: {json.dumps(v)}" for k, v in given.items())
+    for when in ("before", "after"):
+        for entry in recipe.get(when, ()):
+            ((name, given),) = entry.items()
+            chosen = "".join(f"; {k}: {json.dumps(v)}" for k, v in given.items())
+            yield f"{when} it", f"{name}: {steps.get(name).summary}{chosen}"
+    yield (
+        "rounding",
+        f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm"
+        f"{not_counted(totals)}",
+    )
+    if "discarded_energy" in totals:
+        yield (
+            "adapter",
+            f"of the update's energy its rank loses {share(totals['discarded_energy'])}, and "
+            f"{share(totals['left_out_energy'])} lies in tensors that it leaves out",
+        )
+    heads: Mapping[str, Sequence[str]] = report.manifest["heads"]
+    if heads:
+        kept = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
+        yield "heads kept", f"{', '.join(kept)}; one file each under heads/"
+    yield from account_of(tuple(report.noticed.values())).rows
+    yield from account_of_losses(totals).rows
+
+
+def run_facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Time and memory of the merge, where it was just run."""
+    run: Mapping[str, Any] = report.run
+    if "seconds" in run:
+        stages = [stage for stage in ("read", "compute", "write") if f"{stage}_seconds" in run]
+        parts = [f"{stage} {number(run[f'{stage}_seconds'])} s" for stage in stages]
+        detail = f"; overlapping: {', '.join(parts)}" if parts else ""
+        yield "time", f"{number(run['seconds'])} s{detail}"
+    if "peak_memory" in run:
+        expected = run.get("expected_peak_memory")
+        detail = f", {format_size(expected)} expected" if expected else ""
+        yield "peak memory", f"{format_size(run['peak_memory'])} measured{detail}"
+
+
+def recipe_text(report: Report) -> str | None:
+    """The recipe as YAML; None before a merge."""
+    if report.manifest is None:
+        return None
+    recipe = report.manifest["recipe"]
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=88)
+
+
+def sources(report: Report) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Each source: what it is, where it is, and the hashes of its files."""
+    if report.manifest is None:
+        experts = report.inspection.experts.items()
+        return [
+            ("base", report.inspection.base, []),
+            *((f"expert {name}", source, []) for name, source in experts),
+        ]
+    return [
+        (key, str(entry["source"]), _hashes(entry["content"]))
+        for key, entry in report.manifest["sources"].items()
+    ]
+
+
+def _hashes(content: Any) -> list[tuple[str, str]]:
+    """Hashes by file; a source that is one file has no names in it."""
+    if not isinstance(content, Mapping):
+        return [("", str(content))]
+    return [(name, str(value)) for name, value in cast("Mapping[str, Any]", content).items()]
+
+
+def _short(source: str) -> str:
+    return PurePath(source).name or source

@@ -1,0 +1,216 @@
+"""The numbers behind each picture, as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from covmerge.base.table import Cell, Table
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.numbers import (
+    BEFORE,
+    MERGED,
+    STATISTICS,
+    Look,
+    Pair,
+    changed,
+    curves,
+    evenly,
+    gammas,
+    inspection_of,
+    mean,
+    moved_by,
+    pairs,
+    thresholds,
+)
+from covmerge.run.inspection import LayerView
+
+_PLACES = 9  # singular values of a curve
+
+
+def norms(look: Look) -> Table:
+    """‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
+    return _by_expert(look, lambda layer: _percents(layer.relative))
+
+
+def retention(look: Look) -> Table:
+    """What the merged model keeps of each expert in percent, layer by expert."""
+    return _by_expert(look, lambda layer: _percents(layer.retention))
+
+
+def merged_cosines(look: Look) -> Table:
+    """Cosine of each expert's update with the merged one, layer by expert."""
+    return _by_expert(look, lambda layer: changed(layer, layer.merged_cosines))
+
+
+def cosines(look: Look) -> Table:
+    """Cosine between the updates of each two experts."""
+    return _by_pair(look, "cosine", lambda pair: pair.cosine)
+
+
+def sign_conflicts(look: Look) -> Table:
+    """Weights that each two experts pull apart, in percent."""
+    return _by_pair(look, "opposite signs, %", lambda pair: _percent(pair.conflict))
+
+
+def overlaps(look: Look) -> Table:
+    """Leading inputs that each two experts share, in percent, and how many unrelated ones would."""
+    found = _by_pair(look, "shared inputs, %", lambda pair: _percent(pair.overlap))
+    chances = [_percent(pair.chance) for pair in pairs(look).values()]
+    rows = [(*row, chance) for row, chance in zip(found.rows, chances, strict=True)]
+    return Table((*found.columns, "by chance, %"), tuple(rows))
+
+
+def gamma(look: Look) -> Table:
+    """γ, whether it is above its threshold, and whether the merge's gate fired."""
+    taus, found = thresholds(look), gammas(look)
+    known = any(entry.fired is not None for entry in found)
+    columns = [
+        "layer",
+        *(f"{name} γ" for name in STATISTICS.values()),
+        *(f"above τ = {taus[statistic]:g}, {name}" for statistic, name in STATISTICS.items()),
+        *(["gate fired in this merge"] if known else []),
+    ]
+    rows = [
+        (
+            entry.layer.name,
+            *(entry.values[statistic] for statistic in STATISTICS),
+            *(entry.values[statistic] > taus[statistic] for statistic in STATISTICS),
+            *([entry.fired] if known else []),
+        )
+        for entry in found
+    ]
+    return Table(tuple(columns), tuple(rows))
+
+
+def spectrum(layer: LayerView) -> Table:
+    """Some of the singular values of one matrix."""
+    found = curves(layer)
+    places = {s.places[i] for s in found.values() for i in evenly(len(s.places), _PLACES)}
+    values = [dict(zip(s.places, s.sigma, strict=True)) for s in found.values()]
+    rows = [(f"σ{place + 1}", *(own.get(place) for own in values)) for place in sorted(places)]
+    return Table((layer.name, *found), tuple(rows))
+
+
+def ranks(look: Look) -> Table:
+    """Effective ranks and leading energy of every matrix; the experts' in the mean."""
+    layers = [layer for layer in inspection_of(look).matrices if layer.spectra]
+    parts = [label for label in (BEFORE, MERGED) if any(label in curves(layer) for layer in layers)]
+    columns = [
+        "layer",
+        *(f"effective rank: {part}" for part in ("experts, mean", *parts)),
+        *(f"energy in the top 5%: {part}, %" for part in ("experts, mean", *parts)),
+    ]
+    rows: list[tuple[Cell, ...]] = []
+    for layer in layers:
+        own, found = layer.spectra.values(), curves(layer)
+        views = [found.get(part) for part in parts]
+        rows.append(
+            (
+                layer.name,
+                mean(view.effective_rank for view in own),
+                *(None if view is None else view.effective_rank for view in views),
+                _percent(mean(view.top_energy for view in own)),
+                *(None if view is None else _percent(view.top_energy) for view in views),
+            )
+        )
+    return Table(tuple(columns), tuple(rows))
+
+
+def experts(report: Report) -> Table:
+    """What a report says of each expert at first sight."""
+    inspection = report.inspection
+    manifest = report.manifest or {"recipe": {"experts": {}}, "heads": {}}
+    given: Mapping[str, Mapping[str, Any]] = manifest["recipe"]["experts"]
+    heads: Mapping[str, Sequence[str]] = manifest["heads"]
+    kept, layers = inspection.retention(), inspection.matrices
+    columns: dict[str, Mapping[str, float | None]] = {
+        "kept of what it adds, %": _percents(kept),
+        "cosine with the merged update": {
+            name: mean(layer.merged_cosines.get(name) for layer in layers)
+            for name in inspection.compared
+        },
+        "size of its update, % of the base": {
+            name: _percent(moved_by(inspection, name)) for name in inspection.compared
+        },
+        "matrices it changed": {
+            name: sum(bool(layer.norms.get(name)) for layer in layers)
+            for name in inspection.compared
+        },
+        "weight": {name: expert["weight"] for name, expert in given.items()},
+        "tensors of its own head": {name: len(names) for name, names in heads.items()},
+    }
+    known = {h: v for h, v in columns.items() if any(own is not None for own in v.values())}
+    rows = [(name, *(values.get(name) for values in known.values())) for name in inspection.experts]
+    return Table(("expert", *known), tuple(rows))
+
+
+def told(report: Report) -> list[Table]:
+    """What methods tell of each matrix that they merged, a table for each set of headings."""
+    found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
+    for one in report.noticed.values():
+        for place, matrix in enumerate(one.matrices):
+            own = matrix.told(one.experts)
+            if own:
+                name = f"{one.tensor}[{place}]" if len(one.matrices) > 1 else one.tensor
+                found.setdefault(("layer", *own), []).append((name, *own.values()))
+    return [Table(columns, tuple(rows)) for columns, rows in found.items()]
+
+
+def losses(report: Report) -> Table | None:
+    """What rounding to a quantised format did, layer by layer; None: nothing is quantised."""
+    totals: Mapping[str, Any] = {} if report.manifest is None else report.manifest["totals"]
+    found: Mapping[str, Any] | None = totals.get("quantised")
+    if found is None:
+        return None
+    layers: Sequence[Mapping[str, Any]] = found["layers"]
+    rows = [
+        (
+            own["layer"],
+            own["tensors"],
+            _percent(own["error"]),
+            _percent(own.get("lost")),
+            _percent(own.get("kept")),
+        )
+        for own in layers
+    ]
+    columns = (
+        *("layer", "quantised tensors", "rounding at most, % of a tensor's weights"),
+        *("noise, % of the update", "left of the update, %"),
+    )
+    return Table(columns, tuple(rows))
+
+
+def costs(report: Report) -> Table:
+    """Seconds, where they were measured, memory and work of each tensor of the merge."""
+    timed = any(cost.seconds is not None for cost in report.costs.values())
+    rows = [
+        (name, *([cost.seconds] if timed else []), cost.memory / 1e6, cost.flops / 1e9)
+        for name, cost in report.costs.items()
+    ]
+    columns = ("tensor", *(["seconds"] if timed else []), "memory, MB", "GFLOP")
+    return Table(columns, tuple(rows))
+
+
+def _by_pair(look: Look, heading: str, value: Callable[[Pair], float | None]) -> Table:
+    rows = [(f"{one} and {other}", value(pair)) for (one, other), pair in pairs(look).items()]
+    return Table(("experts", heading), tuple(rows))
+
+
+def _by_expert(look: Look, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
+    inspection = inspection_of(look)
+    names = inspection.compared
+    rows = [
+        (layer.name, *(found.get(expert) for expert in names))
+        for layer in inspection.matrices
+        if (found := value(layer))
+    ]
+    return Table(("layer", *names), tuple(rows))
+
+
+def _percents(values: Mapping[str, float] | Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: _percent(value) for name, value in values.items()}
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value

@@ -1,0 +1,104 @@
+r"""Estimates of one expert's layer-input covariance, from its update alone.
+
+Fine-tuning gradients are outer products e zᵀ of an output error and a layer input, so the Gram
+matrix of the accumulated update Δ_t is a proxy for E[z zᵀ]: ACE-Merging Theorem 1 and Eq. 6,
+ACTMat Theorem 3.1. Every estimate here has the form
+
+    C_t = scale · RᵀR + ridge · I        R = Δ_t − 𝟏μᵀ  or  R = Δ_t
+
+and is kept as its root, never as a (d_in, d_in) matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Frame
+from covmerge.maths.linalg.lapack import norm
+
+# As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
+TRACE_FLOOR = 1e-12
+_NOT_ROUNDING = 0.1
+
+
+@dataclass(frozen=True)
+class Covariance:
+    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`.
+
+    Attributes:
+        update: Δ `(d_out, d_in)`.
+        mean: μ `(d_in,)`, taken off every row of Δ to give the root R; None for R = Δ.
+        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None where it is literally that.
+        scale: factor of the Gram matrix.
+        ridge: multiple of the identity.
+        length: multiple of R that is in ΣRC: what is to become of the update, where that is not the update
+            itself.
+        exact: whether the root is made in float64, whatever the update's dtype.
+    """
+
+    update: Tensor
+    mean: Tensor | None = None
+    ones: Tensor | None = None
+    scale: float = 1.0
+    ridge: float = 0.0
+    length: float = 1.0
+    exact: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the root."""
+        return torch.float64 if self.exact else self.update.dtype
+
+    def root(self) -> Tensor:
+        """R `(d_out, d_in)`: made when asked for, so that no second copy of all experts is held."""
+        update = self.update.to(self.dtype)
+        if self.mean is None:
+            return update
+        if self.ones is None:
+            return update - self.mean
+        return torch.addr(update, self.ones.to(self.dtype), self.mean.to(self.dtype), alpha=-1.0)
+
+    def energy(self) -> float:
+        """Tr RᵀR = ‖R‖²_F."""
+        whole = norm(self.update) ** 2
+        if self.mean is None:
+            return whole
+        rows = len(self.update) if self.ones is None else norm(self.ones) ** 2
+        rest = what_centring_leaves(whole, rows * norm(self.mean) ** 2)
+        return norm(self.root()) ** 2 if rest is None else rest
+
+    def times(self, factor: float) -> Covariance:
+        """Return factor · C."""
+        return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
+
+
+def what_centring_leaves(whole: float, taken: float) -> float | None:
+    """‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖², without R; None where the difference is of the rounding of the first.
+
+    Example:
+        >>> what_centring_leaves(4.0, 1.0), what_centring_leaves(4.0, 3.99)
+        (3.0, None)
+    """
+    rest = whole - taken
+    return rest if rest > _NOT_ROUNDING * whole else None
+
+
+def gram(update: Tensor) -> Covariance:
+    """C_t = Δ_tᵀ Δ_t (ACTMat, Eq. 3)."""
+    return Covariance(update)
+
+
+def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = None) -> Covariance:
+    """C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
+    if frame is None:
+        return Covariance(update, mean=update.mean(0), ridge=eps)
+    mean = (frame.ones_out @ update) / frame.shape[0]
+    return Covariance(update, mean=mean, ones=frame.ones_out, ridge=eps)
+
+
+def trace_normalized(covariance: Covariance) -> Covariance:
+    """C_t / Tr(RᵀR), the ridge included (ACE, Eqs. 8 and 9)."""
+    return covariance.times(1.0 / (covariance.energy() + TRACE_FLOOR))

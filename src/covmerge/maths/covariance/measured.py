@@ -1,0 +1,107 @@
+r"""Statistics that data gave: input Gram matrices and diagonal Fisher information.
+
+Where the estimates of `covmerge.maths.covariance.estimate` are read off an update and kept as its root, a
+measured covariance G = E[z zᵀ] is a dense `(d_in, d_in)` matrix, and the sums of the closed form
+
+    Σ w_t Δ_t G̃_t        Σ w_t G̃_t        G̃ = a·G + (1 − a)·diag G
+
+are formed in d_in axes, without any G̃_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import RecipeError, TensorError
+from covmerge.base.types import LinearGroup
+from covmerge.maths.covariance.normal import NormalEquations
+from covmerge.maths.linalg.auto import Cost
+
+_NAMES = {"gram": "Gram matrix", "fisher": "Fisher information"}
+
+
+def measured_values(
+    group: LinearGroup, kind: Literal["gram", "fisher"], *, method: str
+) -> tuple[Tensor, ...]:
+    """Return every expert's Gram matrix `(d_in, d_in)`, or Fisher information like its update.
+
+    Raises:
+        RecipeError: an expert has none.
+        TensorError: one has another shape.
+
+    Example:
+        >>> measured_values(LinearGroup((torch.ones(2, 3),), (1.0,)), "gram", method="regmean")
+        Traceback (most recent call last):
+        covmerge.base.errors.RecipeError: method 'regmean' needs the Gram matrix of every expert, and has \
+0 for 1: pass one for each update (data=)
+    """
+    if len(group.measured) != len(group.updates):
+        raise RecipeError(
+            f"method '{method}' needs the {_NAMES[kind]} of every expert, and has "
+            f"{len(group.measured)} for {len(group.updates)}: pass one for each update (data=)"
+        )
+    values = tuple(measured.value for measured in group.measured)
+    check_shapes(values, kind, group.updates[0].shape, method=method)
+    return values
+
+
+def check_shapes(
+    values: Sequence[Tensor], kind: Literal["gram", "fisher"], update: Sequence[int], *, method: str
+) -> None:
+    """Refuse statistics that are not of updates of this shape.
+
+    Raises:
+        TensorError: one has another shape.
+    """
+    shape = [update[1]] * 2 if kind == "gram" else list(update)
+    for index, value in enumerate(values):
+        if list(value.shape) != shape:
+            raise TensorError(
+                f"method '{method}': the {_NAMES[kind]} of expert {index} is "
+                f"{list(value.shape)}, its update {list(update)} needs {shape}: "
+                "collect it on this model"
+            )
+
+
+def measured_equations(
+    updates: Sequence[Tensor],
+    grams: Iterable[Tensor],
+    weights: Sequence[float],
+    *,
+    off_diagonal: float = 1.0,
+    ridge: float = 0.0,
+    lengths: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
+) -> NormalEquations:
+    """Form Σ w_t l_tΔ_t G̃_t and Σ w_t G̃_t.
+
+    Args:
+        updates: Δ_t `(d_out, d_in)`.
+        grams: G_t `(d_in, d_in)`, one at a time.
+        weights: w_t.
+        off_diagonal: a, factor of all entries off the diagonal of every G_t.
+        ridge: in units of the mean diagonal entry of Σ w_t G̃_t.
+        lengths: l_t; None: 1 each.
+        dtype: of the sums; by default that of the updates.
+    """
+    numerator = torch.zeros_like(updates[0], dtype=dtype)
+    gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
+    times = [1.0] * len(updates) if lengths is None else lengths
+    for update, own, weight, length in zip(updates, grams, weights, times, strict=True):
+        update, own = update.to(numerator.dtype), own.to(gram.dtype)
+        gram.add_(own, alpha=weight * off_diagonal)
+        numerator.addmm_(update, own, alpha=length * weight * off_diagonal)
+        rest = own.diagonal() * (weight * (1.0 - off_diagonal))
+        gram.diagonal().add_(rest)
+        numerator.addcmul_(update, rest, value=length)
+    return NormalEquations(gram, numerator, ridge * float(gram.diagonal().mean()))
+
+
+def measured_equations_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """Cost of forming the sums, in a dtype other than that of the updates and Gram matrices."""
+    pair = (d_in * d_in + d_out * d_in) * itemsize
+    return Cost(2.0 * count * (d_out + 1) * d_in * d_in, 2 * pair)

@@ -1,0 +1,130 @@
+r"""The two sums of the closed form, W̄ = (Σ_t R_t C_t)(Σ_t C_t + P)⁻¹.
+
+With C_t = s_t R_tᵀR_t + ε_t I the sums are formed in the smaller of two coordinate systems:
+
+primal  d_in axes:        gram = Σ s_t R_tᵀR_t  (d_in, d_in),   numerator = Σ R_t C_t  (d_out, d_in)
+dual    row space of the  gram = D Dᵀ  (m, m),  D = [√s_t R_t]_t  (m, d_in),  m = Σ d_out
+        updates:          numerator = [(s_t R_tR_tᵀ + ε_t I)/√s_t]_t  (d_out, m)
+
+By the push-through identity D(DᵀD + eI)⁻¹ = (DDᵀ + eI)⁻¹D both give the same W̄, so solvers and
+priors are written once, for `gram + ridge·I` and rows in either coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.linalg.auto import cube_choice, system_choice
+from covmerge.maths.linalg.symmetric import add_gram_, gram, mirror_
+
+
+class Coordinates:
+    """The coordinate system of some equations.
+
+    Attributes:
+        basis: None in the primal; D `(m, d_in)` in the dual, or `(n, m, d_in)` of n layers.
+    """
+
+    basis: Tensor | None
+
+    @property
+    def route(self) -> str:
+        """The coordinates in use, for reports."""
+        return "primal" if self.basis is None else "dual"
+
+    def lift(self, rows: Tensor) -> Tensor:
+        """Take rows from these coordinates to `(_, d_in)`, or `(n, _, d_in)`."""
+        return rows if self.basis is None else rows @ self.basis
+
+
+@dataclass(frozen=True)
+class NormalEquations(Coordinates):
+    """Σ R_t C_t and Σ C_t of one layer.
+
+    Attributes:
+        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)` or dual `(m, m)`.
+        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)` or dual `(d_out, m)`.
+        ridge: Σ ε_t.
+        basis: None in the primal; D `(m, d_in)` in the dual.
+    """
+
+    gram: Tensor
+    numerator: Tensor
+    ridge: float
+    basis: Tensor | None = None
+
+    def row_sums(self, ones: Tensor | None = None) -> Tensor:
+        """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t, `ones` being 𝟏 `(d_in,)` where it is not literally that."""
+        rows = self.gram if self.basis is None else self.basis
+        return rows.sum(1) if ones is None else rows @ ones
+
+    def apply(self, left: Tensor) -> Tensor:
+        """Return left · Σ C_t for left `(_, d_in)`."""
+        return self.lift(self.image(left)).add_(left, alpha=self.ridge)
+
+    def image(self, left: Tensor) -> Tensor:
+        """Coordinates of left · Σ s_t R_tᵀR_t, the ridge left out, for left `(_, d_in)`."""
+        return left @ (self.gram if self.basis is None else self.basis.mT)
+
+
+def normal_equations(covariances: Sequence[Covariance]) -> NormalEquations:
+    """Form Σ R_t C_t and Σ C_t for covariances of one shape and dtype."""
+    d_out, d_in = covariances[0].update.shape
+    itemsize = covariances[0].dtype.itemsize
+    if system_choice(d_out, d_in, len(covariances), itemsize).taken == "dual":
+        return _dual(covariances)
+    return _primal(covariances)
+
+
+def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
+    update, dtype = covariances[0].update, covariances[0].dtype
+    d_out, d_in = update.shape
+    total = update.new_zeros(d_in, d_in, dtype=dtype)
+    numerator = update.new_zeros(d_out, d_in, dtype=dtype)
+    for covariance in covariances:
+        add_own_(total, numerator, covariance.root(), covariance)
+    return NormalEquations(mirror_(total), numerator, sum(c.ridge for c in covariances))
+
+
+def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
+    """Add s RᵀR to the lower block triangle of a sum, and ℓR(s RᵀR + εI) to the numerator.
+
+    Args:
+        lower: `(d_in, d_in)`, for `covmerge.maths.linalg.symmetric.mirror_`.
+        numerator: `(d_out, d_in)`.
+        root: R, of their dtype.
+        covariance: s, ε and ℓ.
+    """
+    scale, length = covariance.scale, covariance.length
+    d_out, d_in = root.shape
+    if cube_choice(d_out, d_in, root.dtype.itemsize, root.device.type).taken == "outer":
+        add_gram_(lower, root, scale)
+        numerator.addmm_(gram(root.mT), root, alpha=scale * length)
+    else:
+        own = gram(root)
+        lower.add_(own, alpha=scale)
+        numerator.addmm_(root, own, alpha=scale * length)
+    if covariance.ridge:
+        numerator.add_(root, alpha=covariance.ridge * length)
+
+
+def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
+    update = covariances[0].update
+    d_out, d_in = update.shape
+    basis = update.new_empty(len(covariances) * d_out, d_in, dtype=covariances[0].dtype)
+    blocks = [slice(t * d_out, (t + 1) * d_out) for t in range(len(covariances))]
+    for block, covariance in zip(blocks, covariances, strict=True):
+        torch.mul(covariance.root(), sqrt(covariance.scale), out=basis[block])
+    total = gram(basis.mT)
+    numerator = total.new_empty(d_out, len(basis))
+    for block, covariance in zip(blocks, covariances, strict=True):
+        factor = covariance.length / sqrt(covariance.scale)
+        numerator[:, block] = total[block, block] * factor
+        numerator[:, block].diagonal().add_(covariance.ridge * factor)
+    return NormalEquations(total, numerator, sum(c.ridge for c in covariances), basis)

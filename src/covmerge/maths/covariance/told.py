@@ -1,0 +1,121 @@
+"""How much updates tell of their layer's inputs, and how many of its directions they use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan, log1p, sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.maths.linalg.batched import flags, log_dets, numbers, per_member
+from covmerge.maths.linalg.cholesky import log_det
+from covmerge.maths.linalg.spectral import float64_gram
+from covmerge.maths.linalg.symmetric import gram
+
+# What nobody tells of a covariance is unknown and not absent: so much of its mean eigenvalue is added.
+UNTOLD = 0.1
+# An eigenvalue that is so small beside their mean is of an input that is hardly used.
+HARDLY_USED = 1e-4
+# Rounding may move the 1 beside it by so much.
+_OFF = 0.25
+
+
+def share_told(gram: Tensor, d_in: int) -> float:
+    """Return ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), the share of the inputs that updates use.
+
+    It is by volume: 1 where they use all alike, a third where their rows span a third of the space. Who
+    learned from all inputs has directions for all of them; an adapter, whose ΔᵀΔ hardly tells of
+    inputs, has those of a few random rows (docs/auto.md).
+
+    Args:
+        gram: Ĝ, what the updates tell of E[z zᵀ], of mean eigenvalue 1, in the layer's axes `(d_in, d_in)`
+            or in others `(m, m)` that span all that is not zero.
+        d_in: of the layer.
+
+    Example:
+        >>> import torch
+        >>> [round(share_told(each, 4), 2) for each in (torch.eye(4), torch.tensor([[4.0]]))]
+        [1.0, 0.29]
+    """
+    return _share(log_det(_beside_faint(gram)), d_in)
+
+
+def shares_told(grams: Tensor, d_in: int) -> list[float]:
+    """Return ψ of several Ĝ `(n, m, m)`; NaN where it takes the kernel's care.
+
+    Example:
+        >>> import torch
+        >>> [round(own, 2) for own in shares_told(torch.eye(4).expand(2, 4, 4), 4)]
+        [1.0, 1.0]
+    """
+    return [_share(own, d_in) for own in numbers(log_dets(_beside_faint(grams)))]
+
+
+def share_used(update: Tensor, size: float, directions: int) -> float:
+    """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
+
+    The form of `share_told`, for a single update and the directions of the smaller side. One update may
+    have all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
+
+    Args:
+        update: Δ `(d_out, d_in)`, or what is left of it in axes that span all that is not zero.
+        size: ‖Δ‖, not 0.
+        directions: m = min(d_out, d_in), of the layer.
+
+    Raises:
+        OverflowError: Δ holds NaN or Inf.
+
+    Example:
+        >>> import torch
+        >>> [round(share_used(each, 2.0, 4), 2) for each in (torch.eye(4), 2 * torch.eye(4)[:1])]
+        [1.0, 0.29]
+    """
+    wide = _wide(update) * (sqrt(directions) / size)
+    found = gram(wide.mT)
+    return share_told(found if _resolved(found) else float64_gram(wide), directions)
+
+
+def shares_used(updates: Tensor, sizes: Sequence[float], directions: int) -> list[float]:
+    """Return ω of several Δ `(n, d_out, d_in)`.
+
+    Example:
+        >>> import torch
+        >>> [round(own, 2) for own in shares_used(torch.eye(4).expand(2, 4, 4), [2.0, 2.0], 4)]
+        [1.0, 1.0]
+    """
+    wide = _wide(updates)
+    wide = wide * per_member([sqrt(directions) / size for size in sizes], wide)
+    grams = wide @ wide.mT
+    each = zip(shares_told(grams, directions), flags(_resolved(grams)), updates, sizes, strict=True)
+    return [
+        own if resolved else share_used(update, size, directions)
+        for own, resolved, update, size in each
+    ]
+
+
+def _wide(updates: Tensor) -> Tensor:
+    """Of one or of several, the transpose where that has the fewer rows."""
+    return updates.mT if updates.shape[-2] > updates.shape[-1] else updates
+
+
+def _resolved(grams: Tensor) -> Tensor:
+    """Whether rounding leaves the 1 in I + 10⁴Ĝ, of one or of several.
+
+    An entry is off by ½ε √(g_ii g_jj), and a matrix of such errors by ε √(max g_ii Σ g_jj) in norm.
+    """
+    energies = grams.diagonal(dim1=-2, dim2=-1)
+    off = torch.finfo(grams.dtype).eps * (energies.amax(-1) * energies.sum(-1)).sqrt()
+    return off < _OFF * HARDLY_USED
+
+
+def _beside_faint(gram: Tensor) -> Tensor:
+    """I + 10⁴Ĝ, of one or of several."""
+    found = gram / HARDLY_USED
+    found.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    return found
+
+
+def _share(log_det_of: float, d_in: int) -> float:
+    share = log_det_of / (d_in * log1p(1.0 / HARDLY_USED))
+    return share if share < 1.0 or isnan(share) else 1.0

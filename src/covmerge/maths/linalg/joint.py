@@ -1,0 +1,118 @@
+"""The directions that several matrices have together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg.auto import spectrum_choice
+from covmerge.maths.linalg.lapack import eigh, norm, svd
+from covmerge.maths.linalg.spectral import numerical_rank, with_equals, without_order
+from covmerge.maths.linalg.symmetric import add_gram_, mirror_
+
+_linalg: Any = torch.linalg
+# Beyond this ratio of sizes the directions of a small block may be below the rounding of a large one.
+_APART = 50.0
+
+
+@dataclass(frozen=True)
+class JointDirections:
+    """The left singular directions of matrices side by side, within their numerical rank k.
+
+    Attributes:
+        left: U `(d, k)`, float64.
+        sigma: σ_1..σ_k, float64, descending.
+    """
+
+    left: Tensor
+    sigma: Tensor
+
+    @property
+    def arbitrary(self) -> int:
+        """How many of them have singular values that equal another's: they may turn into each other."""
+        return without_order(self.sigma)
+
+    def first(self, k: int) -> JointDirections:
+        """Return the k largest, with those that equal the k-th."""
+        k = with_equals(self.sigma, k)
+        return JointDirections(self.left[:, :k], self.sigma[:k])
+
+
+def joint_directions(
+    blocks: Sequence[Tensor], *, rtol: float, rounding: Sequence[Rounding] = ()
+) -> JointDirections:
+    """Return U and σ of [F_1 … F_n] = U diag(σ) Vᵀ for blocks F_t `(d, n_t)`.
+
+    V is not formed: its rows are Σ⁻¹UᵀF_t. Float64 blocks go through the triangular factor of a QR,
+    float32 blocks through the float64 eigenproblem of Σ F_tF_tᵀ (see `covmerge.maths.linalg.spectral`).
+
+    Where the sizes of the blocks are far apart, what they span is found of blocks of one size: scaling
+    a block changes no span, and a small one keeps its directions in either dtype.
+
+    Args:
+        blocks: at least one, of one dtype.
+        rtol: directions at or below `rtol` times the largest singular value are not kept; of blocks
+            brought to one size, where their sizes are far apart.
+        rounding: what rounding gave to each block; directions that are no more are not kept either.
+
+    Example:
+        >>> found = joint_directions([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [0.0]])],
+        ...                          rtol=1e-6)
+        >>> found.left.abs().tolist(), found.sigma.tolist()
+        ([[1.0], [0.0]], [5.0])
+    """
+    sizes = [norm(block) for block in blocks]
+    if far_apart(sizes):
+        units = [block / size for block, size in zip(blocks, sizes, strict=True) if size > 0.0]
+        own = [e.times(1 / size) for e, size in zip(rounding, sizes, strict=False) if size > 0.0]
+        return _within(joint_directions(units, rtol=rtol, rounding=own).left, blocks)
+    d, columns = blocks[0].shape
+    if spectrum_choice(d, columns, d, blocks[0].dtype.itemsize).taken == "svd":
+        left, sigma = _left_singular(torch.cat(tuple(blocks), 1))
+    else:
+        values, vectors = eigh(_float64_gram(blocks))
+        left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
+    shape = (d, columns * len(blocks))
+    k, _ = numerical_rank(sigma, shape, rtol=rtol, rounding=Rounding.together(rounding))
+    # A copy, so that the other directions are gone.
+    return JointDirections(left[:, :k].clone(), sigma[:k])
+
+
+def far_apart(sizes: Sequence[float]) -> bool:
+    """Return whether one of the sizes, zeros aside, is lost beside another in single precision.
+
+    Example:
+        >>> far_apart([1.0, 0.0, 0.1]), far_apart([1e3, 1e-6])
+        (False, True)
+    """
+    changed = [size for size in sizes if size > 0.0]
+    return bool(changed) and max(changed) > _APART * min(changed)
+
+
+def _within(span: Tensor, blocks: Sequence[Tensor]) -> JointDirections:
+    """U and σ of the blocks in an orthonormal basis `(d, k)` of what they span: all of them, in float64."""
+    coordinates = torch.cat([span.mT @ block.to(torch.float64) for block in blocks], 1)
+    left, sigma = _left_singular(coordinates)
+    k = int((sigma > 0.0).sum())
+    return JointDirections(span @ left[:, :k], sigma[:k])
+
+
+def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """U and σ of a matrix, by the triangular factor of its transpose."""
+    triangle = cast("tuple[Tensor, Tensor]", _linalg.qr(matrix.mT, "r"))[1]
+    left, sigma, _ = svd(triangle.mT)
+    return left, sigma
+
+
+def _float64_gram(blocks: Sequence[Tensor]) -> Tensor:
+    """Σ F_tF_tᵀ in float64, with one block in float64 at a time."""
+    rows = len(blocks[0])
+    gram = blocks[0].new_zeros(rows, rows, dtype=torch.float64)
+    for block in blocks:
+        add_gram_(gram, block.to(torch.float64).mT)
+    return mirror_(gram)

@@ -1,0 +1,174 @@
+"""Spectra of ΔC^½, Δ `(d_out, d_in)` as inputs of covariance C see it, at the price of the smaller side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg.auto import DOTS_BLOCK, DOTS_ROWS
+from covmerge.maths.linalg.cholesky import lower_factor
+from covmerge.maths.linalg.lapack import eigh, eigvalsh, multi_dot
+from covmerge.maths.linalg.spectral import (
+    EXACT,
+    float64_gram,
+    nuclear_norm,
+    numerical_rank,
+    truncated_svd,
+)
+from covmerge.maths.linalg.symmetric import half, times_lower
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The singular values of ΔC^½, and what functions of K = ΔCΔᵀ make of Δ.
+
+    Attributes:
+        sigma: within the numerical rank k, float64, descending.
+        update: Δ `(d_out, d_in)`.
+        left: U `(d_out, k)`, eigenvectors of K.
+    """
+
+    sigma: Tensor
+    update: Tensor
+    left: Tensor
+
+    def lifted(self, lift: Tensor, beyond: float = 0.0) -> Tensor:
+        """Return U diag(lift) UᵀΔ + beyond · (I − UUᵀ)Δ, lift `(k,)`, in Δ's dtype.
+
+        Example:
+            >>> update = torch.diag(torch.tensor([3.0, 2.0]))
+            >>> seen = Metric.of(torch.eye(2)).spectrum(update, rtol=1e-6)
+            >>> seen.lifted(torch.tensor([1.0, 2.0])).tolist()
+            [[3.0, 0.0], [0.0, 4.0]]
+        """
+        weights = (lift - beyond).to(self.update.dtype)
+        found = multi_dot([self.left * weights, self.left.mT, self.update])
+        return found.add_(self.update, alpha=beyond) if beyond else found
+
+
+@dataclass(frozen=True)
+class Metric:
+    """C `(d_in, d_in)`, symmetric positive semi-definite to rounding.
+
+    Attributes:
+        covariance: C in float64, of mean eigenvalue 1.
+        size: the square root of what C was divided by, the unit of all lengths.
+    """
+
+    covariance: Tensor
+    size: float
+
+    @classmethod
+    def of(cls, covariance: Tensor, beside: float = 0.0) -> Metric:
+        """The metric of a covariance of any scale but 0, and of so many times I beside it."""
+        whole = covariance.to(torch.float64, copy=True)
+        whole.diagonal().add_(beside)
+        mean = mean_of(whole)
+        return cls(whole.div_(mean), sqrt(mean))
+
+    @cached_property
+    def factor(self) -> Tensor | None:
+        """L, lower triangular, with LLᵀ = C, float64; None where C is singular."""
+        return lower_factor(self.covariance)
+
+    @cached_property
+    def root(self) -> Tensor:
+        """L with LLᵀ = C, float64, where C is singular: VΛ^½."""
+        values, vectors = eigh(self.covariance)
+        return vectors * values.clamp_min(0.0).sqrt()
+
+    def dots(self, updates: Sequence[Tensor]) -> Tensor:
+        """⟨Δ_tC^½, Δ_uC^½⟩ `(T, T)`, float64, row block by row block.
+
+        With C = H + Hᵀ, H its lower half, these are ⟨Δ_tH, Δ_u⟩ + ⟨Δ_uH, Δ_t⟩, for half the work.
+
+        Example:
+            >>> Metric.of(torch.diag(torch.tensor([1.0, 3.0]))).dots([torch.ones(1, 2)]).tolist()
+            [[2.0]]
+        """
+        count = len(updates)
+        total = torch.zeros(count, count, dtype=torch.float64, device=updates[0].device)
+        lower = half(self.covariance.to(updates[0].dtype))
+        for rows in row_blocks(updates):
+            block = torch.cat([update[rows] for update in updates])
+            seen = times_lower(block, lower)
+            total += seen.reshape(count, -1) @ block.reshape(count, -1).mT
+        return (total + total.mT).cpu()
+
+    def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
+        """The singular values of ΔC^½ within the numerical rank, and its left directions.
+
+        As `truncated_svd`, but where the outputs are the smaller side nothing else is made.
+
+        Example:
+            >>> update = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
+            >>> Metric.of(torch.eye(3)).spectrum(update, rtol=1e-6).sigma.tolist()
+            [3.0, 2.0]
+        """
+        d_out, d_in = update.shape
+        if update.dtype != torch.float64 and d_out <= d_in:
+            values, vectors = eigh(self._outputs(update))
+            sigma = values.clamp_min(0.0).sqrt().flip(0)
+            rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
+            return Spectrum(sigma[:rank], update, vectors.flip(1)[:, :rank].to(update.dtype))
+        top = truncated_svd(self._seen(update), min(update.shape), rtol=rtol, rounding=rounding)
+        return Spectrum(top.kept, update, top.left)
+
+    def nuclear_norm(self, update: Tensor) -> float:
+        """Σσ of ΔC^½."""
+        if update.dtype != torch.float64 and len(update) <= update.shape[1]:
+            return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
+        return nuclear_norm(self._seen(update))
+
+    def _outputs(self, update: Tensor) -> Tensor:
+        """ΔCΔᵀ `(d_out, d_out)`, float64."""
+        if self.factor is not None:
+            return float64_gram(self._seen(update))
+        whole = update.to(torch.float64)
+        found = times_lower(whole, half(self.covariance)) @ whole.mT
+        return found + found.mT
+
+    def _seen(self, update: Tensor) -> Tensor:
+        """ΔC^½, up to a rotation of its columns, in Δ's dtype."""
+        if self.factor is None:
+            return update @ self.root.to(update.dtype)
+        return times_lower(update, self.factor.to(update.dtype))
+
+
+def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
+    """‖WC^½‖_F of a matrix W `(d_out, d_in)` and inputs C, in their units; None where nothing came in.
+
+    A few rows at a time: products in C's dtype, their sums in float64.
+
+    Example:
+        >>> norm_seen(torch.tensor([[1.0, 3.0]]), torch.diag(torch.tensor([7.0, 1.0])))
+        4.0
+    """
+    mean = mean_of(inputs)
+    if not mean > 0.0:
+        return None
+    lower, total = half(inputs / mean), 0.0
+    for rows in row_blocks([weights]):
+        block = weights[rows].to(lower)
+        seen = times_lower(block, lower)
+        total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
+    return sqrt(mean) * sqrt(max(total, 0.0))  # in this order NaN stays
+
+
+def mean_of(inputs: Tensor) -> float:
+    """Return the mean eigenvalue of C."""
+    return float(inputs.diagonal().to(torch.float64).mean())
+
+
+def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
+    """Rows of all updates of a layer that are multiplied together."""
+    d_out, d_in = updates[0].shape
+    step = max(1, max(DOTS_BLOCK // d_in, DOTS_ROWS) // len(updates))
+    for start in range(0, d_out, step):
+        yield slice(start, start + step)

@@ -1,0 +1,215 @@
+"""X = B A† for a symmetric positive semi-definite A, with a named cut-off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg.auto import cut_off_choice
+from covmerge.maths.linalg.by_products import Projector, largest_bound, projector
+from covmerge.maths.linalg.cholesky import all_above, factorize_above, lower_factor
+from covmerge.maths.linalg.lapack import eigh, norm
+from covmerge.maths.linalg.spectral import EXACT, energy_of_rounding, numerical_rank
+
+# Beyond the cut-off by this much, so that neither the estimate of the largest eigenvalue nor rounding
+# decides whether the smallest is cut off.
+_MARGIN = 1.1
+# λ_min/λ_max from which a solution in float32 agrees with float64's to 1e-5 or so
+# (tests/linalg/test_routes.py).
+_FLOAT32_RATIO = 1e-3
+LANCZOS_STEPS = 16
+# Where all depends on the largest eigenvalue: so many steps, and how far above what they find it may be.
+_MORE_STEPS, _ABOVE = 64, (1e-8, 1e-4, 1e-1)
+
+
+def solve_full_rank(
+    system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
+) -> Tensor | None:
+    """Return rows · A⁻¹ by Cholesky where no eigenvalue of A is cut off, None where one may be.
+
+    In float32 also None where A is too badly conditioned for it, so that float64 can be asked.
+
+    Args:
+        system: A `(n, n)`, symmetric positive semi-definite.
+        rows: `(m, n)`, of the same dtype.
+        rtol: eigenvalues at or below `rtol` times the largest would be cut off;
+        floor: so would those at or below this value.
+
+    Example:
+        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)
+        tensor([[0.5000, 1.0000]])
+        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+    """
+    largest = largest_eigenvalue(system)
+    least = least_of_full_rank(len(system), system.dtype, largest, rtol=rtol, floor=floor)
+    factor = factorize_above(system, floor=least) if largest > 0.0 else None
+    return None if factor is None else factor.solve_right(rows)
+
+
+def least_of_full_rank(
+    n: int, dtype: torch.dtype, largest: float, *, rtol: float, floor: float
+) -> float:
+    """Return what all eigenvalues of A `(n, n)` must be above for `solve_full_rank`."""
+    ratio = _MARGIN * rtol
+    if dtype != torch.float64:
+        ratio = max(ratio, _FLOAT32_RATIO)
+    # Above the rounding of a factorisation in any case, or a zero eigenvalue might pass for one.
+    return max(max(ratio, n * torch.finfo(dtype).eps) * largest, _MARGIN * floor)
+
+
+def pinv_right(
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int]:
+    """Return rows · A† with A `(n, n)` symmetric and rows `(m, n)`, and the rank that was kept.
+
+    Eigenvalues at or below `rtol` times the largest count as zero, and those of a Gram matrix
+    A = DᵀD, D of a `shape`, that are no more than `rounding` of D. The eigenproblem is solved in
+    float64 whatever the input, since the cut-off decides the answer.
+
+    Example:
+        >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> x.tolist(), rank
+        ([[0.5, 0.0]], 1)
+    """
+    values, vectors = kept_eigenpairs(system, rtol=rtol, rounding=rounding, shape=shape)
+    coordinates = rows.to(torch.float64) @ vectors
+    return ((coordinates / values) @ vectors.mT).to(rows.dtype), len(values)
+
+
+def cut_off_right(
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int, str]:
+    """Return what `pinv_right` returns, by the cheaper route of the device, and which that was.
+
+    By `projector64`, or where the cut-off is too close to an eigenvalue for that, by `eigen64`.
+
+    Example:
+        >>> cut_off_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        (tensor([[0.5000, 0.0000]]), 1, 'eigen64')
+    """
+    if cut_off_choice(len(system), len(rows), system.device.type).taken == "projector64":
+        quick = pinv_by_projector(system, rows, rtol=rtol, rounding=rounding, shape=shape)
+        if quick is not None:
+            return *quick, "projector64"
+    return *pinv_right(system, rows, rtol=rtol, rounding=rounding, shape=shape), "eigen64"
+
+
+def pinv_by_projector(
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int] | None:
+    """Return what `pinv_right` returns, by products and Cholesky factors; None where they cannot tell.
+
+    A† = P (A + s(I − P))⁻¹, P onto the eigenvectors that are kept, s as large as any eigenvalue.
+
+    Example:
+        >>> x, rank = pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> x.round(decimals=6).tolist(), rank
+        ([[0.5, 0.0]], 1)
+    """
+    exact = system.to(torch.float64)
+    kept = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
+    lower = None if kept is None else lower_factor(kept.filled(exact))
+    if kept is None or lower is None:
+        return None
+    within = rows.to(torch.float64) @ kept.matrix
+    return torch.cholesky_solve(within.mT, lower).mT.to(rows.dtype), kept.rank
+
+
+def kept_projector(
+    system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
+) -> Projector | None:
+    """Return P onto what `kept_eigenpairs` keeps of A in float64; None where products cannot tell.
+
+    Example:
+        >>> kept_projector(torch.diag(torch.tensor([2.0, 0.0])).double(), rtol=1e-6).rank
+        1
+    """
+    if not 0.0 < largest_bound(system) < inf:
+        return None
+    least = largest_eigenvalue(system, _MORE_STEPS)
+    above = next((off for off in _ABOVE if all_above(-system, -least * (1.0 + off))), None)
+    if above is None:
+        return None
+    most = least * (1.0 + above)
+    low, high, noise = rtol * least * (1.0 - _ABOVE[0]), rtol * most, rounding.edge**2
+    if high < noise < least:
+        found = projector(system, low=noise * (1.0 - _ABOVE[0]), high=noise, bound=most)
+        if found is None:
+            return None
+        energy = float(system.diagonal().sum()) - float((system * found.matrix).sum())
+        if energy_of_rounding(energy, found.rank, shape, rounding):
+            return found
+    elif low < noise < most:
+        return None  # which of the two ends the rank, is not known
+    return projector(system, low=low, high=high, bound=most)
+
+
+def kept_eigenpairs(
+    system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
+) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of A that count in `pinv_right`, ascending, and their vectors `(n, _)`.
+
+    Example:
+        >>> values, vectors = kept_eigenpairs(torch.diag(torch.tensor([2.0, 0.0, 1.0])), rtol=1e-6)
+        >>> values.tolist(), vectors.shape
+        ([1.0, 2.0], torch.Size([3, 2]))
+    """
+    values, vectors = eigh(system.to(torch.float64))
+    sigma = values.clamp_min(0.0).sqrt().flip(0)
+    _, end = numerical_rank(sigma, shape, rtol=sqrt(rtol), rounding=rounding)
+    kept = values > end**2
+    return values[kept], vectors[:, kept]
+
+
+def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
+    """Return the largest eigenvalue of a symmetric matrix `(n, n)` from below, to a few per cent.
+
+    By Lanczos' iteration from a fixed random vector, a few products with a vector, one a step.
+
+    Example:
+        >>> round(largest_eigenvalue(torch.diag(torch.tensor([3.0, 1.0, 0.0]))), 4)
+        3.0
+    """
+    n = len(symmetric)
+    vector: Tensor = start_vector(n).to(symmetric.device, symmetric.dtype)
+    previous, beta = torch.zeros_like(vector), 0.0
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for _ in range(min(n, steps)):
+        image = torch.mv(symmetric, vector).sub_(previous, alpha=beta)
+        diagonal.append(float(torch.dot(image, vector)))
+        image.sub_(vector, alpha=diagonal[-1])
+        beta = norm(image)
+        if beta <= torch.finfo(symmetric.dtype).eps * abs(diagonal[0]):
+            break  # the vectors so far span all that A does to the first
+        beside.append(beta)
+        previous, vector = vector, image / beta
+    off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
+    tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    tridiagonal += torch.diag(off, 1) + torch.diag(off, -1)
+    return float(eigh(tridiagonal)[0][-1])
+
+
+def start_vector(n: int) -> Tensor:
+    """Return the vector `(n,)` that Lanczos' iteration starts from, float64, of norm 1."""
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return start / norm(start)

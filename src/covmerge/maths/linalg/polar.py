@@ -1,0 +1,221 @@
+"""The orthogonal polar factor, on the numerical range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Rounding
+from covmerge.maths.linalg.auto import polar_choice
+from covmerge.maths.linalg.by_products import inverse_root, largest_bound
+from covmerge.maths.linalg.cholesky import all_above
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.pinv import kept_projector, least_of_full_rank
+from covmerge.maths.linalg.spectral import (
+    EXACT,
+    TruncatedSvd,
+    float64_blocks,
+    float64_gram,
+    leading_directions,
+    wide_of,
+)
+from covmerge.maths.linalg.symmetric import add_gram_, mirror_
+
+# Most that ‖WᵀW − P‖_F may be of a polar factor W that products gave.
+_OFF = {torch.float32: 1e-6, torch.float64: 1e-11}
+
+
+@dataclass(frozen=True)
+class Polar:
+    """The orthogonal polar factor U Vᵀ of a matrix within its numerical rank.
+
+    Attributes:
+        isometry: U Vᵀ, of the matrix's shape and dtype; its residual has been checked.
+        k: directions that it has.
+        nuclear: the sum of their singular values.
+        doubtful: how many of them `doubts` may have made.
+    """
+
+    isometry: Tensor
+    k: int
+    nuclear: float
+    doubtful: int = 0
+
+
+def polar(
+    matrix: Tensor, *, rtol: float, errors: Tensor | None = None, doubts: Tensor | None = None
+) -> Polar:
+    """Return A (AᵀA)^{†½}: the orthogonal polar factor of A within its numerical range.
+
+    Of dependent columns the usual factor U Vᵀ makes orthonormal ones by adding directions that A
+    does not have. With the pseudo-inverse they stay dependent: k copies of a unit vector become k
+    copies of it divided by √k.
+
+    Args:
+        matrix: A, of any shape.
+        rtol: singular values at or below `rtol` times the largest count as zero.
+        errors: how far each column is off; directions that these have made count as zero too.
+        doubts: how far each may be off at most; directions that these may have made are counted.
+
+    Example:
+        >>> polar(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+        >>> polar(torch.tensor([[2.0, 2.0]]), rtol=1e-6).isometry.mul(2**0.5).round().tolist()
+        [[1.0, 1.0]]
+    """
+    if goes_by_products(matrix):
+        known = [float(own.max()) for own in (errors, doubts) if own is not None and own.numel()]
+        quick = polar_by_products(matrix, rtol=rtol, errors=max(known, default=0.0))
+        if quick is not None:
+            return quick
+    found = leading_directions(matrix, min(matrix.shape), rtol=rtol, errors=errors)
+    doubtful = 0 if doubts is None else found.within(doubts)
+    return Polar(found.isometry, found.k, float(found.kept.sum()), doubtful)
+
+
+def goes_by_products(matrix: Tensor) -> bool:
+    """Whether products are the cheaper way to a polar factor of this shape where the matrix is."""
+    d_out, d_in = matrix.shape
+    choice = polar_choice(d_out, d_in, matrix.dtype.itemsize, matrix.device.type)
+    return choice.taken == "products"
+
+
+def polar_by_products(
+    matrix: Tensor, *, rtol: float, rounding: Rounding = EXACT, errors: float = 0.0
+) -> Polar | None:
+    """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None where they cannot tell.
+
+    Args:
+        matrix: A, of any shape.
+        rtol: as in `polar`.
+        rounding: directions that are no more than this are beyond the numerical rank too.
+        errors: most that a column may be off. Where a direction may be made of that, there is no answer.
+
+    Example:
+        >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    wide = wide_of(matrix)
+    if not wide.numel():
+        return None
+    root = _root(float64_gram(wide), rtol, rounding, errors, matrix.shape)
+    if root is None:
+        return None
+    isometry, off = torch.empty_like(wide), torch.zeros_like(root.matrix)
+    for columns, block in float64_blocks(wide):
+        turned = root.matrix @ block
+        isometry[:, columns] = turned.to(wide.dtype)
+        add_gram_(off, turned.mT)
+    mirror_(off)
+    if root.within is None:
+        off.diagonal().sub_(1.0)
+    else:
+        off.sub_(root.within)
+    if not norm(off) <= _OFF[wide.dtype]:
+        return None
+    return Polar(isometry if wide is matrix else isometry.mT, root.rank, root.nuclear)
+
+
+@dataclass(frozen=True)
+class _Root:
+    """G^{†½} of a Gram matrix, float64; P of its range, None where that is all; and Σσ, tr G^½."""
+
+    matrix: Tensor
+    within: Tensor | None
+    rank: int
+    nuclear: float
+
+
+def _root(
+    gram: Tensor, rtol: float, rounding: Rounding, errors: float, shape: Sequence[int]
+) -> _Root | None:
+    rank = len(gram)
+    least = partial(least_of_full_rank, rank, gram.dtype, largest_bound(gram), rtol=rtol**2)
+    floor, within = least(floor=max(rounding.edge, errors) ** 2), None
+    if not all_above(gram, floor):
+        if errors > rounding.edge and all_above(gram, least(floor=rounding.edge**2)):
+            return None  # of full rank, but one of the directions may be made of errors
+        kept = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
+        if kept is None:
+            return None
+        gram, within, rank, floor = (
+            kept.filled(gram),
+            kept.matrix,
+            kept.rank,
+            least(floor=errors**2),
+        )
+    root = inverse_root(gram, floor=floor)
+    if root is None:
+        return None
+    if within is not None:
+        root = root @ within
+    return _Root(root, within, rank, float((root * gram).sum()))
+
+
+# Of the edge of rounding, which is reckoned from above: below this share of it there is nothing else.
+CERTAIN = 0.5
+
+
+@dataclass(frozen=True)
+class Orthogonalized:
+    """Polar factors of singular vectors side by side.
+
+    Attributes:
+        left: of [U_1 … U_n] `(d_out, k)`.
+        right: of [V_1 … V_n]ᵀ `(k, d_in)`.
+        dependent: directions that the vectors have nearly in common, so that rounding may have decided
+            them, and those that it has, which are left out; on the side that has more.
+    """
+
+    left: Tensor
+    right: Tensor
+    dependent: int
+
+
+def orthogonalized(
+    parts: Sequence[TruncatedSvd],
+    *,
+    rtol: float,
+    apart: TruncatedSvd | None = None,
+    frame: Tensor | None = None,
+) -> Orthogonalized:
+    """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ.
+
+    A singular vector of σ is off by rounding over σ: at most what its numerical rank was ended by, and
+    of stored weights at least half of their edge.
+
+    Args:
+        parts: U_i, V_i and their singular values; at least one of them has directions.
+        rtol: as in `polar`.
+        apart: one more part, the last, whose U is orthogonal to the others': a block of its own in the
+            polar factor on that side, so that only the others are decomposed.
+        frame: orthonormal columns `(d_out, p)`, orthogonal to that U, that the others' are coordinates in.
+            There rounding does not turn a weak direction of theirs out of the frame.
+    """
+    every = [*parts] if apart is None else [*parts, apart]
+    left, off_left = _side([part.left for part in parts], parts, rtol)
+    if frame is not None:
+        left = frame @ left
+    if apart is not None:
+        if frame is None:
+            left = torch.addmm(left, apart.left, apart.left.mT @ left, alpha=-1.0)
+        left = torch.cat([left, apart.left], dim=1)
+    right, off_right = _side([part.right.mT for part in every], every, rtol)
+    return Orthogonalized(left, right.mT, max(off_left, off_right))
+
+
+def _side(
+    vectors: Sequence[Tensor], parts: Sequence[TruncatedSvd], rtol: float
+) -> tuple[Tensor, int]:
+    """The polar factor of the parts' vectors side by side, and how many directions are dependent."""
+    side = torch.cat(tuple(vectors), dim=1)
+    most = torch.cat([part.floor / part.kept for part in parts])
+    least = torch.cat([CERTAIN * part.edge / part.kept for part in parts])
+    if not side.numel():
+        return side, 0
+    found = polar(side, rtol=rtol, errors=least, doubts=most)
+    return found.isometry, min(len(side), len(most)) - found.k + found.doubtful

@@ -1,0 +1,62 @@
+"""Numbers in the dtype that they are stored in, if it has room for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from covmerge.maths.linalg.finite import all_finite
+
+# Integers of the same width, in which neighbouring numbers of a dtype are neighbours.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a narrower dtype, or return the values as they are.
+
+    A cast to float8_e4m3fn gives the largest number of the dtype where others give Inf, so that its result
+    does not tell of an overflow. What rounds to the largest number is none: it ends halfway to the next.
+
+    Args:
+        values: finite numbers.
+        dtype: what they are stored in.
+
+    Raises:
+        OverflowError: a number is too large for the dtype.
+
+    Example:
+        >>> stored_as(torch.tensor([460.0]), torch.float8_e4m3fn)
+        tensor([448.], dtype=torch.float8_e4m3fn)
+        >>> stored_as(torch.tensor([512.0]), torch.float8_e4m3fn)
+        Traceback (most recent call last):
+        OverflowError: the largest number is 512, and float8_e4m3fn ends at 448
+    """
+    rounded = values.to(dtype)
+    if rounded.dtype == values.dtype or not dtype.is_floating_point or not values.numel():
+        return rounded
+    most = torch.finfo(dtype).max
+    if most >= _most(values):
+        return rounded
+    wide = values if values.dtype.itemsize > 1 else values.float()
+    largest = max(abs(float(end)) for end in torch.aminmax(wide))
+    if not isfinite(largest):
+        raise OverflowError("there are NaN or Inf among them")
+    if largest > _end(dtype) or not all_finite(rounded):
+        name = str(dtype).removeprefix("torch.")
+        raise OverflowError(f"the largest number is {largest:.6g}, and {name} ends at {most:.6g}")
+    return rounded
+
+
+def _most(values: Tensor) -> float:
+    return torch.finfo(values.dtype).max if values.dtype.is_floating_point else float("inf")
+
+
+@cache
+def _end(dtype: torch.dtype) -> float:
+    """The largest number, and half of what it is above the one before."""
+    most = torch.full((1,), torch.finfo(dtype).max, dtype=dtype)
+    before = most.view(_BITS[dtype.itemsize]).sub(1).view(dtype)
+    return float(most.double() + (most.double() - before.double()) / 2)

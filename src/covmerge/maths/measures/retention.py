@@ -1,0 +1,81 @@
+r"""What a merged update keeps of each expert, predicted without data.
+
+On its own inputs z an expert adds Δ_t z to its layer's output, and the merged model W̄ z. With the
+covariance that the update itself reveals, Ĉ_t = Δ_tᵀΔ_t ∝ E[z zᵀ] (ACTMat, Theorem 3.1; ACE, Theorem
+1), the share of the expert's contribution that survives is
+
+    1 − Tr[(W̄ − Δ_t) Ĉ_t (W̄ − Δ_t)ᵀ] / Tr[Δ_t Ĉ_t Δ_tᵀ]
+      = 1 − ‖(W̄ − Δ_t) Δ_tᵀ‖²_F / ‖Δ_t Δ_tᵀ‖²_F
+
+1: all of it. 0: as much is wrong as the base without the expert. Below 0: more is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean
+
+from torch import Tensor
+
+from covmerge.maths.linalg.lapack import norm
+
+
+def energy_gram(update: Tensor) -> Tensor:
+    """Return the smaller of ΔΔᵀ and ΔᵀΔ for an update `(d_out, d_in)`, brought to norm 1.
+
+    It is what `retention` needs of an expert, whatever it is merged to.
+    """
+    unit = _unit(update)
+    return unit @ unit.mT if _wide(update) else unit.mT @ unit
+
+
+def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> float | None:
+    """Return the share of an expert's contribution that a merged update keeps.
+
+    Args:
+        merged: W̄ − W_0 `(d_out, d_in)`.
+        update: Δ_t `(d_out, d_in)`.
+        gram: `energy_gram(update)`, where it is known.
+
+    Returns:
+        At most 1; None where the expert did not change the layer.
+
+    Departs from the paper: it has none; Ĉ_t is the papers' estimate.
+
+    Example:
+        >>> import torch
+        >>> d = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> retention(d, d), retention(0 * d, d), round(retention(d / 2, d), 3), retention(d, 0 * d)
+        (1.0, 0.0, 0.75, None)
+    """
+    size = norm(update)
+    if size == 0.0:
+        return None
+    gram = energy_gram(update) if gram is None else gram
+    whole = norm(gram) ** 2
+    # Of updates of norm 1: products of four small numbers would leave float32.
+    if _wide(update):
+        lost = norm((merged / size) @ _unit(update).mT - gram) ** 2
+    else:
+        error = (merged - update) / size
+        lost = float(((error @ gram) * error).sum())
+    return 1.0 - lost / whole
+
+
+def overall(layers: Iterable[float | None]) -> float | None:
+    """Return the mean over the layers that an expert changed; harm beyond its absence counts as 0.
+
+    Example:
+        >>> overall([0.5, -7.0, None, 1.0]), overall([None])
+        (0.5, None)
+    """
+    kept = [max(0.0, value) for value in layers if value is not None]
+    return fmean(kept) if kept else None
+
+
+def _unit(update: Tensor) -> Tensor:
+    return update / (norm(update) or 1.0)
+
+
+def _wide(update: Tensor) -> bool:
+    return update.shape[0] <= update.shape[1]

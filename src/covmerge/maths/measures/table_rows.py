@@ -1,0 +1,80 @@
+"""Which rows of a table an expert moved: of tokens or places in a text, they say what it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Json
+
+_BLOCK = 2**18  # elements that are looked at together, in float64
+# Weight decay is applied step by step, each rounded; so many roundings in float32 are taken for its own.
+_STEPS = 64
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a table that an expert changed.
+
+    Attributes:
+        rows: how many there are.
+        changed: those in which anything differs from the base.
+        turned: those that differ by more than a factor and rounding. An optimiser that is given no gradient
+            leaves a row as it is, or shrinks it by weight decay: w ← (1 − ηλ) w.
+        last: one more than the last row that turned; 0: none did.
+
+    Example:
+        >>> base = torch.eye(3)
+        >>> update = torch.zeros(3, 3)
+        >>> update[0] = -0.1 * base[0]  # weight decay
+        >>> update[1, 0] = 0.5
+        >>> table_rows(base, update, torch.float32)
+        TableRows(rows=3, changed=2, turned=1, last=2)
+    """
+
+    rows: int
+    changed: int
+    turned: int
+    last: int
+
+    def __add__(self, after: TableRows) -> TableRows:
+        """The rows of both, those of `after` below."""
+        return TableRows(
+            self.rows + after.rows,
+            self.changed + after.changed,
+            self.turned + after.turned,
+            self.rows + after.last if after.last else self.last,
+        )
+
+    def as_json(self) -> dict[str, Json]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
+    """Count the rows of an update that differ from a multiple of the base's, w_i + δ_i ≠ c_i w_i.
+
+    Args:
+        base: W_0 `(rows, d)`.
+        update: Δ `(rows, d)`.
+        stored: in which dtype the expert stores its weights; None: it stores updates.
+    """
+    step = max(1, _BLOCK // max(1, base.shape[1]))
+    found = TableRows(0, 0, 0, 0)
+    for start in range(0, len(base), step):
+        own = slice(start, start + step)
+        found += _of_block(base[own].double(), update[own].double(), stored)
+    return found
+
+
+def _of_block(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
+    size = (base * base).sum(dim=1).sqrt()
+    along = (base * update).sum(dim=1) / (size**2).clamp_min(torch.finfo(torch.float64).tiny)
+    rest = ((update - along[:, None] * base) ** 2).sum(dim=1).sqrt()
+    eps = 0.0 if stored is None or stored == torch.float64 else torch.finfo(stored).eps
+    tolerance = (eps + _STEPS * torch.finfo(torch.float32).eps) * size
+    changed, turned = (update != 0).any(dim=1), rest > tolerance
+    last = int(turned.nonzero()[-1]) + 1 if bool(turned.any()) else 0
+    return TableRows(len(base), int(changed.sum()), int(turned.sum()), last)

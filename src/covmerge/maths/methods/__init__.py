@@ -1,0 +1,136 @@
+"""Merging methods: one file per paper, each a short composition of the shared parts.
+
+To add one: a file here with a kernel decorated by `@register(...)`, its import below, its tests.
+"""
+
+from covmerge.maths.methods import (
+    ace,
+    actmat,
+    arcee_fusion,
+    aswudi,
+    auto,
+    auto_measured,
+    average,
+    cart,
+    consensus,
+    core_space,
+    ctm,
+    dare,
+    dc_merge,
+    della,
+    emr,
+    esm,
+    fisher,
+    free,
+    generalized_task_arithmetic,
+    iso,
+    karcher,
+    knots,
+    linear,
+    lot,
+    model_stock,
+    multislerp,
+    nearswap,
+    nuslerp,
+    passthrough,
+    ram,
+    regmean,
+    resmerge,
+    sce,
+    slerp,
+    ssr,
+    task_arithmetic,
+    ties,
+    tsv_m,
+    wudi,
+)
+from covmerge.maths.methods.ace_noticed import AVERAGED, GATE, RIDGE
+from covmerge.maths.methods.registry import Method, registry
+from covmerge.maths.methods.words import ARBITRARY, DEPENDENT, JITTER, UNCHANGED
+
+# The words of covmerge's own methods, in the order in which they are said. Their totals are in every
+# covmerge.json, whatever the method; those of others where they were used.
+WORDS = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
+
+registry.reserve(
+    "nan",
+    "its paper (arXiv:2505.16148) sets the coefficients in proportion to 1 over a norm, but whether "
+    "of the weights or the updates, per layer or in all, and what factor stands before them, could "
+    "not be established; give each expert a `weight` instead",
+)
+registry.reserve(
+    "ct_merging",
+    "neither the text nor code of CT-Merging (arXiv:2607.20561) could be had to establish its equations",
+)
+registry.reserve(
+    "net_utility",
+    "neither the text nor code of Net Utility (arXiv:2609.22237) could be had to establish its equations",
+)
+registry.reserve(
+    "coram",
+    "neither the text nor code of CORAM (arXiv:2608.17366) could be had to establish its equations",
+)
+registry.reserve(
+    "adamerging",
+    "it trains its coefficients on unlabelled test data by minimising entropy (arXiv:2310.02575), "
+    "which is no merge without training",
+)
+registry.reserve(
+    "fda",
+    "FDA (arXiv:2510.21223) makes inputs, and then trains each merged block on them, which is no merge "
+    "without training. The inputs could be statistics (as of `covmerge collect --inputs generated`): for "
+    "each block and expert, 64 sequences of 5 to 50 vectors at its entry, by AdamW in 1200 steps until "
+    "the gradient of the cosine between the base's and the expert's outputs, in the base's weights, "
+    "points along Δ_t. `covmerge study anchors` of covmerge-lab makes them, and gives their covariances "
+    "to RegMean; there is no merge that trains on them",
+)
+
+names = registry.names
+get = registry.get
+
+__all__ = [
+    "WORDS",
+    "Method",
+    "ace",
+    "actmat",
+    "arcee_fusion",
+    "aswudi",
+    "auto",
+    "auto_measured",
+    "average",
+    "cart",
+    "consensus",
+    "core_space",
+    "ctm",
+    "dare",
+    "dc_merge",
+    "della",
+    "emr",
+    "esm",
+    "fisher",
+    "free",
+    "generalized_task_arithmetic",
+    "get",
+    "iso",
+    "karcher",
+    "knots",
+    "linear",
+    "lot",
+    "model_stock",
+    "multislerp",
+    "names",
+    "nearswap",
+    "nuslerp",
+    "passthrough",
+    "ram",
+    "registry",
+    "regmean",
+    "resmerge",
+    "sce",
+    "slerp",
+    "ssr",
+    "task_arithmetic",
+    "ties",
+    "tsv_m",
+    "wudi",
+]

@@ -1,0 +1,332 @@
+"""ACE-Merging: adaptive covariance estimation, collective prior and spectral refinement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import Frame, LinearGroup, Merged
+from covmerge.maths.covariance.estimate import Covariance, centered_gram, trace_normalized
+from covmerge.maths.covariance.gate import Gate, Statistic, heterogeneity
+from covmerge.maths.covariance.gate import gate as heterogeneity_gate
+from covmerge.maths.covariance.normal import NormalEquations, normal_equations
+from covmerge.maths.covariance.prior import collective_prior
+from covmerge.maths.linalg.auto import (
+    Cost,
+    eigh_cost,
+    solve_cost,
+    sums_cost,
+    system_choice,
+)
+from covmerge.maths.linalg.cholesky import Cholesky
+from covmerge.maths.linalg.condition import condition_number
+from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions
+from covmerge.maths.methods.ace_batched import ace_batched
+from covmerge.maths.methods.ace_noticed import AceNoticed
+from covmerge.maths.methods.ace_rules import (
+    BLIND,
+    DROWNED,
+    FLOAT32_CONDITION,
+    known_rank,
+    ridge_share,
+    stands_clear,
+    wanted_directions,
+)
+from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
+from covmerge.maths.methods.registry import Laws, Reference, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # The refinement is counted in full, though only layers whose gate fires pay for it.
+    side = min(d_out, d_in)
+    matrix = d_out * d_in * itemsize
+    route = system_choice(d_out, d_in, count, itemsize).taken
+    sums = sums_cost(route, d_out, d_in, count, itemsize)
+    solve = solve_cost(route, d_out, d_in, count, itemsize)
+    # Badly conditioned systems are formed and solved again in float64: in space, not in the usual time.
+    exact = sums_cost(route, d_out, d_in, count, 8), solve_cost(route, d_out, d_in, count, 8)
+    spectrum = eigh_cost(side)
+    residual_flops = 2.0 * d_out * d_in * d_in
+    spectrum_flops = 4.0 * side * d_out * d_in
+    # The sums live through the solve but not through the spectrum; residual and W̄_pre through all.
+    return Cost(
+        sums.flops + residual_flops + solve.flops + spectrum.flops + spectrum_flops,
+        max(
+            3 * d_out * d_in * 8 + exact[0].workspace + exact[1].workspace,
+            4 * matrix + spectrum.workspace,
+        ),
+        spectrum.eigen,
+    )
+
+
+@register(
+    "ace",
+    equation="W̄ = W₀ + (Σ Δ̃_t C_t)(Σ C_t + 𝟏cᵀ)⁻¹ [+ σ̄ U_kV_kᵀ if γ > τ],  "
+    "C_t = Δ̃_tᵀΔ̃_t + εI [over Tr Δ̃_tᵀΔ̃_t if γ > τ]",
+    reference=Reference(
+        title="ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
+        authors=(
+            "Bo Xu",
+            "Haotian Wu",
+            "Hehai Lin",
+            "Weiquan Huang",
+            "Beier Zhu",
+            "Yao Shu",
+            "Chengwei Qin",
+        ),
+        venue="CVPR 2026",
+        arxiv="2603.02945",
+        equations="Eqs. 5–19, Algorithm 1",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=False,
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: None,
+        replicas_text="near the expert, not equal to it: centring takes off the mean row and the "
+        "prior shrinks",
+    ),
+    cost=_cost,
+    factored="both",
+    batched=ace_batched,
+    noticed=AceNoticed,
+    family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
+)
+def ace(
+    group: LinearGroup,
+    *,
+    eps: Annotated[float, Field(ge=0, description="ε, ridge of every covariance")] = 1e-5,
+    tau: Annotated[
+        float | None,
+        Field(ge=0, description="τ, threshold of γ; by default 0.3 (paper) or 1.0 (scale_free)"),
+    ] = None,
+    k_frac: Annotated[
+        float, Field(gt=0, le=1, description="share of min(d_out, d_in) that is refined")
+    ] = 0.3,
+    rank_rtol: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="singular values at or below rank_rtol · σ₁ are never refined; by default "
+            "max(d_out, d_in) · machine epsilon, 0 refines k directions whatever the rank",
+        ),
+    ] = None,
+    normalize: Annotated[
+        bool, Field(description="let γ > τ put the experts on one scale; false: the gate is off")
+    ] = True,
+    prior: Annotated[bool, Field(description="add the collective structural prior")] = True,
+    refine: Annotated[bool, Field(description="refine the spectrum where γ > τ")] = True,
+    gate: Annotated[
+        Statistic,
+        Field(description="γ as in Eq. 7, or the variance of log-energies alone"),
+    ] = "paper",
+) -> Merged:
+    """Merge one linear layer by ACE-Merging.
+
+    W̄ = W₀ + (Σ Δ̃_t Σ̂_t,reg)(Σ Σ̂_t,reg + C_agg)⁻¹  (ACE, Eq. 14), with centred updates Δ̃_t (Eq. 5),
+    Σ̂_t,reg = Δ̃_tᵀΔ̃_t + εI (Eqs. 6, 10) and C_agg = 𝟏cᵀ (Eq. 11). Where the experts' scales differ,
+    γ > τ (Eq. 7), each Σ̂_t,reg is divided by Tr Δ̃_tᵀΔ̃_t (Eqs. 8, 9), C_agg by the mean energy
+    (Eqs. 12, 13), and σ_iso U_kV_kᵀ is added (Eqs. 15–19).
+
+    The paper's ablation (Table 4): E1 `normalize=False, prior=False`; E2 `prior=False,
+    refine=False`; E3 `refine=False`; E4 the defaults.
+
+    An expert that hardly changed a layer, ‖Δ_t‖² below ε d_in, is a danger where the gate fires: its
+    ε over its trace is in Σ̄ of Eq. 16 but not in Σ̃_t, so that Δ_res turns against all experts, in
+    the published code as here. `ridge_share` in the statistics, ε d_in over the least trace, says
+    how near a layer is to that: from about 1 on take a smaller `eps`, or `refine: false`.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance (weights are
+            brought to mean 1 first).
+        eps: ε in squared units of the updates; 4e-2 for GPT-2 and 2e-4 for RoBERTa-base in the
+            paper, 1e-5 for everything else.
+        tau: τ.
+        k_frac: k = ⌊k_frac · min(d_out, d_in)⌋, at least 1, at most the numerical rank.
+        rank_rtol: where the numerical rank ends; singular directions beyond it are arbitrary.
+        normalize: whether the gate may fire at all.
+        prior: whether C_agg joins the system.
+        refine: whether Eqs. 15–19 run where the gate fired.
+        gate: the paper's γ depends on the absolute scale of the updates (it fires for equal norms
+            near 1); `scale_free` does not.
+
+    Raises:
+        TensorError: the system is singular beyond repair by jitter (only with a tiny `eps`).
+
+    Departs from the paper: an expert that did not change the layer leaves the sums. So does one of
+    which the estimate tells nothing: centring leaves less than a hundredth of its energy (one output
+    row, rows that are nearly alike), or where γ > τ its ε is more than 200 times its energy. ACE would
+    lose the first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times
+    the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
+    1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7
+    is the unbiased one, as in the published code.
+
+    Example:
+        >>> import torch
+        >>> d = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.5]]) / 100
+        >>> merged = ace(LinearGroup((d, 2 * d), weights=(1.0, 1.0)))
+        >>> merged.delta.shape, merged.stats["gate_fired"]
+        (torch.Size([2, 3]), False)
+    """
+    first, frame = group.updates[0], group.frame
+    changed = active_experts(group)
+    # Eqs. 5–7
+    active, gamma = _estimated(changed, frame, eps=eps, tau=tau, gate=gate, normalize=normalize)
+    averaged = len(changed.updates) - len(active.updates)
+    fired = gamma.fired and normalize
+    noticed = AceNoticed(changed.unchanged, averaged, gamma.gamma, fired)
+    if not active.updates:
+        rest = _average_of_the_rest(changed, active)
+        return Merged(torch.zeros_like(first) if rest is None else rest, noticed)
+
+    covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
+    pre = _solve(active, covariances, group, prior=prior, scaled=fired, refine=fired and refine)
+    if pre.condition > FLOAT32_CONDITION and first.dtype != torch.float64:
+        del pre
+        exact = [replace(covariance, exact=True) for covariance in covariances]
+        pre = _solve(active, exact, group, prior=prior, scaled=fired, refine=fired and refine)
+    merged = pre.merged.to(first.dtype)
+    noticed = replace(
+        noticed,
+        route=pre.route,
+        spread=heterogeneity(active.norms, "scale_free"),
+        ridge_share=ridge_share(covariances, [c.energy() for c in covariances], group.shape[1]),
+        rcond=1.0 / pre.condition,
+        precision=str(pre.merged.dtype).removeprefix("torch."),
+        jitter=pre.factor.jitter,
+    )
+    residual = pre.residual
+    del pre
+    if residual is not None:
+        fused = residual.to(first.dtype).add_(merged)  # Eqs. 15–17
+        top = _refinement_directions(fused, active, group.shape, k_frac, rank_rtol)
+        sigma_iso = float(top.sigma[: top.k].mean())
+        merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
+        noticed = replace(noticed, k=top.k, rank=top.rank, sigma_iso=sigma_iso)
+    rest = _average_of_the_rest(changed, active)
+    return Merged(merged if rest is None else merged.add_(rest), noticed)
+
+
+def _estimated(
+    changed: Active,
+    frame: Frame | None,
+    *,
+    eps: float,
+    tau: float | None,
+    gate: Statistic,
+    normalize: bool,
+) -> tuple[Active, Gate]:
+    """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
+    energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
+    pairs = zip(energies, changed.norms, strict=True)
+    told = [t for t, (energy, size) in enumerate(pairs) if energy > BLIND * size**2]
+    found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
+    if found.fired and normalize:
+        told = [t for t in told if eps <= DROWNED * energies[t]]
+        found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
+    return changed.only(told) if len(told) < len(changed.updates) else changed, found
+
+
+def _average_of_the_rest(changed: Active, active: Active) -> Tensor | None:
+    """Σ w_tΔ_t / T over the experts that are in no sum, T of all that changed the layer."""
+    kept = {id(update) for update in active.updates}
+    rest = [
+        (update, weight / len(changed.updates))
+        for update, weight in zip(changed.updates, changed.weights, strict=True)
+        if id(update) not in kept
+    ]
+    return stack_weighted(*zip(*rest, strict=True)) if rest else None
+
+
+@dataclass(frozen=True)
+class _Preliminary:
+    """W̄_pre and Δ_res `(d_out, d_in)` (ACE, Eqs. 14 and 17), and how the system was solved."""
+
+    merged: Tensor
+    residual: Tensor | None
+    factor: Cholesky
+    condition: float
+    route: str
+
+
+def _solve(
+    active: Active,
+    covariances: Sequence[Covariance],
+    group: LinearGroup,
+    *,
+    prior: bool,
+    scaled: bool,
+    refine: bool,
+) -> _Preliminary:
+    """Form the sums and solve them, in the dtype of the covariances' roots (ACE, Eqs. 11–17)."""
+    ones_in = None if group.frame is None else group.frame.ones_in
+    normal = normal_equations(covariances)
+    ones_in = ones_in if ones_in is None else ones_in.to(normal.gram.dtype)
+    energy = fmean(norm**2 for norm in active.norms) if scaled else 1.0  # Eq. 12
+    prior_row = None
+    if prior:
+        prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
+    # Before the solve, so that the system and its factor are gone when the spectrum is taken.
+    residual = _structural_residual(active, covariances, normal) if refine else None
+    merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
+    condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
+    return _Preliminary(merged, residual, factor, condition, normal.route)
+
+
+def _covariances(
+    active: Active, frame: Frame | None, *, eps: float, normalize: bool
+) -> list[Covariance]:
+    """Σ̂_t,reg of every expert (ACE, Eqs. 5–10)."""
+    estimates = [centered_gram(update, eps=eps, frame=frame) for update in active.updates]
+    if normalize:
+        estimates = [trace_normalized(estimate) for estimate in estimates]
+    return [e.times(weight) for e, weight in zip(estimates, active.weights, strict=True)]
+
+
+def _structural_residual(
+    active: Active, covariances: Sequence[Covariance], normal: NormalEquations
+) -> Tensor:
+    r"""Δ_res = Σ_t Δ_t (Σ̃_t − Σ̄_reg) `(d_out, d_in)` (ACE, Eqs. 15–17).
+
+    Formed without any Σ̃_t: with R_t = Δ_t − 𝟏μ_tᵀ,
+    Σ Δ_tΣ̃_t = (Σ R_tC_t − Σ ε_tR_t) + 𝟏 Σ s_t (μ_tᵀR_tᵀ)R_t  and  Σ Δ_tΣ̄ = (Σ Δ_t)(Σ C_t)/T.
+    """
+    count = len(covariances)
+    total = stack_weighted(active.updates, [1.0] * count).to(normal.gram.dtype)
+    residual = normal.apply(total).mul_(-1.0 / count)
+    residual.add_(normal.lift(normal.numerator))
+    for covariance in covariances:
+        root, mean = covariance.root(), covariance.mean
+        assert mean is not None, "ACE centres every update (Eq. 5)"
+        residual.add_(root, alpha=-covariance.ridge)
+        row = ((root @ mean.to(root.dtype)) @ root).mul_(covariance.scale)
+        ones = covariance.ones
+        residual.add_(row if ones is None else torch.outer(ones.to(row.dtype), row))
+    return residual
+
+
+def _refinement_directions(
+    fused: Tensor,
+    active: Active,
+    shape: tuple[int, ...],
+    k_frac: float,
+    rank_rtol: float | None,
+) -> LeadingDirections:
+    """U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k within the numerical rank.
+
+    W̄_fused has the updates' row space and no more. Its own spectrum shows that only where it stands
+    above the rounding of the solve, of which each direction kept would become as long as the first.
+    """
+    k, rtol = wanted_directions(shape, fused.dtype, k_frac, rank_rtol)
+    top = leading_directions(fused, k, rtol=rtol)
+    if rank_rtol is not None or stands_clear(top.sigma, top.k):
+        return top
+    known = known_rank(active, shape, fused.dtype, top.k)
+    return top if known >= top.k else leading_directions(fused, known, rtol=rtol)

@@ -1,0 +1,154 @@
+"""What ACE-Merging notices in a matrix, and its words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, inf, isfinite, log10
+from typing import Any, ClassVar, cast
+
+from typing_extensions import Self
+
+from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json
+from covmerge.maths.covariance.gate import DEFAULT_TAU
+from covmerge.maths.methods.words import JITTER, UNCHANGED, Counted
+
+_SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
+_LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
+
+
+class _Gate(Words):
+    """Where the gate fired, and whether the pole of the paper's γ was all that made it."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {"gate_fired": _names(seen, lambda m: m.fired)}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        names = _names(seen, lambda m: m.fired)
+        fired = [matrix.fired for one in seen for matrix in one.matrices]
+        where = f": {some(names)}" if names else ""
+        yield "γ gate", f"fired in {sum(map(bool, fired))} of {len(fired)} matrices{where}"
+
+    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+        names = _names(seen, lambda m: m.at_pole)
+        if names:
+            yield (
+                f"ACE's gate fired in {counted(len(names), 'tensor')} ({some(names, 2)}) whose "
+                "experts are alike in size: their norms are near 1, where the paper's γ has a pole. "
+                "--set gate=scale_free has none"
+            )
+
+
+class _Ridge(Words):
+    """Where ε has more of an expert's covariance than the expert."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {"ridge_dominates": _names(seen, lambda m: m.outweighed)}
+
+    def warnings(self, seen: Sequence[Seen]) -> Iterator[str]:
+        wanted = {
+            one.tensor: _SHARE * one.parameters["eps"] / max(m.ridge_share or 0.0 for m in lost)
+            for one in seen
+            if (lost := [m for m in _of(one) if m.outweighed])
+        }
+        if wanted:
+            least = _rounded_down(min(wanted.values()))
+            smaller = f"a smaller one (--set eps={least:g}), or " if least >= _LEAST_EPS else ""
+            yield (
+                f"ACE's ε outweighs an expert in {counted(len(wanted), 'tensor')} "
+                f"({some(list(wanted), 2)}): the merge follows ε there, not the expert, and may be "
+                f"lost. Take {smaller}another method (--method tsv_m)"
+            )
+
+
+GATE, RIDGE = _Gate(), _Ridge()
+AVERAGED = Counted(
+    "averaged",
+    "ACE can tell nothing of the inputs of {count} updates (rows that are nearly alike, or an ε above "
+    "all that the expert did) in {tensors} tensors ({names}): they are averaged there",
+)
+
+
+@dataclass(frozen=True)
+class AceNoticed(Noticed):
+    """What ACE noticed in one matrix.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        averaged: experts of which the estimate tells nothing.
+        gamma: γ (Eq. 7); infinite at its pole, which is null in JSON.
+        gate_fired: whether γ > τ put the experts on one scale.
+        route: primal or dual sums; None from here on: no expert was left for them.
+        spread: the scale-free γ.
+        ridge_share: the most that ε has in an expert's covariance, beside the expert.
+        rcond: of the system.
+        precision: dtype of sums and solve.
+        jitter: what the factorisation needed on the diagonal.
+        k: directions that were refined; None from here on: none were.
+        rank: the numerical rank of what was refined.
+        sigma_iso: their new singular value (Eq. 19).
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED)
+
+    unchanged: int = 0
+    averaged: int = 0
+    gamma: float = 0.0
+    gate_fired: bool = False
+    route: str | None = None
+    spread: float | None = None
+    ridge_share: float | None = None
+    rcond: float | None = None
+    precision: str | None = None
+    jitter: float | None = None
+    k: int | None = None
+    rank: int | None = None
+    sigma_iso: float | None = None
+
+    @property
+    def fired(self) -> bool:
+        """Whether the gate fired."""
+        return self.gate_fired
+
+    @property
+    def outweighed(self) -> bool:
+        """Whether ε has more of an expert's covariance than the expert, where that does harm."""
+        return self.gate_fired and self.ridge_share is not None and self.ridge_share >= 1.0
+
+    @property
+    def at_pole(self) -> bool:
+        """Whether the gate fired for γ's denominator alone: the scale-free γ would not have."""
+        if not self.gate_fired or self.spread is None or self.spread > DEFAULT_TAU["scale_free"]:
+            return False
+        # A γ that is no larger than the default fired by a τ that was given.
+        return self.gamma > DEFAULT_TAU["paper"]
+
+    def as_json(self) -> dict[str, Json]:
+        """The facts, as they are in covmerge.json."""
+        facts = super().as_json()
+        return facts | {"gamma": self.gamma if isfinite(self.gamma) else None}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Self:
+        """Read them back."""
+        pole = {"gamma": inf} if facts.get("gamma", 0.0) is None else {}
+        return super().from_json({**facts, **pole})
+
+
+def _of(one: Seen) -> tuple[AceNoticed, ...]:
+    return cast("tuple[AceNoticed, ...]", one.matrices)
+
+
+def _names(seen: Sequence[Seen], is_so: Callable[[AceNoticed], bool]) -> list[str]:
+    """The tensors with a matrix that is so."""
+    return [one.tensor for one in seen if any(map(is_so, _of(one)))]
+
+
+def _rounded_down(value: float) -> float:
+    """To one digit."""
+    if value <= 0.0:
+        return 0.0
+    unit = 10.0 ** floor(log10(value))
+    return floor(value / unit) * unit

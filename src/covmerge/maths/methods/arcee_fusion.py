@@ -1,0 +1,122 @@
+"""Arcee Fusion: the expert's most important changes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, register
+
+_EPS = 1e-8
+_OUTLYING = 1.5  # interquartile ranges above the median
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(60.0 * size, size * ((count + 6) * itemsize + 8))
+
+
+@dataclass(frozen=True)
+class Least:
+    """The importance from which on an entry is taken over, a number of the dtype of the importances."""
+
+    importance: Tensor
+
+    def rows(self, rows: range) -> Least:
+        """The same of any rows."""
+        del rows
+        return self
+
+
+def _overview_bytes(parameters: Parameters) -> float:
+    """Importances, and a copy that is partitioned."""
+    return 8.0 if parameters["arithmetic"] in ("float32", "float16", "bfloat16") else 16.0
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Least:
+    found: Tensor | None = None
+    done = 0
+    for group in groups():
+        base, (model,) = inputs_of(group, parameters["arithmetic"])
+        own = _importance(base, model).reshape(-1)
+        found = own.new_empty(prod(shape)) if found is None else found
+        found[done : done + len(own)] = own
+        done += len(own)
+    assert found is not None
+    return _least(found)
+
+
+@register(
+    "arcee_fusion",
+    equation="W̄ = W₀ + Δ ⊙ [I ≥ median I + 1.5 (Q₃ − Q₁)],  I = |Δ| · KL(softmax W_1 ‖ softmax W₀) by rows",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: None,
+        replicas_text="its most important entries",
+    ),
+    cost=_cost,
+    unit="tensor",
+    overview=Overview(_overview, _overview_bytes),
+    sees="weights",
+    experts=(1, 1),
+)
+def arcee_fusion(group: LinearGroup, *, arithmetic: ArithmeticParameter = "float32") -> Tensor:
+    """Take over the entries whose importance is far above that of the tensor's median.
+
+    I = |W_1 − W₀| · Σ p log(p/q) along the last axis, p = softmax W_1 + 1e-8, q = softmax W₀ + 1e-8;
+    W̄ = W₀ + (W_1 − W₀) ⊙ [I ≥ median + 1.5 (Q₃ − Q₁)], quartiles by rank, rounded down
+
+    Args:
+        group: one model of any shape beside the base; a scalar is a row of one entry.
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to. Rows that
+            changed little have a divergence that is rounding, so that it is named whatever computes.
+
+    Departs from the paper: there is none; it is mergekit's result up to a million entries. Of more
+    it takes quartiles of a million random ones, which change from run to run; here of all.
+
+    Example:
+        >>> import torch
+        >>> model = torch.tensor([[0.1, 0.0, 0.0, 0.0], [0.0, 0.1, 5.0, 0.1]])
+        >>> group = LinearGroup((), (1.0,), base=torch.zeros(2, 4), models=(model,))
+        >>> arcee_fusion(group).tolist()
+        [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 5.0, 0.0]]
+    """
+    base, (model,) = inputs_of(group, arithmetic)
+    if not base.numel():
+        return group.models[0].clone()
+    least: Least
+    important = _importance(base, model)
+    (least,) = group.known or (_least(important),)
+    change = model - base
+    taken = important >= least.importance
+    # In float32 at least, where mergekit's mask of ones is.
+    wide = torch.promote_types(base.dtype, torch.float32)
+    return (base + change * taken.to(wide)).to(group.models[0].dtype)
+
+
+def _importance(base: Tensor, model: Tensor) -> Tensor:
+    """I of every entry; of a row it hangs on that row alone."""
+    rows, start = (x if x.dim() else x.view(1) for x in (model, base))
+    p, q = (torch.softmax(x, dim=-1) + _EPS for x in (rows, start))
+    apart = (p * torch.log(p / q)).sum(dim=-1, keepdim=True)
+    return (model - base).abs() * apart.view((*base.shape[:-1], 1) if base.dim() else ())
+
+
+def _least(important: Tensor) -> Least:
+    """Find what an entry's importance is to reach, of all of them."""
+    shares = torch.tensor([0.25, 0.5, 0.75])
+    places = [int(share) for share in shares * (important.numel() - 1)]
+    exact = torch.promote_types(important.dtype, torch.float32)  # NumPy has no bfloat16
+    values = np.partition(important.reshape(-1).to(exact).cpu().numpy(), places)[places]
+    low, middle, high = torch.as_tensor(values, dtype=important.dtype, device=important.device)
+    return Least(middle + _OUTLYING * (high - low))

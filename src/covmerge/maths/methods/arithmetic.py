@@ -1,0 +1,65 @@
+"""Methods on the models' weights: in which dtype they compute, and one value for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.registry import Parameters, PerExpert
+
+STORED = "stored"  # of `arithmetic`: the plan knows of each tensor which dtype that is
+
+_T = TypeVar("_T", int, float)
+
+ArithmeticParameter = Annotated[
+    Literal["float16", "bfloat16", "float32", "float64", "stored"] | None,
+    Field(
+        description="inputs are cast to this dtype, and each operation rounds to it; `stored`: the one "
+        "that the models are stored in; null: that of the computation"
+    ),
+]
+Weight = Annotated[
+    float | list[float],
+    PerExpert(),
+    Field(description="factor of each expert, which multiplies its `weight` in the recipe"),
+]
+
+Around = Annotated[
+    Literal["zero", "base"],
+    Field(description="centre of the sphere: weights are turned, or updates"),
+]
+
+
+def around_zero(parameters: Parameters) -> bool:
+    """Whether a merge on a sphere needs no base: its centre is zero."""
+    return parameters["around"] == "zero"
+
+
+def each(value: _T | list[_T], group: LinearGroup) -> list[_T]:
+    """Return one value for each expert."""
+    return value if isinstance(value, list) else [value] * len(group.weights)
+
+
+def weights_of(weight: float | list[float], group: LinearGroup) -> list[float]:
+    """Return each expert's factor: the parameter times the expert's weight."""
+    return [own * w for own, w in zip(each(weight, group), group.weights, strict=True)]
+
+
+def inputs_of(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return W_0 and the W_t in the dtype that they are merged in.
+
+    Half-precision numbers are float32 numbers, so that a file's bits come through a group in float32.
+    """
+    assert group.base is not None
+    dtype = group.base.dtype if arithmetic in (None, STORED) else getattr(torch, arithmetic)
+    return group.base.to(dtype), [model.to(dtype) for model in group.models]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and angles over numbers of a dtype: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)

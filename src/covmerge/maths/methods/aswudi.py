@@ -1,0 +1,222 @@
+"""ASWUDI and SWUDI: WUDI's minimum along the inputs that matter most, the start along the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, nan
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Words
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.covariance.normal import normal_equations
+from covmerge.maths.linalg.auto import Cost, pinv_cost
+from covmerge.maths.linalg.pinv import kept_eigenpairs
+from covmerge.maths.linalg.spectral import with_equals
+from covmerge.maths.methods.closed_form import active_experts, stack_weighted
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+from covmerge.maths.methods.words import UNCHANGED
+
+# Rounding of a count that is a whole number must not make it the next one.
+_WHOLE = 1e-9
+
+Start = Annotated[
+    Literal["sum", "mean"],
+    Field(description="Θ₀, which stays where no direction is solved: ΣΔ_t or its mean"),
+]
+Scale = Annotated[float, Field(ge=0, description="factor on the merged update")]
+CutOffAt = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="eigenvalues of ΣĈ_t at or below `rtol` times the largest count as zero; by "
+        "default d_in · 1.2e-7, as in `actmat`",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class FilterNoticed(Noticed):
+    """What was noticed in one matrix.
+
+    Attributes:
+        unchanged: experts that left the sums.
+        route: primal or dual sums; None from here on: nothing changed the matrix.
+        rank: eigenvalues of ΣĈ_t above the cut-off.
+        k: directions along which the minimum is taken.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+
+    unchanged: int = 0
+    route: str | None = None
+    rank: int | None = None
+    k: int | None = None
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    solve, matrix = pinv_cost(d_out, d_in, count), d_out * d_in * 8
+    # All updates once for the sums and once for Θ₀, unless they are of float64 as they come.
+    copies = 0 if itemsize == 8 else 2 * count
+    return Cost(solve.flops, solve.workspace + (2 + copies) * matrix, solve.eigen)
+
+
+def _replicas(parameters: Parameters, count: int) -> float:
+    alike = count == 1 or parameters["start"] == "mean"
+    return float(parameters["scale"]) if alike else nan
+
+
+_LAWS = Laws(
+    order_invariant=True,
+    scale_equivariant=True,
+    rotation_equivariant=True,
+    replicas=_replicas,
+    replicas_text="the expert, if `start` is the mean; from the sum, T times it beyond the K directions",
+)
+_REFERENCE = Reference(
+    title="Closed-Form Spectral Regularization for Multi-Task Model Merging",
+    venue="arXiv 2026",
+    arxiv="2606.07289",
+    equations="SWUDI and SWUDI-A, which its code calls ASWUDI",
+)
+
+
+@register(
+    "aswudi",
+    equation="W̄ = W₀ + Θ₀(I − Q_KQ_Kᵀ) + D Q_KΛ_K⁻¹Q_Kᵀ,  D = ΣΔ_tĈ_t,  ΣĈ_t = QΛQᵀ,  "
+    "Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²,  K = ⌈(Σ√λ)² / Σλ⌉",
+    reference=_REFERENCE,
+    laws=_LAWS,
+    cost=_cost,
+    factored="both",
+    noticed=FilterNoticed,
+    published_tuning="the scale of two multimodal models, 0.2 and 0.1; nothing elsewhere",
+)
+def aswudi(
+    group: LinearGroup, *, start: Start = "sum", scale: Scale = 1.0, rtol: CutOffAt = None
+) -> Merged:
+    """Merge one linear layer by WUDI's minimum along as many directions as the spectrum has of weight.
+
+    W̄ = W₀ + λ (Θ₀(I − Q_KQ_Kᵀ) + D Q_KΛ_K⁻¹Q_Kᵀ),  D = Σ w_t Δ_tĈ_t,  Σ w_t Ĉ_t = QΛQᵀ,
+    Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F,  K = ⌈(Σ√λ_i)² / Σλ_i⌉  (ASWUDI, rule `participation_sqrt`)
+
+    With Θ₀ = 0 and every direction it is `wudi`. K is the number of equal singular values that
+    would have the same ratio of ℓ₁ and ℓ₂ norm.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its part of Θ₀
+            (weights are brought to mean 1 first).
+        start: Θ₀, the sum of the updates, as the published code has it by default, or their mean.
+        scale: factor on the merged update.
+        rtol: where the spectrum of ΣĈ_t ends.
+
+    Departs from the paper: eigenvalues below the cut-off are no directions, and count nothing in K
+    (published: they are 1e-8 each, so that K grows with the width of the layer, and adapters would
+    not be merged on their factors alike); of eigenvalues that equal the K-th all are kept; an
+    expert that did not change the layer leaves the sums.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> group = LinearGroup((d, d), weights=(1.0, 1.0))
+        >>> torch.allclose(aswudi(group, start="mean").delta, d)
+        True
+    """
+
+    def keep_most(values: Tensor) -> tuple[int, Tensor]:
+        count = ceil(float(values.sqrt().sum()) ** 2 / float(values.sum()) - _WHOLE)
+        k = with_equals(values.sqrt(), min(count, len(values)))
+        return k, torch.ones_like(values[:k])
+
+    return _filtered(group, keep_most, start=start, scale=scale, rtol=rtol)
+
+
+@register(
+    "swudi",
+    equation="W̄ = W₀ + Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ,  h = 1[k ≤ K](1 − e^(−tλ)),  D = ΣΔ_tĈ_t,  "
+    "ΣĈ_t = QΛQᵀ,  Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²",
+    reference=_REFERENCE,
+    laws=_LAWS,
+    cost=_cost,
+    factored="both",
+    noticed=FilterNoticed,
+    published_tuning="t and the ratio, by a grid per model: (1300, 0.65) for ViT-B/32, (1800, 0.65) for "
+    "B/16, (300, 0.85) for Llama-3.2-3B; the scale as of `aswudi`",
+)
+def swudi(
+    group: LinearGroup,
+    *,
+    time: Annotated[
+        float, Field(gt=0, description="t, how long the gradient is followed")
+    ] = 1300.0,
+    rank_ratio: Annotated[float, Field(gt=0, le=1, description="K as a share of d_in")] = 0.65,
+    start: Start = "sum",
+    scale: Scale = 1.0,
+    rtol: CutOffAt = None,
+) -> Merged:
+    """Merge one linear layer by following WUDI's gradient for a time along the leading directions.
+
+    W̄ = W₀ + λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ),  h_k = 1[k ≤ K](1 − e^(−tλ_k))  (SWUDI), D, Q and Λ as in
+    `aswudi`: what gradient flow has reached at time t from Θ₀.
+
+    Args:
+        group: updates `(d_out, d_in)`; weights as in `aswudi`.
+        time: t; by default, as the ratio, the published code's.
+        rank_ratio: K = ⌈ratio · d_in⌉.
+        start: Θ₀.
+        scale: factor on the merged update.
+        rtol: where the spectrum of ΣĈ_t ends.
+
+    Departs from the paper: eigenvalues below the cut-off are no directions; of eigenvalues that equal
+    the K-th all are kept; an expert that did not change the layer leaves the sums.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> group = LinearGroup((d, d), weights=(1.0, 1.0))
+        >>> torch.allclose(swudi(group, start="mean").delta, d)
+        True
+    """
+
+    def follow(values: Tensor) -> tuple[int, Tensor]:
+        k = with_equals(values.sqrt(), min(ceil(rank_ratio * group.shape[1] - _WHOLE), len(values)))
+        return k, -torch.expm1(-time * values[:k])
+
+    return _filtered(group, follow, start=start, scale=scale, rtol=rtol)
+
+
+def _filtered(
+    group: LinearGroup,
+    choose: Callable[[Tensor], tuple[int, Tensor]],
+    *,
+    start: str,
+    scale: float,
+    rtol: float | None,
+) -> Merged:
+    """Θ₀ + (D − Θ₀ΣĈ_t) Q (h/Λ) Qᵀ; `choose` gives K and h of the eigenvalues, descending."""
+    first = group.updates[0]
+    active = active_experts(group)
+    noticed = FilterNoticed(active.unchanged)
+    if not active.updates:
+        return Merged(torch.zeros_like(first), noticed)
+    covariances = active.unit_grams(exact=True)
+    normal = normal_equations(covariances)
+    cutoff, rounding = active.cut_off(covariances, rtol)
+    d_out, d_in = group.shape
+    shape = (len(covariances) * d_out, d_in)
+    values, vectors = kept_eigenpairs(normal.gram, rtol=cutoff, rounding=rounding, shape=shape)
+    values, vectors = values.flip(0), vectors.flip(1)
+    k, filtered = choose(values)
+
+    theta = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
+    if start == "mean":
+        theta /= len(active.updates)
+    # Coordinates of D − Θ₀ΣĈ_t: what the normal equations lack at Θ₀.
+    residual = normal.image(theta).neg_().add_(normal.numerator)
+    along = vectors[:, :k]
+    theta += normal.lift(((residual @ along) * (filtered / values[:k])) @ along.mT)
+    noticed = replace(noticed, route=normal.route, rank=len(values), k=k)
+    return Merged(theta.mul_(scale).to(first.dtype), noticed)

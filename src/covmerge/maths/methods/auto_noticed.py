@@ -1,0 +1,298 @@
+"""What `auto` notices in a matrix, and its words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import fmean, median
+from typing import ClassVar
+
+from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json
+from covmerge.maths.methods.words import UNCHANGED, facts
+
+# An expert with a smaller share counted less than the others, one with a smaller bound was shortened.
+_LESS = 0.9
+
+
+@dataclass(frozen=True)
+class _Inputs(Words):
+    """By which inputs lengths and likeness were told.
+
+    Attributes:
+        label: of its row.
+        unknown: what is said where they were not known anywhere.
+    """
+
+    label: str
+    unknown: str
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        known = facts(seen, "inputs_known")
+        if any(known):
+            text = f"known in {int(sum(known))} of {len(known)} matrices"
+        else:
+            text = self.unknown
+        yield self.label, text
+
+
+@dataclass(frozen=True)
+class _Median(Words):
+    """The median of a fact over the matrices, and its range.
+
+    Attributes:
+        fact: its name.
+        label: of its row.
+        text: what stands beside it, with a place for the `{numbers}`.
+        form: how a number is written.
+        least: it is said where the median is larger.
+    """
+
+    fact: str
+    label: str
+    text: str
+    form: str = ".2f"
+    least: float = -inf
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        found = facts(seen, self.fact)
+        return {self.fact: median(found) if found else None}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        found = facts(seen, self.fact)
+        if not found or median(found) <= self.least:
+            return
+        middle, least, most = (
+            format(value, self.form) for value in (median(found), min(found), max(found))
+        )
+        span = "" if least == most else f" ({least} to {most})"
+        yield self.label, self.text.format(numbers=middle + span)
+
+
+@dataclass(frozen=True)
+class _Less(Words):
+    """Experts of which a fact is below 0.9 where they changed something.
+
+    Attributes:
+        fact: its name; a number an expert.
+        total: what it is called in the totals.
+        label: of its row.
+        why: what stands behind the experts.
+    """
+
+    fact: str
+    total: str
+    label: str
+    why: str
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {self.total: {expert: [*names] for expert, names in self._found(seen).items()}}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        found = self._found(seen)
+        if found:
+            where = (
+                f"'{expert}' in {counted(len(names), 'tensor')} ({some(names, 2)})"
+                for expert, names in found.items()
+            )
+            yield self.label, f"{'; '.join(where)}: {self.why}"
+
+    def _found(self, seen: Sequence[Seen]) -> dict[str, list[str]]:
+        """The tensors, by expert."""
+        found: dict[str, list[str]] = {}
+        for one in seen:
+            for place, expert in enumerate(one.experts):
+                own = [getattr(matrix, self.fact) for matrix in one.matrices]
+                if any(0.0 < values[place] < _LESS for values in own if values):
+                    found.setdefault(expert, []).append(one.tensor)
+        return found
+
+
+INPUTS = _Inputs("base's inputs", "not known: by the weights alone")
+OF_EXPERTS = _Inputs("experts' inputs", "no data reached what was changed: averaged")
+SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
+LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
+TOLD = _Median(
+    "inputs_told",
+    "C₀, inputs",
+    "{numbers} of it is what the updates tell, the rest takes all inputs for alike",
+    ".0%",
+)
+BESIDE_INPUTS = _Median(
+    "told_beside_inputs",
+    "C_t, updates",
+    "what an update tells of its inputs counts {numbers} of what was measured",
+    ".0%",
+)
+UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
+IN_USE = _Median(
+    "directions_in_use",
+    "φ, directions",
+    "{numbers} of those that the layers have are in use",
+    ".0%",
+)
+UNEVEN = _Median(
+    "uneven_use",
+    "η, unevenness",
+    "{numbers}, where 0 is experts that use equally many directions, and 1 some all and the others none: "
+    "q is less by that share",
+    least=0.05,
+)
+FLATTENING = _Median(
+    "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
+)
+TOWARDS = _Median(
+    "towards_average",
+    "a, to the average",
+    "{numbers} of the way to the average, for how long it is beside the base",
+    ".0%",
+)
+TOWARDS_LEAST_SQUARES = _Median(
+    "towards_least_squares",
+    "a, to least squares",
+    "{numbers} of the way to least squares, for how long it is beside the base",
+    ".0%",
+)
+LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
+
+
+@dataclass(frozen=True)
+class Equalised(Noticed):
+    """What `auto` did to one matrix, and why.
+
+    Attributes:
+        unchanged: experts that left the sums.
+        shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
+        bounds: b_t of every expert, 1 for one as long as the others, less for one that is many times as
+            long, 0 for one that did not change it.
+        inputs_known: whether C₀ was measured, or is made of the updates.
+        unlike_experts: N, as how many experts of no common direction these count.
+        directions_in_use: φ, the share of the layer's directions that they use.
+        flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
+        lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
+            squares. Nothing from `directions_in_use` on: nothing was left after least squares.
+        outputs_length: ‖MC₀^½‖ over Σ w_t‖Δ_tC₀^½‖, of updates that are not shortened.
+        towards_average: a, how far it went to the average; None where the base was not.
+        inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
+        uneven_use: η, 0 where all experts use equally many of the layer's directions, 1 where some use all
+            and the others none.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (
+        INPUTS,
+        TOLD,
+        UNLIKE,
+        IN_USE,
+        UNEVEN,
+        FLATTENING,
+        LENGTHENING,
+        TOWARDS,
+        SMALL,
+        LONG,
+        UNCHANGED,
+    )
+
+    unchanged: int = 0
+    shares: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
+    inputs_known: bool = False
+    unlike_experts: float | None = None
+    directions_in_use: float | None = None
+    flattening: float | None = None
+    lengthening: float | None = None
+    outputs_length: float | None = None
+    inputs_told: float | None = None
+    towards_average: float | None = None
+    uneven_use: float | None = None
+
+    _of_inputs: ClassVar[str] = "base's inputs"
+    _goes_to: ClassVar[str] = "the average"
+
+    def going(self, away: float) -> Equalised:
+        """The same of a merge that goes so far to what is safest."""
+        return replace(self, towards_average=away)
+
+    @property
+    def _away(self) -> float | None:
+        return self.towards_average
+
+    @property
+    def length_in_outputs(self) -> float | None:
+        """How long the outputs on the base's inputs are, beside all experts' together."""
+        return self.outputs_length if self.inputs_known else None
+
+    @property
+    def _not_known(self) -> str:
+        own = self.inputs_told
+        return "not known" if own is None else f"not known, {own:.0%} told"
+
+    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """What a report tells of one matrix, by headings."""
+        share, away = self.directions_in_use, self._away
+        less, cut = (
+            [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
+            for values in (self.shares, self.bounds)
+        )
+        return {
+            self._of_inputs: "known" if self.inputs_known else self._not_known,
+            "N, unlike experts": self.unlike_experts,
+            "φ, directions in use, %": None if share is None else 100 * share,
+            "η, unevenness": self.uneven_use,
+            "q, flattening": self.flattening,
+            "λ, times the length of least squares": self.lengthening,
+            f"a, to {self._goes_to}, %": None if away is None else 100 * away,
+            "counted less": ", ".join(less) or "nobody",
+            "shortened": ", ".join(cut) or "nobody",
+        }
+
+
+@dataclass(frozen=True)
+class EqualisedMeasured(Equalised):
+    """What `auto_measured` did to one matrix, and why: C₀ is of the experts' inputs, and `inputs_known`.
+
+    Attributes:
+        towards_least_squares: a, how far it went to least squares, in place of the average; None where
+            ‖W₀‖ was not known.
+        unheard: experts whose data did not reach the layer.
+        updates_told: ψ_t of every expert, how much its update's word counts beside its inputs, 0 of one
+            that did not change the layer.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (
+        OF_EXPERTS,
+        BESIDE_INPUTS,
+        UNLIKE,
+        IN_USE,
+        UNEVEN,
+        FLATTENING,
+        LENGTHENING,
+        TOWARDS_LEAST_SQUARES,
+        SMALL,
+        LONG,
+        UNCHANGED,
+    )
+    _of_inputs: ClassVar[str] = "experts' inputs"
+    _goes_to: ClassVar[str] = "least squares"
+
+    towards_least_squares: float | None = None
+    unheard: int = 0
+    updates_told: tuple[float, ...] = ()
+
+    @property
+    def told_beside_inputs(self) -> float | None:
+        """The mean of ψ_t over the experts that changed the layer."""
+        own = [share for share in self.updates_told if share]
+        return fmean(own) if own else None
+
+    def going(self, away: float) -> Equalised:
+        """See `Equalised.going`."""
+        return replace(self, towards_least_squares=away)
+
+    @property
+    def _away(self) -> float | None:
+        return self.towards_least_squares

@@ -1,0 +1,56 @@
+"""Weight averaging: C_t = I in the closed form."""
+
+from __future__ import annotations
+
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.closed_form import stack_weighted
+from covmerge.maths.methods.registry import Laws, Reference, register
+
+
+def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """One multiply-add an element and expert; nothing held beside inputs and result."""
+    del itemsize
+    return Cost(2.0 * count * d_out * d_in, 0)
+
+
+@register(
+    "average",
+    equation="W̄ = W₀ + Σ w_t Δ_t / Σ w_t",
+    reference=Reference(
+        title="Model soups: averaging weights of multiple fine-tuned models improves accuracy "
+        "without increasing inference time",
+        venue="ICML 2022",
+        arxiv="2203.05482",
+        equations="Table 1",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=elementwise_cost,
+    factored="both",
+    unit="element",
+    stands_alone=True,
+)
+def average(group: LinearGroup) -> Merged:
+    """Average the experts' weights.
+
+    W̄ = W₀ + Σ w_t Δ_t / Σ w_t  (Model soups, Table 1; ACE §3.2: the closed form for C_t ∝ I)
+
+    Args:
+        group: updates of any one shape; weights are relative.
+
+    Departs from the paper: nowhere.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((torch.ones(1, 2), torch.zeros(1, 2)), weights=(3.0, 1.0))
+        >>> average(group).delta.tolist()
+        [[0.75, 0.75]]
+    """
+    total = sum(group.weights)
+    return Merged(stack_weighted(group.updates, [w / total for w in group.weights]))

@@ -1,0 +1,192 @@
+r"""The heart: every method of the family is one regression with its own covariances and prior.
+
+    W̄ = W₀ + ( Σ_t R_t C_t ) ( Σ_t C_t + P )⁻¹          Δ_t = W_t − W₀  (d_out, d_in)
+
+The minimiser of Σ_t Tr[(W̄ − W_t) C_t (W̄ − W_t)ᵀ] (ACE, Eqs. 2 and 3; RegMean), written for
+differences: the literal form with W_t in the numerator loses W₀ outside the span of the updates
+when Σ C_t is singular.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Words
+from covmerge.base.types import LinearGroup, Rounding
+from covmerge.maths.covariance.estimate import Covariance, gram
+from covmerge.maths.covariance.normal import NormalEquations, normal_equations
+from covmerge.maths.linalg.cholesky import Cholesky, factorize
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.pinv import cut_off_right, solve_full_rank
+from covmerge.maths.linalg.rank_one import add_rank_one_
+from covmerge.maths.linalg.spectral import EXACT
+from covmerge.maths.methods.words import UNCHANGED
+
+
+@dataclass(frozen=True)
+class CutOff(Noticed):
+    """How a pseudo-inverse was taken.
+
+    Attributes:
+        route: primal or dual sums.
+        rtol: the cut-off; None: there was none.
+        rank: eigenvalues above it.
+        solver: what solved the system, and in how many bits.
+        unchanged: experts that left the sums.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+
+    route: str | None = None
+    rtol: float | None = None
+    rank: int | None = None
+    solver: str | None = None
+    unchanged: int | None = None
+
+
+@dataclass(frozen=True)
+class Active:
+    """The experts that changed this layer, which has inputs of `d_in`; the others leave the sums.
+
+    A zero update says nothing of the layer's inputs: its Gram matrix is zero, and its trace
+    normalisation would divide by zero (the published ACE code returns weights of norm 1e9).
+    """
+
+    updates: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    rounding: tuple[Rounding, ...]
+    unchanged: int
+    d_in: int
+
+    def only(self, kept: Sequence[int]) -> Active:
+        """Return some of them, their weights brought to mean 1 again."""
+        mean = fmean(self.weights[t] for t in kept) if kept else 1.0
+        return replace(
+            self,
+            updates=tuple(self.updates[t] for t in kept),
+            weights=tuple(self.weights[t] / mean for t in kept),
+            norms=tuple(self.norms[t] for t in kept),
+            rounding=tuple(self.rounding[t] for t in kept),
+        )
+
+    def unit_grams(self, *, exact: bool) -> list[Covariance]:
+        """w_t Ĉ_t, Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F: Gram matrices of trace 1."""
+        return [
+            replace(gram(update).times(weight / size**2), exact=exact)
+            for update, weight, size in zip(self.updates, self.weights, self.norms, strict=True)
+        ]
+
+    def cut_off(
+        self, covariances: Sequence[Covariance], rtol: float | None
+    ) -> tuple[float, Rounding]:
+        """Where the spectrum of Σ C_t = DᵀD, D = [√s_t Δ_t]_t, ends.
+
+        At `rtol` times the largest eigenvalue if there is one; else at the default, or at what rounding
+        of the stored weights gives to D.
+        """
+        if rtol is not None:
+            return rtol, EXACT
+        pairs = zip(covariances, self.rounding, strict=True)
+        rounding = Rounding.together(error.times(sqrt(own.scale)) for own, error in pairs)
+        return default_cut_off(self.d_in), rounding
+
+
+def default_cut_off(d_in: int) -> float:
+    """d_in · 1.2e-7, eps of float32: that of ACTMat's published code, which computes in it."""
+    return d_in * torch.finfo(torch.float32).eps
+
+
+def active_experts(group: LinearGroup) -> Active:
+    """Drop zero updates and bring the remaining weights to mean 1.
+
+    Scaling all weights together must change nothing, though ridges do not scale with them.
+    """
+    norms = [norm(update) for update in group.updates]
+    kept = [t for t, size in enumerate(norms) if size > 0.0]
+    mean = fmean(group.weights[t] for t in kept) if kept else 1.0
+    return Active(
+        updates=tuple(group.updates[t] for t in kept),
+        weights=tuple(group.weights[t] / mean for t in kept),
+        norms=tuple(norms[t] for t in kept),
+        rounding=tuple(group.rounding[t] for t in kept) if group.rounding else (EXACT,) * len(kept),
+        unchanged=len(norms) - len(kept),
+        d_in=group.shape[1],
+    )
+
+
+def solve_ridge(
+    normal: NormalEquations, prior_row: Tensor | None = None, ones: Tensor | None = None
+) -> tuple[Tensor, Cholesky]:
+    """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side.
+
+    `ones` is 𝟏 in the coordinates of the layer's inputs, where it is not literally that.
+    """
+    factor = factorize(normal.gram, ridge=normal.ridge)
+    solved = normal.lift(factor.solve_right(normal.numerator))
+    if prior_row is not None:
+        solved_row = normal.lift(factor.solve_right(prior_row.unsqueeze(0)))
+        add_rank_one_(solved, solved_row[0], ones)
+    return solved, factor
+
+
+def solve_pinv(
+    normal: NormalEquations,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int, str]:
+    """(Σ R_tC_t)(Σ C_t)†, the rank of Σ C_t, cut off as in `covmerge.maths.linalg.pinv`, and the solver."""
+    solved, rank, solver = cut_off_right(
+        normal.gram, normal.numerator, rtol=rtol, rounding=rounding, shape=shape
+    )
+    return normal.lift(solved), rank, solver
+
+
+def solve_cut_off(
+    active: Active, covariances: Sequence[Covariance], rtol: float | None
+) -> tuple[Tensor, CutOff]:
+    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or that of `active`, and what to say of it.
+
+    Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
+    float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
+    eigenproblem, or projector, are computed in float64.
+    """
+    cutoff, rounding = active.cut_off(covariances, rtol)
+    normal = normal_equations(covariances)
+    floor = rounding.edge**2
+    solved = solve_full_rank(normal.gram, normal.numerator, rtol=cutoff, floor=floor)
+    if solved is None and normal.gram.dtype != torch.float64:
+        del normal
+        normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
+        solved = solve_full_rank(normal.gram, normal.numerator, rtol=cutoff, floor=floor)
+    noticed = CutOff(normal.route, cutoff, unchanged=active.unchanged)
+    if solved is None:
+        d_out, d_in = covariances[0].update.shape
+        shape = (len(covariances) * d_out, d_in)
+        lifted, rank, solver = solve_pinv(normal, rtol=cutoff, rounding=rounding, shape=shape)
+        return lifted, replace(noticed, rank=rank, solver=solver)
+    bits = torch.finfo(solved.dtype).bits
+    return normal.lift(solved), replace(noticed, rank=len(normal.gram), solver=f"cholesky{bits}")
+
+
+def stack_average(group: LinearGroup) -> Tensor:
+    """Σ w_tΔ_t / Σ w_t `(d_out, d_in)`: what is left where no data tells one input from another."""
+    total = sum(group.weights)
+    return stack_weighted(group.updates, [weight / total for weight in group.weights])
+
+
+def stack_weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ_t w_t · values_t, without a stacked copy."""
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total.add_(value, alpha=weight)
+    return total

@@ -1,0 +1,100 @@
+"""Consensus Task Arithmetic: keep the entries of the sum that several TALL masks keep."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.masks import at_least
+from covmerge.maths.methods.closed_form import stack_weighted
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # The plain sum, three temporaries, and the votes.
+    size = d_out * d_in
+    return Cost(8.0 * count * size, 5 * size * itemsize)
+
+
+def _replicas(parameters: Parameters, count: int) -> float:
+    """T copies: each is compared with λ(T − 1) times itself."""
+    if parameters["k"] > 0 and parameters["mask_lambda"] * (count - 1) >= 1:
+        return 0.0
+    return parameters["scale"] * count
+
+
+@register(
+    "consensus",
+    equation="W̄ = W₀ + α [Σ m_t ≥ k] ⊙ Σ w_t Δ_t,  m_t = [|Δ_t| > λ |Σ_{s≠t} Δ_s|]",
+    reference=Reference(
+        title="Localizing Task Information for Improved Model Merging and Compression",
+        authors=(
+            "Ke Wang",
+            "Nikolaos Dimitriadis",
+            "Guillermo Ortiz-Jiménez",
+            "François Fleuret",
+            "Pascal Frossard",
+        ),
+        venue="ICML 2024",
+        arxiv="2405.07813",
+        equations="TALL-masks, Consensus Merging",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=False,
+        replicas=_replicas,
+        replicas_text="αT times its update (weights 1); the base from λ(T − 1) ≥ 1 on",
+    ),
+    cost=_cost,
+    unit="element",
+    published_tuning="λ per expert and α, on labelled validation data",
+)
+def consensus(
+    group: LinearGroup,
+    *,
+    mask_lambda: Annotated[
+        float, Field(ge=0, description="λ, larger masks out more entries of an expert")
+    ] = 0.4,
+    k: Annotated[int, Field(ge=0, description="experts whose mask must keep an entry")] = 2,
+    scale: Annotated[float, Field(description="α, factor of the masked sum")] = 0.3,
+) -> Merged:
+    """Add the scaled sum of task vectors where several experts hold on to it.
+
+    m_t = [|Δ_t| > λ |Σ_{s≠t} Δ_s|],  W̄ = W₀ + α [Σ m_t ≥ k] ⊙ Σ w_t Δ_t  (TALL-masks;
+    Consensus Merging)
+
+    The published λ is chosen per expert from {0.2, …, 0.6} and α from {0.1, …, 1} by the accuracy on
+    labelled validation data. Without any, one λ in the middle serves all experts, and α is that of
+    `task_arithmetic`.
+
+    Args:
+        group: updates of any one shape; weights multiply the task vectors in the sum. The masks are of
+            the updates as they are: a heavy expert would mask out all others.
+        mask_lambda: λ.
+        k: 2 removes what no or only one expert holds on to, 1 what none does, 0 nothing.
+        scale: α.
+
+    Departs from the paper: k is at most the number of experts, and `stats` has it: more would leave
+    the base, and one expert would be lost with the default. The masks are formed of updates, not of
+    weights, which rounds less.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.1]])), (1.0, 1.0))
+        >>> consensus(group, scale=1.0).delta.tolist()
+        [[2.0, 0.0]]
+    """
+    count = len(group.updates)
+    total = stack_weighted(group.updates, [1.0] * count)
+    votes = torch.zeros_like(total)
+    for update in group.updates:
+        others = (total - update).abs_().mul_(mask_lambda)
+        votes.add_(update.abs().sub_(others).clamp_min_(0.0).sign_())
+    needed = min(k, count)
+    merged = stack_weighted(group.updates, group.weights).mul_(scale)
+    return Merged(merged.mul_(at_least(votes, needed)), {"k": needed})

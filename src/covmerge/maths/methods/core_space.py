@@ -1,0 +1,195 @@
+"""Core Space: merging adapters in bases of all their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, LowRank, Merged, Rounding
+from covmerge.maths.linalg.auto import FLOAT64, Cost, joint_cost, svd_cost
+from covmerge.maths.linalg.joint import far_apart, joint_directions
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.maths.methods.inner import (
+    InnerCombine,
+    InnerDensity,
+    InnerParameter,
+    InnerRankRatio,
+    InnerScale,
+    Inside,
+    cores_of,
+    inner_replicas,
+    merge_inside,
+)
+from covmerge.maths.methods.iso import RankRtol, flattened
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, register, registry
+from covmerge.maths.methods.resolution import resolution
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv_m") -> Cost:
+    # Of full models, whose factors fill both sides.
+    side = min(d_out, d_in)
+    each = svd_cost(d_out, d_in, side, itemsize)
+    left = joint_cost(d_out, side, count, itemsize)
+    right = joint_cost(d_in, side, count, itemsize)
+    inside = registry.get(inner).cost(d_out, d_in, count, itemsize)
+    products = FLOAT64 * 2.0 * d_out * d_in * (d_out + d_in) * (count + 1)
+    factors = count * side * (d_out + d_in) * itemsize
+    bases = (d_out**2 + d_in**2) * 8
+    cores = (count * itemsize + 8 + 8) * d_out * d_in
+    return Cost(
+        count * each.flops + left.flops + right.flops + products + inside.flops,
+        max(
+            factors + each.workspace,
+            factors + bases + max(left.workspace, right.workspace),
+            bases + cores + inside.workspace,
+        ),
+        count * each.eigen + left.eigen + right.eigen + inside.eigen,
+    )
+
+
+def _replicas(parameters: Parameters, count: int) -> float | None:
+    return None if parameters["isotropize"] else inner_replicas(parameters, count)
+
+
+@register(
+    "core_space",
+    equation="W̄ = W₀ + U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ,  Δ_t = B_tA_t,  "
+    "U, V: left singular vectors of [B_1 … B_T], [A_1ᵀ … A_Tᵀ]",
+    reference=Reference(
+        title="Accurate and Efficient Low-Rank Model Merging in Core Space",
+        venue="NeurIPS 2025",
+        arxiv="2509.17786",
+        equations="Core Space",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=_replicas,
+        replicas_text="what the inner method makes of copies, with a flat spectrum where "
+        "`isotropize` is on",
+    ),
+    cost=_cost,
+    factored="both",
+    noticed=Inside,
+    published_tuning="α, on labelled validation data",
+)
+def core_space(
+    group: LinearGroup,
+    *,
+    inner: InnerParameter = "tsv_m",
+    isotropize: Annotated[
+        bool, Field(description="give the merged core a flat spectrum, as `iso_c` does")
+    ] = True,
+    density: InnerDensity = 0.2,
+    scale: InnerScale = 1.0,
+    merge: InnerCombine = "mean",
+    rank_ratio: InnerRankRatio = 0.12,
+    rank_rtol: RankRtol = None,
+) -> Merged:
+    """Merge the cores of the updates, in bases of all their factors, by another method.
+
+    W̄ = W₀ + U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ,  Δ_t = B_tA_t  (Core Space), with the left singular
+    vectors U of [B_1 … B_T] and V of [A_1ᵀ … A_Tᵀ]. A core has sides of at most Σr.
+
+    Where f turns with its updates (all but `ties`) this is f on the updates, but for counts: r/T of
+    TSV-Merge and k of CART go by the sides of the core. With `ties` the bases matter, and so does
+    how each update is factorised: an adapter says it; an update that came multiplied out (a full
+    model, a part of a fused tensor) is B_t = U_tσ_t^½, A_t = σ_t^½V_tᵀ of its singular value
+    decomposition, within its numerical rank. `arbitrary` in the statistics: how many of the bases'
+    directions may turn into each other, having equal singular values.
+
+    Args:
+        group: updates `(d_out, d_in)`; weights as in the inner method.
+        inner: f.
+        isotropize: whether the singular values of the merged core all become their mean.
+        density: of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
+        scale: λ or α of f.
+        merge: what TIES makes of entries that agree.
+        rank_ratio: of CART, as in `cart`.
+        rank_rtol: where numerical rank ends: of updates, factors and the merged core.
+
+    Departs from the paper: LoRA's α/r is part of B_t (published code leaves it out). The bases end at
+    the numerical rank of the factors, and a flat spectrum at that of the merged core (published:
+    directions beyond it are arbitrary, and raised to the mean). Where norms differ by more than 50-fold
+    the bases are those of updates brought to one size, and the cores are merged in float64: a flat
+    spectrum depends on how many directions there are, and those of a small update count as any
+    other's. An expert that did not change the
+    layer has no part in the bases. The inner methods depart as on their pages.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 1.0]))
+        >>> group = LinearGroup((a, b), weights=(1.0, 1.0))
+        >>> core_space(group).delta.round(decimals=4).abs().tolist()
+        [[2.0, 0.0], [0.0, 2.0]]
+    """
+    like = group.updates[0]
+    known = resolution(group, rank_rtol)
+    rtol = known.rtol
+    changed = [t for t, update in enumerate(group.updates) if update.any()]
+    noticed = Inside(len(group.updates) - len(changed))
+    if not changed:
+        return Merged(torch.zeros_like(like), noticed)
+    factors = [
+        group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.rounding[t])
+        for t in changed
+    ]
+    outputs = joint_directions([each.left for each in factors], rtol=rtol)
+    inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
+    left, right = outputs.left, inputs.left
+    if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
+        noticed = replace(noticed, arbitrary=outputs.arbitrary + inputs.arbitrary)
+    if far_apart([norm(update) for update in group.updates]):
+        cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
+        rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
+        # Their factors end where the arithmetic of the file does: of the cores no direction is that.
+        errors = tuple(replace(error, eps=0.0) for error in group.rounding)
+    else:
+        cores, errors = cores_of(group.updates, left, right), group.rounding
+    del factors
+    merged = merge_inside(
+        LinearGroup(cores, group.weights, rounding=errors),
+        inner,
+        scale=scale,
+        density=density,
+        merge=merge,
+        rank_ratio=rank_ratio,
+        rank_rtol=rank_rtol,
+    )
+    core = merged.delta
+    if isotropize:
+        error = known.of_sum(group.weights)
+        core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, rounding=error))
+    delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
+    noticed = replace(noticed, core=(core.shape[0], core.shape[1]))
+    return Merged(delta.to(like.dtype), noticed.beside(merged))
+
+
+def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
+    """The factors U σ^½ and σ^½ Vᵀ of an update."""
+    found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
+    root = found.kept.sqrt().to(update.dtype)
+    return LowRank(found.left * root, found.right * root[:, None])
+
+
+def _exact_cores(
+    factors: Mapping[int, LowRank], group: LinearGroup, left: Tensor, right: Tensor
+) -> tuple[Tensor, ...]:
+    """UᵀB_t · A_tV in float64, of no more directions than the factors.
+
+    A flat spectrum then counts those of a small update, and no rounding of a large one.
+    """
+    nothing = left.new_zeros(left.shape[1], right.shape[1])
+    return tuple(
+        (left.mT @ factors[t].left.to(torch.float64)) @ (factors[t].right.to(torch.float64) @ right)
+        if t in factors
+        else nothing
+        for t in range(len(group.updates))
+    )

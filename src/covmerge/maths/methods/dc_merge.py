@@ -1,0 +1,215 @@
+"""DC-Merge: each expert's leading directions in bases of all of them, signs elected, its own block kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Words
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.select import kth_magnitude
+from covmerge.maths.linalg.spectral import TruncatedSvd, rank_tolerance, without_order
+from covmerge.maths.methods.elect import merge_agreeing
+from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.triplets import kept_together, leading_triplets, together, triplets_cost
+from covmerge.maths.methods.words import ARBITRARY, DEPENDENT, UNCHANGED
+
+# What float32 makes of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
+_ROUNDED_APART = 4.0
+
+
+@dataclass(frozen=True)
+class DcNoticed(Noticed):
+    """What DC-Merge noticed in one matrix.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        k: triplets that each of the others may keep; None from here on: there are no others.
+        directions: triplets that they kept together: the sides of a core.
+        dependent: directions that they have nearly in common.
+        arbitrary: how many directions may turn into others of their expert, having equal singular
+            values; None: none.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
+
+    unchanged: int = 0
+    k: int | None = None
+    directions: int | None = None
+    dependent: int | None = None
+    arbitrary: int | None = None
+
+    @property
+    def arbitrary_result(self) -> bool:
+        """Whether directions that have no order decide the result."""
+        return bool(self.arbitrary)
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    kept = kept_together(d_out, d_in, count)
+    triplets = triplets_cost(d_out, d_in, count, itemsize, kept)
+    products = 2.0 * kept * kept * (2 * (d_out + d_in) + kept)
+    # A core and its temporaries; the blocks of all experts, which are as many entries, and theirs.
+    cores = 5 * kept * kept * itemsize
+    return Cost(triplets.flops + products, triplets.workspace + cores, triplets.eigen)
+
+
+@register(
+    "dc_merge",
+    equation="W̄ = W₀ + α Û diag(M₁₁ … M_TT) V̂ᵀ,  M = elect(ÛᵀΔ̃_1V̂, …, ÛᵀΔ̃_TV̂),  "
+    "Û, V̂ = polar([U_1 … U_T]), polar([V_1 … V_T]),  Δ̃_t = U_t diag(w_tσ_t) V_tᵀ of rank r/T",
+    reference=Reference(
+        title="DC-Merge: Improving Model Merging with Directional Consistency",
+        venue="CVPR 2026",
+        arxiv="2603.06242",
+        equations="as in the authors' code",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: (
+            parameters["scale"]
+            if count == 1 and parameters["density"] == 1 and parameters["smoothing"] is None
+            else None
+        ),
+        replicas_text="1/T of the expert truncated to rank ⌊r/T⌋, times α, as far as its entries are kept",
+    ),
+    cost=_cost,
+    factored="both",
+    noticed=DcNoticed,
+    published_tuning="α, on labelled validation data; for adapters the better of smoothing 1 and 5 "
+    "is reported",
+)
+def dc_merge(
+    group: LinearGroup,
+    *,
+    density: Annotated[
+        float,
+        Field(
+            gt=0, le=1, description="share of the entries of a core, the largest, that has a vote"
+        ),
+    ] = 1e-3,
+    smoothing: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="the largest of an update's singular values over its smallest, at most, once "
+            "they are a line of the same sum; 1: their average; null: they stay. Published: 1 or 5 "
+            "for adapters, null for full models",
+        ),
+    ] = None,
+    scale: Annotated[float, Field(description="α, factor of the merged update")] = 1.0,
+    rank_rtol: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, "
+            "and what rounding of the stored weights gives",
+        ),
+    ] = None,
+) -> Merged:
+    """Elect signs among the experts in one basis of their leading directions; keep each expert's block.
+
+    W̄ = W₀ + α Û diag(M₁₁ … M_TT) V̂ᵀ  (DC-Merge), where U_t, σ_t, V_t are the ⌊r/T⌋ leading triplets
+    of Δ_t, r = min(d_out, d_in), Û and V̂ the polar factors A (AᵀA)^{†½} of all U_t and of all V_t
+    side by side, and M what the cores M_t = Ûᵀ U_t diag(w_tσ_t) V_tᵀ V̂ give entry by entry: of each
+    the largest entries vote, the sign of their sum is elected, and those that have it are averaged.
+    Of M the blocks are kept that have an expert's own directions on both sides.
+
+    With `smoothing` ρ the σ_t become a line from min(ρ, σ_1/σ_k) down to 1 first, times what keeps
+    their sum, so that the weaker directions of an update count for more.
+
+    Directions that experts share count less here than their own: T copies come out divided by T.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's singular values.
+        density: of the N entries of a core ⌊density · N⌋ vote, at least one, and those that equal the
+            last.
+        smoothing: ρ; None: the singular values as they are.
+        scale: α.
+        rank_rtol: where numerical rank ends, of an update and of the vectors side by side.
+
+    `arbitrary` in the statistics: how many directions have singular values that equal another's of
+    their expert. Where entries are cut and elected, the result hangs on which of them LAPACK gives.
+
+    Departs from the paper: the paper was not at hand: this follows its authors' code. What that
+    fixes for adapters, 16 triplets each, is their numerical rank here, and at most ⌊r/T⌋. N counts
+    the entries of the core (theirs for full models: r², which differs where T does not divide r).
+    Entries that are rounding of the largest, 4 √max(d_out, d_in) · eps of float32, do not vote
+    (there: they count in the average). An expert that did not change the layer leaves it, every other one
+    keeps at least one triplet and none beyond its numerical rank, equal singular values at the cut
+    are kept together, and polar takes a pseudo-inverse, all as in `tsv_m`.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 1.0]))
+        >>> dc_merge(LinearGroup((a, b), weights=(1.0, 1.0))).delta.abs().tolist()
+        [[3.0, 0.0], [0.0, 1.0]]
+    """
+    like = group.updates[0]
+    known = resolution(group, rank_rtol)
+    found = leading_triplets(group, known)
+    if not found.parts:
+        return Merged(torch.zeros_like(like), DcNoticed(found.unchanged))
+    joined = together(group, known, found)
+    places = list(_side_by_side(found.parts))
+    resolved = _ROUNDED_APART * rank_tolerance(group.shape, torch.float32, None)
+    blocks: list[Tensor] = []
+    limits: list[float] = []
+    for part, weight in zip(found.parts, found.weights, strict=True):
+        sigma = (weight * smoothed(part.kept, smoothing)).to(like.dtype)
+        # By one product each, so that opposite updates have exactly opposite cores.
+        core = ((joined.left.mT @ part.left) * sigma) @ (part.right @ joined.right.mT)
+        limits.append(_least_that_votes(core, density, resolved))
+        blocks.append(torch.cat([core[own, own].flatten() for own in places]))
+    merged = merge_agreeing(blocks, [1.0] * len(blocks), thresholds=limits)
+    left, start = torch.empty_like(joined.left), 0
+    for own in places:
+        side = own.stop - own.start
+        left[:, own] = joined.left[:, own] @ merged[start : start + side**2].view(side, side)
+        start += side**2
+    turning = sum(without_order(part.kept) for part in found.parts) if len(places) > 1 else 0
+    noticed = DcNoticed(
+        found.unchanged, found.k, places[-1].stop, joined.dependent, turning or None
+    )
+    return Merged(left.mul_(scale) @ joined.right, noticed)
+
+
+def smoothed(sigma: Tensor, steepest: float | None) -> Tensor:
+    """Return singular values, descending, on a line of the same sum; None leaves them as they are.
+
+    Example:
+        >>> smoothed(torch.tensor([6.0, 2.0, 1.0]), 2.0).tolist()
+        [4.0, 3.0, 2.0]
+        >>> smoothed(torch.tensor([6.0, 2.0, 1.0]), 1.0).tolist()
+        [3.0, 3.0, 3.0]
+    """
+    if steepest is None:
+        return sigma
+    ratio = min(steepest, float(sigma[0] / sigma[-1]))
+    line = torch.linspace(ratio, 1.0, len(sigma), dtype=sigma.dtype, device=sigma.device)
+    return line * (sigma.sum() / line.sum())
+
+
+def _side_by_side(parts: Sequence[TruncatedSvd]) -> Iterator[slice]:
+    """Where each expert's directions are among those of all."""
+    start = 0
+    for part in parts:
+        yield slice(start, start + len(part.kept))
+        start += len(part.kept)
+
+
+def _least_that_votes(core: Tensor, density: float, resolved: float) -> float:
+    """The magnitude of the ⌊density · N⌋-th largest entry, less what rounding makes of equal ones."""
+    count = max(1, int(density * core.numel()))
+    rounding = resolved * float(core.abs().max())
+    return max(kth_magnitude(core, core.numel() - count + 1) - rounding, rounding)

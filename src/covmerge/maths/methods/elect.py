@@ -1,0 +1,117 @@
+"""Trim, elect a sign, merge what agrees: TIES' steps, which DARE, DELLA and DC-Merge share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.masks import drop_below
+from covmerge.maths.linalg.select import kth_magnitude, search, threshold_rank
+from covmerge.maths.methods.registry import Groups, Parameters, Unit
+
+Density = Annotated[
+    float, Field(gt=0, le=1, description="share of an expert's entries, the largest, that is kept")
+]
+Scale = Annotated[float, Field(description="λ, factor of the merged task vector")]
+Trim = Literal["global", "tensor"]
+TrimParameter = Annotated[
+    Trim, Field(description="keep the largest entries of the whole model, or of each tensor")
+]
+Combine = Literal["mean", "sum"]
+CombineParameter = Annotated[
+    Combine, Field(description="what happens to the entries that have the elected sign")
+]
+
+
+def elect_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """Two passes over the experts; elected signs, weights and three temporaries are alive."""
+    size = d_out * d_in
+    return Cost(16.0 * count * size, size * (5 * itemsize + 1))
+
+
+def trim_unit(parameters: Parameters) -> Unit:
+    """A threshold that a survey has found serves entry by entry; a tensor's own needs all of it."""
+    return "element" if parameters["trim"] == "global" else "tensor"
+
+
+def surveyed_density(parameters: Parameters) -> float | None:
+    """The density whose thresholds a survey looks for; None where every tensor has its own."""
+    density: float = parameters["density"]
+    return density if parameters["trim"] == "global" and density < 1 else None
+
+
+def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...]:
+    """The magnitude from which entries are kept, per expert: ⌊density·N⌋ of N are above it.
+
+    Example:
+        >>> thresholds_of([torch.tensor([3.0, -1.0, 0.5, -4.0])], density=0.5)
+        (1.0,)
+    """
+    rank = threshold_rank(density, vectors[0].numel())
+    return tuple(kth_magnitude(vector, rank) for vector in vectors)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The magnitude from which an expert's entries of a tensor are kept."""
+
+    value: float
+
+    def rows(self, rows: range) -> float:
+        """Return it, which is that of any rows."""
+        del rows
+        return self.value
+
+
+def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Threshold:
+    """Find one expert's threshold of a tensor that comes in blocks of rows."""
+
+    def vector() -> Iterator[Tensor]:
+        for group in groups():
+            yield group.updates[0]
+
+    count = prod(shape)
+    (found,) = search(vector, count, [threshold_rank(parameters["density"], count)])
+    return Threshold(found.value)
+
+
+def merge_agreeing(
+    vectors: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    thresholds: Sequence[float] | None = None,
+    combine: Combine = "mean",
+) -> Tensor:
+    """Merge the entries that have the sign of the weighted sum.
+
+    s = sgn Σ w_t v_t;  Σ w_t v_t [/ Σ w_t] over the t with sgn v_t = s.  Where the sum is exactly
+    zero nobody is elected, and the result is zero: opposite experts cancel.
+
+    Args:
+        vectors: v_t of any one shape.
+        weights: w_t.
+        thresholds: entries of smaller magnitude count as zero; None: all entries count.
+        combine: mean or sum.
+    """
+    limits = [0.0] * len(vectors) if thresholds is None else thresholds
+    experts = list(zip(vectors, limits, weights, strict=True))
+    elected = torch.zeros_like(vectors[0])
+    for vector, limit, weight in experts:
+        # Not add_(alpha=weight): its fused product leaves a residue where opposite experts cancel.
+        elected.add_(drop_below(vector, limit) * weight)
+    elected.sign_()
+    total, share = torch.zeros_like(elected), torch.zeros_like(elected)
+    for vector, limit, weight in experts:
+        agreeing = (drop_below(vector, limit) * elected).clamp_min_(0.0)
+        share.add_(agreeing.sign(), alpha=weight)
+        total.add_(agreeing.mul_(weight))
+    if combine == "mean":
+        total.div_(share.clamp_min_(min(weights)))
+    return total.mul_(elected)

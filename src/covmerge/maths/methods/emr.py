@@ -1,0 +1,155 @@
+"""EMR-Merging: one elected task vector, and a mask and a factor for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Seen
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.registry import Laws, Reference, register
+
+
+@dataclass(frozen=True)
+class Masses(Noticed):
+    """The sums over a tensor, or some rows of it, that `rescalers` needs; they add up.
+
+    Attributes:
+        size: number of entries.
+        expert_mass: Σ|Δ_t| per expert.
+        kept_mass: Σ|m_t ⊙ u| per expert.
+    """
+
+    size: int = 0
+    expert_mass: tuple[float, ...] = ()
+    kept_mass: tuple[float, ...] = ()
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # The flags, two temporaries, a float64 copy while summing, and all masks.
+    size = d_out * d_in
+    return Cost(12.0 * count * size, size * (3 * itemsize + 8 + count))
+
+
+@register(
+    "emr",
+    equation="W̄ = W₀ + u,  u = s ⊙ max_t |Δ_t| over {t : sgn Δ_t = s},  s = sgn Σ w_t Δ_t;  "
+    "expert t: W₀ + γ_t m_t ⊙ u,  m_t = [Δ_t ⊙ s > 0]",
+    reference=Reference(
+        title="EMR-Merging: Tuning-Free High-Performance Model Merging",
+        authors=("Chenyu Huang", "Peng Ye", "Tao Chen", "Tong He", "Xiangyu Yue", "Wanli Ouyang"),
+        venue="NeurIPS 2024",
+        arxiv="2405.17461",
+        equations="Elect, Mask, Rescale",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="element",
+    noticed=Masses,
+    writes_masks=True,
+)
+def emr(group: LinearGroup) -> Merged:
+    """Elect one task vector for all experts, and mask and rescale it for each of them.
+
+    s = sgn Σ w_t Δ_t,  u = s ⊙ max_t |Δ_t| over the t with sgn Δ_t = s;
+    expert t runs with W₀ + γ_t m_t ⊙ u,  m_t = [Δ_t ⊙ s > 0]  (EMR, Elect, Mask and Rescale)
+
+    This is one model per expert, not one for all: whoever runs it must know the task. W₀ + u is the
+    unified model, the masks come beside it, and γ_t from `rescalers` once all tensors are merged.
+
+    Args:
+        group: updates of any one shape; weights multiply the votes for the sign, not the magnitudes.
+
+    Returns:
+        u; the masks; and the sums that `rescalers` needs.
+
+    Departs from the paper: nowhere; votes that cancel exactly elect the negative sign, as in the
+    published code.
+
+    Example:
+        >>> group = LinearGroup((torch.tensor([[3.0, -1.0]]), torch.tensor([[1.0, 2.0]])), (1.0, 1.0))
+        >>> merged = emr(group)
+        >>> merged.delta.tolist(), [mask.tolist() for mask in merged.masks]
+        ([[3.0, 2.0]], [[[True, False]], [[True, True]]])
+        >>> rescalers([merged.noticed])
+        [1.3333333333333333, 0.6]
+    """
+    votes = torch.zeros_like(group.updates[0])
+    for update, weight in zip(group.updates, group.weights, strict=True):
+        votes.add_(update * weight)  # no fused product: opposite experts tie exactly
+    sign = (votes > 0).to(votes.dtype).mul_(2.0).sub_(1.0)
+    del votes
+    masks: list[Tensor] = []
+    unified = torch.zeros_like(sign)
+    for update in group.updates:
+        agreeing = (update * sign).clamp_min_(0.0)
+        masks.append(agreeing > 0)
+        torch.maximum(unified, agreeing, out=unified)
+    masses = Masses(
+        unified.numel(),
+        tuple(_sum(update.abs()) for update in group.updates),
+        tuple(_sum(unified * mask) for mask in masks),
+    )
+    return Merged(unified.mul_(sign), masses, tuple(masks))
+
+
+def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
+    """γ_t = Σ mean|Δ_t| / Σ mean|m_t ⊙ u|, both sums over all tensors: what each expert runs with.
+
+    Sums of means, as in the published code: a small tensor weighs as much as a large one. An expert
+    that equals the base, or of which no entry has the elected sign, has γ_t = 1 (there: NaN or Inf);
+    its masks are empty.
+
+    Args:
+        per_tensor: what `emr` noticed, one of each tensor, those of its row blocks added up.
+    """
+    tensors = [tensor for tensor in per_tensor if tensor.size]
+    factors: list[float] = []
+    for expert in range(len(per_tensor[0].expert_mass)):
+        own = sum(tensor.expert_mass[expert] / tensor.size for tensor in tensors)
+        kept = sum(tensor.kept_mass[expert] / tensor.size for tensor in tensors)
+        factors.append(own / kept if kept > 0 else 1.0)
+    return factors
+
+
+def rescalers_of(seen: Sequence[Seen]) -> dict[str, float]:
+    """Return γ_t by expert, from what was noticed in a merge; of tensors of other methods nothing."""
+    masked = [
+        (one.experts, masses)
+        for one in seen
+        if (masses := [m for m in one.matrices if isinstance(m, Masses)])
+    ]
+    experts = list(dict.fromkeys(expert for own, _ in masked for expert in own))
+    per_tensor = [_of_tensor(blocks, own, experts) for own, blocks in masked]
+    return dict(zip(experts, rescalers(per_tensor), strict=True)) if masked else {}
+
+
+def _of_tensor(blocks: Sequence[Masses], own: Sequence[str], experts: Sequence[str]) -> Masses:
+    """Add up the row blocks of a tensor; an expert that lacks it adds nothing."""
+    places = {expert: place for place, expert in enumerate(own)}
+
+    def total(per_block: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(
+            sum(block[places[expert]] for block in per_block) if expert in places else 0.0
+            for expert in experts
+        )
+
+    return Masses(
+        sum(block.size for block in blocks),
+        total([block.expert_mass for block in blocks]),
+        total([block.kept_mass for block in blocks]),
+    )
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))

@@ -1,0 +1,323 @@
+r"""Steps 3 and 4 of `auto`: the spectrum of what least squares gave, brought nearer to flat.
+
+    W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ
+
+R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. Δ̄ is what is safest: the
+average, or R itself where inputs were measured. `docs/auto.md` derives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import expm1, hypot, log1p, sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.maths.covariance.told import HARDLY_USED, UNTOLD, share_used
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.metric import Metric, mean_of
+from covmerge.maths.linalg.spectral import EXACT
+from covmerge.maths.methods.auto_noticed import Equalised
+from covmerge.maths.methods.closed_form import Active, active_experts, stack_weighted
+
+# An expert of so much of the others' energy counts half, one of less for less.
+_SMALL = 0.01
+# An update of so many times the usual length is felt as long, beyond that more and more: it ends there.
+_LONG = 2.0
+# A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
+_FAINT = 0.01
+# What is added to a layer's outputs, as a share of those that its base gives: so much is left of what is
+# longer. Where outputs are not known, updates that are together so many times as long as the base's weights
+# are half way to what is safest.
+_OF_OUTPUTS, _OF_WEIGHTS = 0.15, 1.0 / 3.0
+_FAR = 1e60  # times as long: there is no difference any more
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The experts that changed a layer, and by how much each counts.
+
+    Attributes:
+        group: all of them.
+        active: those that changed it.
+        bounds: b_t.
+        shares: s_t, float64.
+        used: ω_t `(T,)`, float64, the share of the layer's directions that each update uses.
+    """
+
+    group: LinearGroup
+    active: Active
+    bounds: list[float]
+    shares: Tensor
+    used: Tensor
+
+    @classmethod
+    def of(cls, group: LinearGroup) -> Counted | None:
+        """How the experts of a group count; None where none changed the layer."""
+        active = active_experts(group)
+        if not active.updates:
+            return None
+        pairs = zip(active.updates, active.norms, strict=True)
+        used = [share_used(update, size, min(group.shape)) for update, size in pairs]
+        return cls.of_active(group, active, used)
+
+    @classmethod
+    def of_active(cls, group: LinearGroup, active: Active, used: Sequence[float]) -> Counted:
+        """The same where those that changed the layer are known, one at least, and ω_t."""
+        bounds = _bounds(active)
+        sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
+        share_of_each = torch.tensor(used, dtype=torch.float64)
+        return cls(group, active, bounds, _shares(sizes), share_of_each)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """w_t, float64, of mean 1 among those that count, so that one that vanishes makes no jump."""
+        weights = torch.tensor(self.active.weights, dtype=torch.float64)
+        return weights * float(self.shares.sum() / (self.shares * weights).sum())
+
+    @cached_property
+    def in_sum(self) -> list[float]:
+        """w_tb_t."""
+        pairs = zip(self.weights, self.bounds, strict=True)
+        return [float(weight) * own for weight, own in pairs]
+
+    def towards_safest(self, outputs: float) -> float | None:
+        """Return a, how far a merged update M goes to what is safest; None where the base is not known.
+
+        1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖², and where the base's outputs are known
+        (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹, ν = ‖MC₀^½‖/‖W₀C₀^½‖.
+
+        Args:
+            outputs: ‖MC₀^½‖, in the units of the group's `inputs`.
+        """
+        base_norm, base_outputs = self.group.base_norm, self.group.base_outputs
+        if base_norm is None:
+            return None
+        sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
+        energies = torch.tensor(sizes, dtype=torch.float64).square()
+        together = sqrt(float((self.shares * self.weights * energies).sum()))
+        if base_outputs is None:
+            left = log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4)
+        else:
+            gives = hypot(base_outputs, sqrt(self.untold) * base_norm)
+            held = log1p(_times(outputs, _OF_OUTPUTS * gives) ** 4) / 4.0
+            left = held + log1p(_times(together, base_norm) ** 4)
+        return -expm1(-left)
+
+    def in_average(self, times: float) -> list[float]:
+        """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
+        own = self.shares / self.shares.sum()
+        pairs = zip(self.in_sum, own, strict=True)
+        return [times * weight * float(share) for weight, share in pairs]
+
+    @cached_property
+    def mean_used(self) -> float:
+        """ω̄ = Σ s_tω_t / Σ s_t."""
+        return float((self.shares * self.used).sum() / self.shares.sum())
+
+    @cached_property
+    def uneven(self) -> float:
+        """η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)): 0 where all use equally many of the layer's directions.
+
+        It is 1 where some use all and the others none.
+        """
+        apart = (self.used - self.mean_used).square()
+        variance = float((self.shares * apart).sum() / self.shares.sum())
+        most = self.mean_used * (1.0 - self.mean_used)
+        return min(1.0, variance / most) if most > 0.0 else 0.0
+
+    @cached_property
+    def inputs_mean(self) -> float:
+        """The mean eigenvalue of the group's `inputs` in the layer's own axes; 0 where nobody has them."""
+        inputs, mean = self.group.inputs, self.group.inputs_mean
+        if inputs is None:
+            return 0.0
+        return mean_of(inputs) if mean is None else mean
+
+    @cached_property
+    def untold(self) -> float:
+        """0.1 (1 − ω̄) of `inputs_mean`: times I it is added to `inputs`, for what these do not show.
+
+        A trace of it is left where all directions are in use, so that what inputs see nothing of is no
+        matter of rounding.
+        """
+        return UNTOLD * (1.0 - self.mean_used + HARDLY_USED) * self.inputs_mean
+
+    def rounding_of_sum(self) -> Rounding:
+        """What rounding of the stored weights gives to Σ w_tb_tΔ_t."""
+        pairs = zip(self.active.rounding, self.in_sum, strict=True)
+        return Rounding.together(error.times(weight) for error, weight in pairs)
+
+    def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
+        """A number of every expert, 0 of those that left the sums."""
+        of_active = dict(zip(map(id, self.active.updates), values, strict=True))
+        return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
+
+    def noticed(self, before: Equalised, alike: Likeness) -> Equalised:
+        """What there is to say of how they count."""
+        return replace(
+            before,
+            shares=self.of_all([float(own) for own in self.shares]),
+            bounds=self.of_all(self.bounds),
+            unlike_experts=alike.experts,
+            uneven_use=self.uneven,
+        )
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike the experts' updates are, as the inputs see them.
+
+    Attributes:
+        lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
+        experts: N, as how many of no common direction they count.
+        agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), 1 at most.
+    """
+
+    lengths: Tensor
+    experts: float
+    agreement: float
+
+    @classmethod
+    def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
+        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
+
+        Two updates without outputs have nothing in common.
+        """
+        squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
+        lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
+        cosines = (dots / torch.outer(lengths, lengths)).square()
+        cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
+        alike = float((shares * (cosines @ shares)).sum())
+        return cls(
+            lengths,
+            max(1.0, float(shares.sum()) ** 2 / alike),
+            min(1.0, float(shares.square().sum()) / alike),
+        )
+
+
+@dataclass(frozen=True)
+class Flattening:
+    """What λ (K + τ²I)^(−q/2) makes of the directions of the outputs.
+
+    Attributes:
+        lift: of those of R `(k,)`, without λ.
+        scale: λ.
+        unseen: of what C₀ does not see, with λ; 0 where it is rounding.
+        length: ‖MC₀^½‖ of what it makes of R.
+        noticed: and what there is to say of it.
+    """
+
+    lift: Tensor
+    scale: float
+    unseen: float
+    length: float
+    noticed: Equalised
+
+
+def flattening(
+    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, noticed: Equalised
+) -> Flattening:
+    """How far the spectrum of RC₀^½ is brought to flat, and how long it becomes.
+
+    Args:
+        counted: the experts.
+        alike: how alike they are.
+        sigma: the singular values of RC₀^½ within the numerical rank `(k,)`, float64, k > 0.
+        whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
+        noticed: what is known before.
+    """
+    known = noticed.inputs_known
+    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
+    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - counted.uneven)
+    lift = (sigma.square() + faint) ** (-exponent / 2.0)
+    scale = alike.agreement * whole / float((sigma * lift).sum())
+    lifted = sigma * lift * scale
+    length, together = norm(lifted), float((alike.lengths * counted.weights).sum())
+    noticed = replace(
+        noticed,
+        directions_in_use=in_use,
+        flattening=exponent,
+        lengthening=float(lifted.sum() / sigma.sum()),
+        outputs_length=length / together,
+    )
+    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
+    return Flattening(lift, scale, unseen, length, noticed)
+
+
+def equalise(
+    counted: Counted,
+    fused: Tensor,
+    seen: Metric,
+    noticed: Equalised,
+    *,
+    rtol: float,
+    safest: Tensor | None = None,
+) -> Merged | None:
+    """Return M = λ (K + τ²I)^(−q/2) R, and where the base is known go from there to what is safest.
+
+    Args:
+        counted: the experts, each of which lends λ, q and a its part.
+        fused: R `(d_out, d_in)`, of the updates' dtype.
+        seen: C₀.
+        noticed: what is known before. Where that is `inputs_known`, what C₀ does not see is lifted as what
+            it hardly sees; else it is rounding.
+        rtol: where the numerical rank of R ends.
+        safest: Δ̄; None: the average.
+
+    Returns:
+        None where nothing of R is seen, though inputs are known.
+    """
+    active, known = counted.active, noticed.inputs_known
+    alike = Likeness.of(seen.dots(active.updates), counted.shares)
+    rounding = EXACT if known else counted.rounding_of_sum()
+    spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
+    noticed = counted.noticed(noticed, alike)
+    if not len(spectrum.sigma):
+        return None if known else Merged(torch.zeros_like(fused), noticed)
+    whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
+    found = flattening(counted, alike, spectrum.sigma, whole, noticed)
+    merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
+    away = counted.towards_safest(found.length * seen.size)
+    if away is not None:
+        merged = merged.mul_(1.0 - away)
+        if safest is None:
+            each = zip(active.updates, counted.in_average(away), strict=True)
+            for update, times in each:
+                merged.add_(update, alpha=times)
+        else:
+            merged.add_(safest, alpha=away)
+        noticed = noticed.going(away)
+    return Merged(merged, noticed)
+
+
+def _times(length: float, base: float) -> float:
+    """Return how many times as long as the base; as good as endless beside nothing."""
+    return min(_FAR, length / base) if base else _FAR
+
+
+def _shares(norms: Sequence[float]) -> Tensor:
+    """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
+    energies = torch.tensor(norms, dtype=torch.float64).square()
+    return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
+
+
+def _bounds(active: Active) -> list[float]:
+    """b_t: 1 for an expert as long as the others, near 2g/‖Δ_t‖ for one that is many times as long.
+
+    In g an expert counts by how long it is beside each of the others, and not beside the longest.
+    """
+    if len(active.norms) == 1:
+        return [1.0]
+    logs = torch.tensor(active.norms, dtype=torch.float64).log()
+    logs -= logs.max()
+    beside = 1.0 / (1.0 + _SMALL * (2.0 * (logs - logs[:, None])).exp())
+    counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
+    usual = float((counts * logs).sum() / counts.sum())
+    times = (logs - usual).exp() / _LONG
+    return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]

@@ -1,0 +1,260 @@
+"""ESM: updates in the principal directions of what they add to the outputs, made orthogonal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import fsum, sqrt
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Words
+from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.maths.covariance.measured import measured_values
+from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
+from covmerge.maths.linalg.lapack import eigh, norm
+from covmerge.maths.linalg.polar import CERTAIN, Polar, polar
+from covmerge.maths.linalg.spectral import truncated_svd, with_equals
+from covmerge.maths.methods.iso import RankRtol
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
+from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.words import DEPENDENT, UNCHANGED
+
+_EXACT = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class EssentialNoticed(Noticed):
+    """What ESM noticed in one matrix.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        unheard: of the others, those whose data did not reach it.
+        k: directions that each of the rest may keep; None from here on: there is none.
+        directions: those that they kept together.
+        dependent: directions that they have in common, which are left out.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+
+    unchanged: int = 0
+    unheard: int = 0
+    k: int | None = None
+    directions: int | None = None
+    dependent: int | None = None
+
+
+@dataclass(frozen=True)
+class _Essential:
+    """The part UUᵀΔ of an update in the principal directions of its outputs; float64.
+
+    Attributes:
+        left: U `(d_out, k)`, orthonormal, by descending energy.
+        right: UᵀΔ `(k, d_in)`.
+        energy: E|uᵀΔz|² `(k,)`.
+        size: ‖Δ‖.
+        off: how far columns of U are off for rounding of the stored weights `(k,)`.
+        floor: how far rows of UᵀΔ may be off for rounding.
+    """
+
+    left: Tensor
+    right: Tensor
+    energy: Tensor
+    size: float
+    off: Tensor
+    floor: float
+
+
+def _sides(parameters: Parameters) -> Sides:
+    """The norms of single columns of V do not turn with the inputs."""
+    return "outputs" if parameters["power"] else "both"
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    side = min(d_out, d_in)
+    kept = min(max(d_out, count), count * side)
+    each = svd_cost(d_out, d_in, side, itemsize)
+    energies = FLOAT64 * 2.0 * side * (d_in * d_in + d_in * side + side * (d_out + d_in))
+    sides = svd_cost(d_out, kept, kept, 8), svd_cost(kept, d_in, kept, 8)
+    flops = count * (each.flops + energies + eigh_cost(side).flops)
+    flops += sum(own.flops for own in sides) + 2.0 * FLOAT64 * kept * d_out * d_in
+    # A Gram matrix in float64, what is left of its product, U, UᵀΔ and their update's triplets.
+    own = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
+    held = 4 * kept * (d_out + d_in) * 8
+    last = max(own.workspace for own in sides) + d_out * d_in * 8
+    eigen = count * (each.eigen + eigh_cost(side).eigen) + sum(own.eigen for own in sides)
+    return Cost(flops, held + max(each.workspace, own, last), eigen)
+
+
+@register(
+    "esm",
+    equation="W̄ = W₀ + α σ̄_U σ̄_V polar(U) polar(V),  U = [U_1s_1 … U_Ts_T],  "
+    "V = [s_1U_1ᵀΔ̂_1; …; s_TU_TᵀΔ̂_T]c,  U_t: leading eigenvectors of Δ_tG_tΔ_tᵀ,  "
+    "Δ̂_t = Δ_t (‖Δ_t‖ / mean ‖Δ‖)²",
+    reference=Reference(
+        title="Model Merging in the Essential Subspace",
+        venue="CVPR 2026",
+        arxiv="2602.20208",
+        equations="as in the authors' code for vision; `power: 0, scale: 1` as in that for RoBERTa",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: None,
+        replicas_text="its leading directions with a spectrum made flat",
+    ),
+    cost=_cost,
+    data="gram",
+    factored=_sides,
+    noticed=EssentialNoticed,
+    published_tuning="a factor of the merged update, on labelled validation data",
+)
+def esm(
+    group: LinearGroup,
+    *,
+    power: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="of the norms of updates, and of what all of them make of an input, over "
+            "their means; 0: neither counts",
+        ),
+    ] = 2.0,
+    energy_power: Annotated[
+        float, Field(ge=0, description="of a direction's energy over their mean: s before its mean")
+    ] = 0.15,
+    scale: Annotated[float, Field(description="α, factor of the merged update")] = 2.0,
+    energy_rtol: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="energies at or below this share of the largest are no directions: those of "
+            "statistics, which are stored in float32, are rounding",
+        ),
+    ] = torch.finfo(torch.float32).eps,
+    rank_rtol: RankRtol = None,
+) -> Merged:
+    """Keep each update's principal directions of the outputs, weigh them, and make them orthogonal.
+
+    W̄ = W₀ + α σ̄_U σ̄_V polar(U) polar(V)  (ESM), where U = [U_1s_1 … U_Ts_T] and V stands all
+    s_tU_tᵀΔ_t (‖Δ_t‖ / mean ‖Δ‖)^p over each other. U_t are the ⌊d_out/T⌋ leading eigenvectors of
+    E[(Δ_tz)(Δ_tz)ᵀ] = Δ_tG_tΔ_tᵀ, the principal directions of what Δ_t adds to the outputs, with
+    energies λ, and s_t = (λ / mean λ)^0.15 over its mean. Each column v of V is multiplied by
+    (‖v‖ / mean ‖v‖)^p. σ̄ is the mean of the singular values, and polar(A) = A (AᵀA)^{†½}.
+
+    All kept directions count alike in the end, but for what the weighing makes of those that are
+    not orthogonal; how long the result is follows from a mean singular value. Where the norms of
+    the updates are far apart it is many times as long as they are together: V has the cube of the
+    largest, its mean has not. `power: 0` does without. Few inputs will do, 32 in the published
+    runs: directions in which they saw nothing are left out.
+
+    Args:
+        group: updates `(d_out, d_in)` with measured Gram matrices G_t `(d_in, d_in)`; a weight
+            multiplies its expert's rows of V.
+        power: p.
+        energy_power: 0.15 above.
+        scale: α.
+        energy_rtol: where the directions of an expert end.
+        rank_rtol: where the numerical rank of an update ends, and of U.
+
+    Raises:
+        RecipeError: an expert has no Gram matrix.
+        TensorError: a Gram matrix has another shape.
+
+    Departs from the paper: of the paper only the abstract was at hand: this follows its authors'
+    code. Its last step multiplies each merged layer by (‖layer‖ / mean norm of the layers of its
+    kind)². A method here sees one layer, so the step is left out: layers of small updates change
+    more than there, and those of large ones less. There layers without statistics (the output
+    projections of the ViT's attention) are merged as in `tsv_m`; here every linear layer has its
+    own. Nothing beyond an update's numerical rank is a direction, nor what has no more than
+    `energy_rtol` of the largest energy (published: as many directions as the layer has outputs, of
+    energies that are rounding, and arbitrary ones where there are fewer inputs). An expert that did
+    not change the layer leaves it, and so does one whose data did not reach it; T counts the
+    others. Each keeps at least one direction that its data saw (published, for vision: the layer
+    silently becomes 0 for T > d_out), and equals of the last are kept. polar takes a pseudo-
+    inverse, as in `tsv_m`; a singular value beyond the numerical rank counts as zero in the mean.
+    Where the data of no expert reached the layer W₀ stays.
+
+    Example:
+        >>> from covmerge.base.types import Measured
+        >>> a, b = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+        >>> data = Measured(torch.eye(2), rows=8, total=1.4)
+        >>> group = LinearGroup((a, b), (1.0, 1.0), measured=(data, data))
+        >>> esm(group, power=0.0, scale=1.0).delta.tolist()  # a spectrum made flat
+        [[2.0, 0.0], [0.0, 2.0]]
+    """
+    grams = measured_values(group, "gram", method="esm")
+    like, known = group.updates[0], resolution(group, rank_rtol)
+    changed = [t for t, update in enumerate(group.updates) if update.any()]
+    heard = [t for t in changed if grams[t].any()]
+    noticed = EssentialNoticed(len(group.updates) - len(changed), len(changed) - len(heard))
+    k = max(1, group.shape[0] // max(1, len(heard)))
+    parts = [
+        _essential(group.updates[t], grams[t], k, known.rtol, known.rounding[t], energy_rtol)
+        for t in heard
+    ]
+    if not sum(len(part.energy) for part in parts):
+        return Merged(torch.zeros_like(like), noticed)
+    mean = fsum(part.size for part in parts) / len(parts)
+    factors = [
+        group.weights[t] * (p.size / mean) ** power for t, p in zip(heard, parts, strict=True)
+    ]
+    scales = [_over_mean(_over_mean(part.energy) ** energy_power) for part in parts]
+    each = list(zip(parts, scales, factors, strict=True))
+    left = torch.cat([part.left * own for part, own, _ in each], dim=1)
+    right = torch.cat([part.right * (own * factor)[:, None] for part, own, factor in each])
+    off_left = torch.cat([part.off * own for part, own, _ in each])
+    off_right = torch.cat([part.floor * factor * own for part, own, factor in each])
+    if power:
+        columns = _over_mean(right.square().sum(dim=0).sqrt()) ** power
+        right *= columns
+        off_right *= columns.square().mean().sqrt()
+
+    # From the longest rows of V, which go by cubes of norms, to the shortest: LAPACK keeps the digits of
+    # columns that become shorter.
+    order = right.square().sum(dim=1).argsort(descending=True)
+    left, right = left[:, order], right[order]
+    outer = polar(left, rtol=known.rtol, errors=off_left[order])
+    inner = polar(right.mT, rtol=sqrt(max(group.shape)) * _EXACT, errors=off_right[order])
+    merged = outer.isometry @ inner.isometry.mT
+    merged *= scale * _mean_of(outer, left) * _mean_of(inner, right)
+    directions = left.shape[1]
+    dependent = max(min(len(left), directions) - outer.k, min(right.shape[1], directions) - inner.k)
+    noticed = replace(noticed, k=k, directions=directions, dependent=dependent)
+    return Merged(merged.to(like.dtype), noticed)
+
+
+def _essential(
+    update: Tensor, gram: Tensor, k: int, rtol: float, rounding: Rounding, energy_rtol: float
+) -> _Essential:
+    """The k principal directions of Δz with most energy, and their equals."""
+    found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
+    root = found.right.to(torch.float64) * found.kept[:, None]
+    values, vectors = eigh(root @ gram.to(torch.float64) @ root.mT)
+    energy, turn = values.flip(0), vectors.flip(1)
+    largest = float(found.sigma[0]) ** 2 * float(gram.diagonal().double().sum())
+    end = max(energy_rtol * float(energy[0]), len(energy) * _EXACT * largest)
+    seen = int((energy > end).sum())
+    kept = with_equals(energy[:seen].sqrt(), min(k, seen))
+    energy, turn = energy[:kept], turn[:, :kept]
+    return _Essential(
+        left=found.left.to(torch.float64) @ turn,
+        right=turn.mT @ root,
+        energy=energy,
+        size=norm(update),
+        off=(turn * (CERTAIN * found.edge / found.kept)[:, None]).square().sum(dim=0).sqrt(),
+        floor=found.floor,
+    )
+
+
+def _over_mean(values: Tensor) -> Tensor:
+    return values / values.mean()
+
+
+def _mean_of(found: Polar, matrix: Tensor) -> float:
+    """The mean singular value of a matrix, where those beyond its numerical rank are zero."""
+    return found.nuclear / min(matrix.shape)

@@ -1,0 +1,183 @@
+r"""Methods on adapters: exact, and without ever forming a `(d_out, d_in)` matrix.
+
+All updates Δ_t = B_tA_t of a layer lie in the span of Q = orth([A_1; …; A_T]ᵀ) on the right and of
+U = orth([B_1 … B_T, 𝟏]) on the left. A method that turns with its inputs and outputs,
+f(UΔQᵀ) = U f(Δ) Qᵀ, is run on the cores UᵀΔ_tQ, whose sides are Σr + 1 and Σr, and its result is
+U · f(cores) · Qᵀ: an adapter of rank at most Σr. ACE does not turn so, but only through 𝟏, on both
+sides: it gets Uᵀ𝟏 and Qᵀ𝟏 (`Frame`). A method that turns with its outputs alone, f(UΔ) = U f(Δ), is
+run on UᵀΔ_t `(Σr, d_in)`, and one that turns with its inputs alone on Δ_tQ `(d_out, Σr)`.
+Gram matrices of the inputs become QᵀG_tQ: all that the factors see of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import Frame, Json, LinearGroup, LowRank, Measured
+from covmerge.maths.covariance.measured import check_shapes
+from covmerge.maths.linalg.basis import Basis, basis_of
+from covmerge.maths.linalg.exponent import exponent_of
+from covmerge.maths.linalg.lapack import svd
+from covmerge.maths.linalg.metric import mean_of
+from covmerge.maths.methods.registry import Method, Parameters, Sides
+
+
+@dataclass(frozen=True)
+class MergedFactors:
+    """The merged update as U · core · Qᵀ, and what the method noticed.
+
+    Attributes:
+        left: U, a basis of the left factors and of 𝟏; None: the identity.
+        core: `(p, q)`, float64.
+        right: Q, a basis of the right factors; None: the identity.
+        dtype: of the adapters.
+        stats: what the method noticed, as JSON.
+    """
+
+    left: Basis | None
+    core: Tensor
+    right: Basis | None
+    dtype: torch.dtype
+    stats: Mapping[str, Json]
+
+    @property
+    def delta(self) -> LowRank:
+        """The merged update, exact, of rank min(p, q)."""
+        return self.truncated(min(self.core.shape))[0]
+
+    def times(self, scale: float) -> MergedFactors:
+        """Return it times a number."""
+        return self if scale == 1.0 else replace(self, core=self.core * scale)
+
+    def truncated(self, rank: int) -> tuple[LowRank, Tensor]:
+        """Return the best approximation of a rank, and all singular values.
+
+        U and Q are orthonormal, so these are the singular values of the core. The factors share √σ,
+        as trained ones do.
+        """
+        u, sigma, v = svd(self.core)
+        root = sigma[:rank].sqrt()
+        left = _expand(self.left, u[:, :rank] * root)
+        right = _expand(self.right, v[:rank].mT * root).mT
+        return LowRank(left, right).to(self.dtype), sigma
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """Low-rank updates as a group of small ones, and the bases that these are written in."""
+
+    group: LinearGroup
+    left: Basis | None
+    right: Basis | None
+
+
+def merge_factors(
+    method: Method,
+    updates: Sequence[LowRank],
+    weights: Sequence[float],
+    parameters: Parameters,
+    thresholds: Sequence[float] | None = None,
+    measured: Sequence[Measured] = (),
+    inputs: Tensor | None = None,
+    base_norm: float | None = None,
+    base_outputs: float | None = None,
+) -> MergedFactors:
+    """Run a method on low-rank updates in a basis of their factors.
+
+    Args:
+        method: one whose `factored_for(parameters)` holds.
+        updates: of one shape, dtype and device.
+        weights: one positive number per update.
+        parameters: as `method.resolve` returns them.
+        thresholds: per update, what a survey has found; None: there was none.
+        measured: per update, the Gram matrix of its inputs, where the method needs it.
+        inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
+        base_norm: ‖W_0‖, where the method looks at it and it is known.
+        base_outputs: ‖W_0C^½‖, C the `inputs` in their units, where the method looks at it and it is known.
+
+    Raises:
+        TensorError: a Gram matrix is not of these updates.
+
+    Example:
+        >>> from covmerge.methods import get
+        >>> average = get("average")
+        >>> a = LowRank(torch.ones(3, 1), torch.ones(1, 2))
+        >>> merge_factors(average, [a, a], [1.0, 1.0], {}).delta.dense()[0].round().tolist()
+        [1.0, 1.0]
+    """
+    check_shapes([own.value for own in measured], "gram", updates[0].shape, method=method.name)
+    reduced = _reduce(method.sides_for(parameters), updates, weights)
+    group = replace(
+        reduced.group,
+        thresholds=None if thresholds is None else tuple(thresholds),
+        measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
+        inputs=None if inputs is None else _turned(inputs, reduced.right),
+        inputs_mean=None if inputs is None else mean_of(inputs),
+        base_norm=base_norm,
+        base_outputs=base_outputs,
+    )
+    merged = method(group, **parameters)
+    return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
+
+
+def survey_factors(
+    method: Method, updates: Sequence[LowRank], weights: Sequence[float], parameters: Parameters
+) -> tuple[Tensor, ...]:
+    """Return per update the values whose magnitudes the method's survey ranks, float64."""
+    reduced = _reduce(method.sides_for(parameters), updates, weights)
+    return method.surveyed_vectors(reduced.group, parameters)
+
+
+def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:
+    """Write the updates in a basis on one side or on both.
+
+    Every factor is brought near 1 by a power of two first, which changes no digit: what one of its
+    factors has of 1e20 and the other of 1e-20 is no matter of the bases.
+    """
+    d_out, d_in = updates[0].shape
+    lefts, outer = _near_one([update.left for update in updates])
+    rights, inner = _near_one([update.right.mT for update in updates])
+    left = right = None
+    if sides == "both":
+        left = basis_of([*lefts, lefts[0].new_ones(d_out, 1)])
+    elif sides == "outputs":
+        left = basis_of(lefts)
+    if sides in ("both", "inputs"):
+        right = basis_of(rights)
+    ones_out, ones_in = lefts[0].new_ones(d_out), rights[0].new_ones(d_in)
+    frame = Frame(
+        (d_out, d_in),
+        ones_out if left is None else left.coordinates(ones_out),
+        ones_in if right is None else right.coordinates(ones_in),
+    )
+    own = lefts if left is None else left.blocks[: len(lefts)]
+    other = rights if right is None else right.blocks
+    # Small, and float64 lets their rank be seen.
+    factors = tuple(
+        LowRank(b.to(torch.float64) * out, a.mT.to(torch.float64) * into)
+        for b, a, out, into in zip(own, other, outer, inner, strict=True)
+    )
+    cores = tuple(each.dense() for each in factors)
+    return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)
+
+
+def _turned(gram: Tensor, right: Basis | None) -> Tensor:
+    """Write a Gram matrix of the layer's inputs in a basis of them."""
+    if right is None:
+        return gram
+    columns, mix = right.columns.to(torch.float64), right.mix
+    return mix.mT @ (columns.mT @ (gram.to(torch.float64) @ columns)) @ mix
+
+
+def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+    """Return the factors times powers of two that bring them near 1, and what undoes it."""
+    sizes = [2.0 ** exponent_of([factor]) for factor in factors]
+    return [factor / size for factor, size in zip(factors, sizes, strict=True)], sizes
+
+
+def _expand(basis: Basis | None, coordinates: Tensor) -> Tensor:
+    return coordinates if basis is None else basis.expand(coordinates)

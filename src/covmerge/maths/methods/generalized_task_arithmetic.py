@@ -1,0 +1,266 @@
+"""Sparsify updates, elect signs, and add: TIES, DARE, DELLA and Breadcrumbs by settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Annotated, Any, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.mersenne import mersenne_twister
+from covmerge.maths.methods.arithmetic import (
+    ArithmeticParameter,
+    Weight,
+    each,
+    inputs_of,
+    weights_of,
+    wide,
+)
+from covmerge.maths.methods.registry import (
+    Groups,
+    Laws,
+    Overview,
+    Parameters,
+    Reference,
+    Unit,
+    register,
+)
+from covmerge.maths.methods.sparsify import Kept, Numbers, Rows, Sparsify, keep
+from covmerge.maths.registry import PerExpert
+
+_NO_SHARE = 1e-8  # a sum of weights below it is not divided by
+
+Share = Annotated[float, Field(ge=0)]
+
+
+def _unit(parameters: Parameters) -> Unit:
+    """What is kept of a tensor depends on all of it."""
+    return "element" if parameters["sparsify"] == "none" else "tensor"
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """What each expert keeps and three sums; magnitudes of one expert, and their order."""
+    size = d_out * d_in
+    return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
+
+
+def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Kept:
+    """What S keeps of one expert."""
+    one = {name: _only(parameters[name]) for name in ("density", "gamma", "epsilon", "drawn")}
+    seed: int = parameters["seed"]
+
+    def blocks() -> Iterator[Rows]:
+        in_order = _in_order(one["drawn"], seed, prod(shape))
+        for group in groups():
+            base, (model,) = inputs_of(group, parameters["arithmetic"])
+            yield Rows(model - base, in_order or partial(_own_numbers, group, 0, seed))
+
+    return keep(
+        blocks,
+        shape,
+        parameters["sparsify"],
+        density=one["density"],
+        gamma=one["gamma"],
+        epsilon=one["epsilon"],
+        rescale=parameters["rescale"],
+    )
+
+
+def _only(value: Any) -> Any:
+    """The value of the one expert that parameters are of."""
+    return cast("list[Any]", value)[0] if isinstance(value, list) else value
+
+
+def _own_numbers(group: LinearGroup, expert: int, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """An expert's random numbers, of its own stream."""
+    return group.streams[expert].uniform(seed, shape)
+
+
+def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
+    """An expert's random numbers of one tensor, from its place in torch's one stream on."""
+    return mersenne_twister(seed).along(place, count) if isinstance(place, int) else None
+
+
+def _overview_bytes(parameters: Parameters) -> float:
+    """Magnitudes, where lengths are asked for; bits of all that are kept by chance."""
+    by_chance = parameters["sparsify"] in ("bernoulli", "ranked")
+    return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
+
+
+def _looks(parameters: Parameters) -> int:
+    """For a sample and to count, or for random numbers; for lengths two more."""
+    sparsify, density = parameters["sparsify"], _only(parameters["density"])
+    if sparsify == "none" or density >= 1 or (density <= 0 and sparsify != "bernoulli"):
+        return 0
+    half = parameters["arithmetic"] in ("float16", "bfloat16")
+    by_chance = sparsify in ("bernoulli", "ranked")
+    return (1 if half or by_chance else 2) + (2 if parameters["rescale"] else 0)
+
+
+@register(
+    "generalized_task_arithmetic",
+    equation="W̄ = W₀ + λ Σ w_t S(Δ_t) [M_t] / (Σ w_t [M_t] or 1),  M_t = [sgn w_t S(Δ_t) = elected]",
+    reference=Reference(
+        title="Arcee's MergeKit: A Toolkit for Merging Large Language Models",
+        venue="EMNLP 2024",
+        arxiv="2403.13257",
+        equations="task arithmetic and what it generalizes to",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: parameters["scale"] * count,
+        replicas_text="λT times its update (weights 1, without sparsity, consensus and normalization)",
+    ),
+    cost=_cost,
+    unit=_unit,
+    sees="weights",
+    overview=Overview(_kept, _overview_bytes, looks=_looks),
+)
+def generalized_task_arithmetic(
+    group: LinearGroup,
+    *,
+    weight: Weight = 1.0,
+    sparsify: Annotated[
+        Sparsify,
+        Field(
+            description="S: all entries, the largest, random ones, random ones by rank in their row, or "
+            "those below the largest"
+        ),
+    ] = "none",
+    density: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="share of an expert's entries that S keeps, or its mean; 1 is all"),
+    ] = 1.0,
+    gamma: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="of `band`: share of an expert's entries, the largest, that is left out"),
+    ] = 0.01,
+    epsilon: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="of `ranked`: how far probabilities are from the density at most"),
+    ] = 0.15,
+    rescale: Annotated[
+        bool, Field(description="bring what S keeps of an update to its ℓ1 length")
+    ] = False,
+    consensus: Annotated[
+        bool, Field(description="of each entry, add those that have the sign of the sum")
+    ] = False,
+    normalize: Annotated[bool, Field(description="divide by the weights that were added")] = False,
+    scale: Annotated[float, Field(description="λ, factor of what is added")] = 1.0,
+    seed: Annotated[int, Field(ge=0, description="seed of the random masks")] = 0,
+    drawn: Annotated[
+        int | list[int] | Literal["in_order"] | None,
+        PerExpert(),
+        Field(
+            description="numbers of torch's one stream of this seed that were drawn before each expert's "
+            "of this tensor; in_order: by tensors in the order of their names; null: each tensor of each "
+            "expert has a stream of its own"
+        ),
+    ] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Sparsify each update, elect a sign per entry, and add what is left, all within one tensor.
+
+    m_t = w_t S(W_t − W_0);  without consensus W̄ = W₀ + λ Σ m_t [/ Σ w_t];  with it
+    γ = sgn Σ m_t (+ where it is 0), M_t = [sgn m_t = γ], W̄ = W₀ + λ Σ m_t M_t [/ Σ w_t M_t]
+
+    What mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
+    della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
+    (`methods.mergekit.SETTINGS`); of equal magnitudes at a threshold those of a stable sort are
+    kept, where mergekit's choice depends on the processor. covmerge's own `ties`, `dare_ties` and `della`
+    trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
+
+    Random numbers are drawn for all experts of a density below 1, one for each entry in order.
+
+    Args:
+        group: models of any one shape; a row of `ranked` goes along the second axis.
+        weight: w_t.
+        sparsify: S; `magnitude` is TIES', `bernoulli` DARE's, `ranked` DELLA's, `band` Breadcrumbs'.
+        density: of S.
+        gamma: of S.
+        epsilon: of S.
+        rescale: whether S keeps Σ|Δ|; DARE and DELLA divide by probabilities in their papers.
+        consensus: whether signs are elected.
+        normalize: whether what is added is a mean.
+        scale: λ.
+        seed: of S.
+        drawn: places in torch's stream, as mergekit comes to them (`methods.mergekit.places`).
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
+
+    Raises:
+        RecipeError: `ranked`, and density ± epsilon leaves (0, 1).
+
+    Departs from the paper: a row of one entry is kept with probability `density` by `ranked`, where
+    mergekit divides 0 by 0; nowhere else from mergekit 0.1.5. Its sums of five or more experts may
+    differ in the last digit of the last 31 entries of a tensor, and its lengths in half precision hang
+    on its threads: they are those of one.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(3),
+        ...                     models=(torch.tensor([3.0, 1.0, 0.1]), torch.tensor([1.0, -2.0, 0.2])))
+        >>> generalized_task_arithmetic(
+        ...     group, sparsify="magnitude", density=0.7, consensus=True, normalize=True
+        ... ).tolist()
+        [2.0, -2.0, 0.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    factors = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
+    shares, bands, widths = each(density, group), each(gamma, group), each(epsilon, group)
+    places = each(drawn, group) if isinstance(drawn, int | list) else [None] * len(models)
+    added: list[Tensor] = []
+    for t, model in enumerate(models):
+        update = model - base
+        if group.known:
+            kept: Kept = group.known[t]
+        else:
+            in_order = _in_order(places[t], seed, update.numel())
+            whole = [Rows(update, in_order or partial(_own_numbers, group, t, seed))]
+            kept = keep(
+                partial(iter, whole),
+                update.shape,
+                sparsify,
+                density=shares[t],
+                gamma=bands[t],
+                epsilon=widths[t],
+                rescale=rescale,
+            )
+        added.append(kept.of(update).mul_(factors[t]))
+    if consensus:
+        elected = (_sum(added) >= 0).to(base.dtype).mul_(2).sub_(1)
+        total = torch.zeros_like(base, dtype=wide(base.dtype))
+        divisor = torch.zeros_like(total)
+        for own, factor in zip(added, factors, strict=True):
+            # 1 where the sign is the elected one; booleans would take several times as long.
+            agreed = own.sign().mul_(elected).clamp_min_(0)
+            total.add_(own.mul_(agreed))
+            divisor.add_(agreed.mul_(factor))
+        total, divisor = total.to(base.dtype), divisor.to(base.dtype)
+        divisor.masked_fill_(divisor == 0, 1)
+    else:
+        total, divisor = _sum(added), factors.sum()
+        divisor = torch.where(divisor.abs() < _NO_SHARE, torch.ones_like(divisor), divisor)
+    if normalize:
+        total.div_(divisor)
+    if scale != 1:
+        total.mul_(scale)
+    return (base + total).to(group.models[0].dtype)
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """Σ, one after the other, in float32 at least and then rounded once."""
+    total = torch.zeros_like(terms[0], dtype=wide(terms[0].dtype))
+    for term in terms:
+        total.add_(term)
+    return total.to(terms[0].dtype)

@@ -1,0 +1,391 @@
+"""Isotropic merging: the sum of the updates with a flat spectrum, with or without task directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.text import some
+from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
+from covmerge.maths.linalg.batched import all_finite, flags, per_member
+from covmerge.maths.linalg.batched_spectra import spectra
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
+from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, numerical_rank, truncated_svd
+from covmerge.maths.methods.closed_form import stack_weighted
+from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.resolution import Resolution, resolution
+from covmerge.maths.methods.words import DEPENDENT, UNCHANGED, facts
+
+_PAPER = Reference(
+    title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
+    authors=(
+        "Daniel Marczak",
+        "Simone Magistri",
+        "Sebastian Cygert",
+        "Bartłomiej Twardowski",
+        "Andrew D. Bagdanov",
+        "Joost van de Weijer",
+    ),
+    venue="ICML 2025",
+    arxiv="2502.04959",
+    equations="§4",
+)
+_LAWS = Laws(
+    order_invariant=True,
+    scale_equivariant=True,
+    rotation_equivariant=True,
+    replicas=lambda parameters, count: None,
+    replicas_text="the expert's singular directions with a flat spectrum",
+)
+_TUNING = "α, on labelled validation data"
+
+Scale = Annotated[float, Field(description="α, factor of the merged update")]
+RankRtol = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, and "
+        "what rounding of the stored weights gives",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Flattened(Noticed):
+    """A spectrum that was made flat.
+
+    Attributes:
+        rank: the numerical rank of the sum.
+        sigma: the mean of its singular values.
+    """
+
+    lengths: ClassVar[tuple[str, ...]] = ("sigma",)
+
+    rank: int = 0
+    sigma: float | None = None
+
+
+class UnsureTasks(Words):
+    """Tensors whose task directions rounding of stored weights may have turned, by `turned_by`."""
+
+    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+        """Where they may be off by more than a thousandth."""
+        found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in seen}
+        unsure = {name: off for name, off in found.items() if off > _UNSURE}
+        if unsure:
+            yield (
+                f"rounding of the stored weights may turn task directions of {len(unsure)} tensors by "
+                f"about {min(1.0, max(unsure.values())):.1%} ({some(list(unsure), 2)}), and the merge by "
+                "several times that: what the common directions leave of an update is small there. Merge "
+                "the adapters themselves if you have them, or by iso_c, which has no task directions"
+            )
+
+
+_UNSURE = 1e-3
+UNSURE_TASKS = UnsureTasks()
+
+
+@dataclass(frozen=True)
+class FlattenedTasks(Noticed):
+    """What Iso-CTS noticed in one matrix; of a sum that is zero its rank alone.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        rank: the numerical rank of the sum.
+        common: directions that all tasks have in common.
+        per_task: directions of each task.
+        directions: of both kinds.
+        dependent: directions that experts have nearly in common.
+        turned_by: how far rounding of stored weights may turn the weakest direction of a task.
+        sigma: the mean of the singular values.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, UNSURE_TASKS)
+    lengths: ClassVar[tuple[str, ...]] = ("sigma",)
+
+    unchanged: int | None = None
+    rank: int = 0
+    common: int | None = None
+    per_task: int | None = None
+    directions: int | None = None
+    dependent: int | None = None
+    turned_by: float | None = None
+    sigma: float | None = None
+
+
+def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    side = min(d_out, d_in)
+    spectrum = svd_cost(d_out, d_in, side, itemsize)
+    products = 2.0 * d_out * d_in * (count + side)
+    workspace = spectrum.workspace + d_out * d_in * itemsize
+    return Cost(spectrum.flops + products, workspace, spectrum.eigen)
+
+
+def _cost_with_tasks(
+    d_out: int, d_in: int, count: int, itemsize: int, *, common_fraction: float = 0.8
+) -> Cost:
+    side = min(d_out, d_in)
+    kept = max(side, count)
+    common = _cost_of_sum(d_out, d_in, count, itemsize)
+    c, s = _dimensions(side, count, common_fraction)
+    each = leading_cost(d_out, d_in, s, itemsize)
+    project = 4.0 * d_out * d_in * c
+    if d_out <= d_in:  # in the few directions that are not common, unless the sum has a lower rank
+        rest = leading_cost(d_out - c, d_in, s, itemsize)
+        each = replace(each, flops=rest.flops, eigen=rest.eigen)
+        project = 2.0 * d_out * (d_out - c) * d_in
+    together = polar_cost(d_out, d_in, kept, itemsize, apart=c)
+    # The vectors of the sum live throughout, those of the tasks from one to the next.
+    whole = side * (d_out + d_in) * itemsize
+    task = (kept * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
+    return Cost(
+        common.flops + count * (project + each.flops) + together.flops,
+        max(common.workspace, whole + max(task, together.workspace)),
+        common.eigen + count * each.eigen + together.eigen,
+    )
+
+
+def _iso_c_batched(
+    groups: Sequence[LinearGroup], *, scale: float, rank_rtol: float | None
+) -> list[Merged | None]:
+    found: list[Merged | None] = [None] * len(groups)
+    first = groups[0].updates[0]
+    if goes_by_products(first):
+        return found
+    known = [resolution(group, rank_rtol) for group in groups]
+    total = first.new_zeros(len(groups), *first.shape)
+    for t in range(len(groups[0].updates)):
+        updates = torch.stack([group.updates[t] for group in groups])
+        total.addcmul_(updates, per_member([group.weights[t] for group in groups], total))
+    finite = flags(all_finite(total))
+    places = [place for place, group in enumerate(groups) if finite[place] and group.frame is None]
+    if len(places) < 2:
+        return found
+    whole = spectra(total[places])
+    ranks = [
+        numerical_rank(
+            sigma,
+            total.shape[1:],
+            rtol=known[place].rtol,
+            rounding=known[place].of_sum(groups[place].weights),
+        )[0]
+        for place, sigma in zip(places, whole.sigma.cpu(), strict=True)
+    ]
+    if not any(ranks):
+        return found
+    isometries, _ = whole.isometries(ranks)
+    for place, rank, sigma, isometry in zip(places, ranks, whole.sigma, isometries, strict=True):
+        if rank:
+            mean = float(sigma[:rank].mean())
+            found[place] = Merged(isometry.mul_(mean).mul_(scale), Flattened(rank, mean))
+    return found
+
+
+@register(
+    "iso_c",
+    equation="W̄ = W₀ + α σ̄ U Vᵀ,  Σ w_t Δ_t = U diag(σ) Vᵀ,  σ̄ = mean σ",
+    reference=_PAPER,
+    laws=_LAWS,
+    cost=_cost_of_sum,
+    factored="both",
+    batched=_iso_c_batched,
+    noticed=Flattened,
+    published_tuning=_TUNING,
+)
+def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
+    """Give the sum of the updates a flat spectrum at its mean singular value.
+
+    W̄ = W₀ + α σ̄ U Vᵀ,  Σ w_t Δ_t = U diag(σ) Vᵀ  (Iso-C)
+
+    Args:
+        group: updates `(d_out, d_in)`; weights multiply them.
+        scale: α.
+        rank_rtol: where the numerical rank of the sum ends.
+
+    Departs from the paper: the mean and the directions are those within the numerical rank of the
+    sum. The published code raises null directions, which are arbitrary, to a mean that counts
+    their zeros.
+
+    Example:
+        >>> import torch
+        >>> d = torch.diag(torch.tensor([3.0, 1.0, 0.0]))
+        >>> iso_c(LinearGroup((d,), weights=(1.0,))).delta.diagonal().tolist()
+        [2.0, 2.0, 0.0]
+    """
+    known = resolution(group, rank_rtol)
+    quick = _polar_of_sum(group, known)
+    if quick is not None:
+        mean = quick.nuclear / quick.k
+        return Merged(quick.isometry.mul_(mean).mul_(scale), Flattened(quick.k, mean))
+    whole = _svd_of_sum(group, known)
+    return Merged(flattened(whole).mul_(scale), Flattened(whole.rank, _mean(whole)))
+
+
+def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
+    """U Vᵀ of Σ w_tΔ_t within its numerical rank by products, where these are cheaper and tell."""
+    if not goes_by_products(group.updates[0]):
+        return None
+    total = stack_weighted(group.updates, group.weights)
+    return polar_by_products(total, rtol=known.rtol, rounding=known.of_sum(group.weights))
+
+
+def flattened(whole: TruncatedSvd) -> Tensor:
+    """σ̄ U Vᵀ of U diag(σ) Vᵀ within its numerical rank; 0 of nothing."""
+    return (whole.left @ whole.right).mul_(_mean(whole))
+
+
+def _mean(whole: TruncatedSvd) -> float:
+    return float(whole.kept.mean()) if whole.rank else 0.0
+
+
+@register(
+    "iso_cts",
+    equation="W̄ = W₀ + α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ,  "
+    "U_c, V_c of Σ w_t Δ_t,  U_t, V_t of (I − U_cU_cᵀ)Δ_t",
+    reference=_PAPER,
+    laws=_LAWS,
+    cost=_cost_with_tasks,
+    factored="both",
+    noticed=FlattenedTasks,
+    published_tuning=_TUNING,
+)
+def iso_cts(
+    group: LinearGroup,
+    *,
+    common_fraction: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the directions that all tasks have in common"),
+    ] = 0.8,
+    scale: Scale = 1.0,
+    rank_rtol: RankRtol = None,
+) -> Merged:
+    """Join common directions of the sum with directions of every task, and flatten the spectrum.
+
+    W̄ = W₀ + α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ  (Iso-CTS), with the c leading
+    singular directions of Σ w_tΔ_t, the s leading ones of every (I − U_cU_cᵀ)Δ_t, and σ̄ the mean of
+    all their singular values. Of r directions, s = round((r − ⌊common_fraction · r⌋)/T), half to
+    even, and c = r − sT.
+
+    Args:
+        group: updates `(d_out, d_in)`; weights multiply them.
+        common_fraction: before the remaining directions are dealt out to the tasks in equal parts.
+        scale: α.
+        rank_rtol: where numerical rank ends, of the sum and of the vectors side by side; of a
+            projected update, relative to the norm of the whole update.
+
+    Departs from the paper: r is the numerical rank of the sum, not min(d_out, d_in). An expert that
+    did not change the layer leaves it, and T counts the others. s is at least 1 and c at least 0
+    (published: no task directions for T ≥ 2(r − ⌊common_fraction · r⌋)). Nothing beyond the
+    numerical rank of a projected update is used; where an update lies in the common directions
+    nothing of it is. polar takes a pseudo-inverse, as in `tsv_m`, and equal singular values at a cut
+    are kept as there.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.eye(4)[:2], torch.eye(4)[2:]
+        >>> iso_cts(LinearGroup((a, b), weights=(1.0, 1.0)), common_fraction=0.5).delta.shape
+        torch.Size([2, 4])
+    """
+    known = resolution(group, rank_rtol)
+    whole = _svd_of_sum(group, known)
+    if not whole.rank:
+        return Merged(torch.zeros_like(group.updates[0]), FlattenedTasks())
+    changed = known.changed(group)
+    c, s = _dimensions(whole.rank, len(changed), common_fraction)
+    common = whole.first(c)
+    beyond = _beyond(whole, common)
+    tasks = [
+        _task_directions(update, common.left, beyond, s, rtol=known.rtol, rounding=error)
+        for update, _, error in changed
+    ]
+    sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
+    flat = float(torch.cat([*sigma, common.kept]).mean())
+    joined = orthogonalized(tasks, rtol=known.rtol, apart=common, frame=beyond)
+    noticed = FlattenedTasks(
+        unchanged=len(group.updates) - len(changed),
+        rank=whole.rank,
+        common=len(common.right),
+        per_task=s,
+        directions=len(common.right) + sum(map(len, sigma)),
+        dependent=joined.dependent,
+        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group.weights)),
+        sigma=flat,
+    )
+    return Merged((joined.left @ joined.right).mul_(scale * flat), noticed)
+
+
+def _turned_by(
+    whole: TruncatedSvd,
+    common: TruncatedSvd,
+    tasks: Sequence[TruncatedSvd],
+    changed: Sequence[tuple[Tensor, float, Rounding]],
+    rounding: Rounding,
+) -> float | None:
+    """How far errors E of the sum and E_t of Δ_t turn the weakest direction of a task, to first order.
+
+    E turns u_i of U_c out of it by ‖E‖/(σ_i − σ_{c+1}), so that of Δ_t the length
+    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖ comes in beside E_t. Over the task's smallest singular value that is
+    the angle.
+    """
+    if not rounding.edge:
+        return None
+    c = len(common.right)
+    gaps = common.kept - (whole.kept[c] if c < whole.rank else 0.0)
+    off = [
+        (rounding.edge * norm((common.left.mT @ update).double() / gaps[:, None]) + error.edge)
+        / float(part.kept[-1])
+        for part, (update, _, error) in zip(tasks, changed, strict=True)
+        if len(part.right)
+    ]
+    return max(off, default=None)
+
+
+def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
+    """Every direction of Σ w_tΔ_t within its numerical rank."""
+
+    def make() -> TruncatedSvd:
+        total = stack_weighted(group.updates, group.weights)
+        error = known.of_sum(group.weights)
+        return truncated_svd(total, min(total.shape), rtol=known.rtol, rounding=error)
+
+    return group.once(f"svd of the sum, {known}", make)
+
+
+def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int]:
+    """Return how many directions are common, and how many each task adds."""
+    per_task = max(1, round((rank - int(rank * common_fraction)) / count))
+    return max(0, rank - per_task * count), per_task
+
+
+def _beyond(whole: TruncatedSvd, common: TruncatedSvd) -> Tensor | None:
+    """The other directions of the outputs, where with U_c they span all: a basis of what U_c leaves."""
+    d_out, c = common.left.shape
+    return whole.left[:, c:] if c < whole.rank == d_out else None
+
+
+def _task_directions(
+    update: Tensor,
+    common: Tensor,
+    beyond: Tensor | None,
+    k: int,
+    *,
+    rtol: float,
+    rounding: Rounding,
+) -> TruncatedSvd:
+    """Return the leading directions of (I − U_cU_cᵀ)Δ; U in the basis `beyond`, where there is one."""
+    if beyond is None:
+        rows = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
+    else:
+        rows = beyond.mT @ update
+    return leading_svd(
+        rows, k, rtol=rtol, scale=norm(update), rounding=rounding, shape=update.shape
+    )

@@ -1,0 +1,194 @@
+"""The Karcher mean of the models' directions on the sphere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.lapack import lengths
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
+from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(100.0 * count * size, (2 * count + 3) * size * itemsize)
+
+
+def _stands_alone(parameters: Parameters) -> bool:
+    return parameters["base_place"] is None
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """The mean of the whole, laid out flat, and how many entries a row has."""
+
+    merged: Tensor
+    width: int
+
+    def rows(self, rows: range) -> Tensor:
+        """The mean of some rows."""
+        return self.merged[rows.start * self.width : rows.stop * self.width]
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
+    """The mean itself: each of its steps is as long as the whole."""
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    base, experts = next((base, models) for _, base, models in whole.blocks())
+    models = [Made((t,), lambda own, base, models: models[0]) for t in range(len(experts))]
+    place: int | None = parameters["base_place"]
+    if place is not None:
+        models.insert(place, Made((), lambda own, base, models: base))
+
+    def in_turn() -> Iterator[Tensor]:
+        for model in models:
+            yield from whole.gathered([model])
+
+    if len(models) == 1:
+        (merged,) = in_turn()
+    else:
+        found = _mean(in_turn, parameters["max_iter"], parameters["tol"])
+        merged = base.new_zeros(whole.numel) if found is None else found
+    return _Mean(merged, prod(shape[1:]))
+
+
+def _entry_bytes(parameters: Parameters) -> float:
+    """A model, its direction, the mean, a step, and two of what is added to it."""
+    return 6 * one_buffer(parameters["arithmetic"])
+
+
+@register(
+    "karcher",
+    equation="W̄ = mean ‖W_t‖ · argmin_m Σ θ(m, W_t/‖W_t‖)²,  ‖m‖ = 1",
+    reference=Reference(
+        title="Functionality-Oriented LLM Merging on the Fisher--Rao Manifold",
+        venue="arXiv 2026",
+        arxiv="2603.04972",
+        equations="the fixed-point algorithm on the sphere",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=False,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="tensor",
+    overview=Overview(_overview, _entry_bytes, together=True),
+    sees="weights",
+    stands_alone=_stands_alone,
+)
+def karcher(
+    group: LinearGroup,
+    *,
+    max_iter: Annotated[int, Field(ge=0, description="most steps along the sphere")] = 10,
+    tol: Annotated[
+        float,
+        Field(
+            gt=0, description="a step so short is the last; so short an angle, or a model, is none"
+        ),
+    ] = 1e-5,
+    base_place: Annotated[
+        int | None,
+        Field(
+            ge=0, description="the base is one more model, at this place; null: it takes no part"
+        ),
+    ] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Find the direction from which the squares of the angles to all models are least.
+
+    m ← Σ u_t / ‖Σ u_t‖; then v = Σ α θ_t / sin θ_t (u_t − cos θ_t m), m ← cos ‖v‖ m + sin ‖v‖ v/‖v‖
+    until ‖v‖ < tol; W̄ = Σ ‖W_t‖ / T · m. Lengths are float32 at least; α is 1 over the models that
+    have one. Experts' own weights have no part in it.
+
+    Args:
+        group: models of any one shape; one alone is what it is.
+        max_iter: most steps.
+        tol: when to stop, and what counts as nothing.
+        base_place: where the base stands among the models; sums are in this order.
+        arithmetic: dtype that the inputs are cast to, and that vectors round to.
+
+    Departs from the paper: it stops as mergekit does, of which it is the result.
+
+    Example:
+        >>> import torch
+        >>> models = (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(2), models=models)
+        >>> [round(x, 6) for x in karcher(group).tolist()]
+        [0.707107, 0.707107]
+    """
+    if group.known:
+        merged: Tensor = group.known[0]
+        return merged.view(group.models[0].shape).to(group.models[0].dtype)
+    base, given = inputs_of(group, arithmetic)
+    models = list(given)
+    if base_place is not None:
+        models.insert(base_place, base)
+    if len(models) == 1:
+        return models[0].to(group.models[0].dtype)
+    found = _mean(lambda: iter(models), max_iter, tol)
+    return (torch.zeros_like(base) if found is None else found).to(group.models[0].dtype)
+
+
+def _mean(models: Callable[[], Iterator[Tensor]], max_iter: int, tol: float) -> Tensor | None:
+    """Return the mean of models, which come one after the other as often as they are asked for.
+
+    None where none of them has a length.
+    """
+    sizes = [lengths(model.to(wide(model.dtype))) for model in models()]
+    there = [float(size) > tol for size in sizes]
+    if not any(there):
+        return None
+    # As mergekit's shares of those that are there: 1/T over its sum.
+    share = 1.0 / len(sizes)
+    alpha = share / sum([share] * sum(there))
+
+    def units() -> Iterator[Tensor]:
+        for model, size, is_there in zip(models(), sizes, there, strict=True):
+            if is_there:
+                yield (model / size).to(model.dtype)
+
+    mean: Tensor | None = None
+    for unit in units():
+        mean = torch.zeros_like(unit) if mean is None else mean
+        mean += alpha * unit
+        del unit
+    assert mean is not None
+    size = lengths(mean.to(wide(mean.dtype)))
+    mean = next(units()).clone() if float(size) < tol else (mean / size).to(mean.dtype)
+    for _ in range(max_iter):
+        step = _step(mean, units(), alpha, tol)
+        size = lengths(step.to(wide(step.dtype)))
+        if float(size) < tol:
+            break
+        step = torch.sin(size) * (step / size)
+        mean = (torch.cos(size) * mean + step).to(mean.dtype)
+        size = lengths(mean.to(wide(mean.dtype)))
+        if float(size) > tol:
+            mean = (mean / size).to(mean.dtype)
+    total = share * sizes[0]
+    for size in sizes[1:]:
+        total = total + share * size
+    return (total * mean).to(mean.dtype)
+
+
+def _step(mean: Tensor, units: Iterator[Tensor], alpha: float, tol: float) -> Tensor:
+    """The mean of the ways to all directions, in the tangent at one."""
+    step = torch.zeros_like(mean)
+    for unit in units:
+        cosine = torch.dot(mean.flatten(), unit.flatten()).clamp(-1.0, 1.0)
+        angle = torch.arccos(cosine)
+        if float(angle) >= tol:
+            step += alpha * (angle / torch.sin(angle)) * (unit - cosine * mean)
+    return step

@@ -1,0 +1,107 @@
+"""The weighted mean, or sum, of the models' weights themselves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.errors import RecipeError
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.arithmetic import (
+    ArithmeticParameter,
+    Weight,
+    inputs_of,
+    weights_of,
+    wide,
+)
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """One multiply-add an element and model; of inputs in another dtype copies are held."""
+    size = d_out * d_in
+    return Cost(2.0 * count * size, (count + 2) * size * itemsize)
+
+
+def _stands_alone(parameters: Parameters) -> bool:
+    return parameters["base_weight"] is None
+
+
+@register(
+    "linear",
+    equation="W̄ = Σ w_t W_t / Σ w_t",
+    reference=Reference(
+        title="Model soups: averaging weights of multiple fine-tuned models improves accuracy "
+        "without increasing inference time",
+        venue="ICML 2022",
+        arxiv="2203.05482",
+        equations="Table 1",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0 if parameters["normalize"] else None,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="element",
+    sees="weights",
+    stands_alone=_stands_alone,
+)
+def linear(
+    group: LinearGroup,
+    *,
+    weight: Weight = 1.0,
+    normalize: Annotated[bool, Field(description="divide by Σ w_t")] = True,
+    base_weight: Annotated[
+        float | None, Field(description="w_0 of the base as one more model; null: it takes no part")
+    ] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Average the models' weights themselves, one multiply-add after the other.
+
+    W̄ = (w_0 W_0 +) Σ w_t W_t [/ Σ w_t]  (Model soups, Table 1), summed in float32 at least
+
+    Bit for bit what mergekit gives under this name. `average` is the same mean by way of the updates,
+    which adapters keep their factors in, and which rounds less. Weights may be negative or zero.
+
+    Args:
+        group: models of any one shape.
+        weight: w_t.
+        normalize: whether the sum is a mean.
+        base_weight: w_0.
+        arithmetic: dtype that the inputs are cast to, and the result; the sum is float32 at least.
+
+    Raises:
+        RecipeError: a mean of weights whose sum is 0.
+
+    Departs from the paper: nowhere.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(2),
+        ...                     models=(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])))
+        >>> linear(group, weight=[3.0, 1.0]).tolist()
+        [1.5, 3.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    factors = weights_of(weight, group)
+    if base_weight is not None:
+        models, factors = [base, *models], [base_weight, *factors]
+    shares = torch.tensor([factors], dtype=wide(base.dtype), device=base.device)
+    total = shares.sum(dim=1)
+    if normalize and float(total) == 0.0:
+        raise RecipeError(
+            f"method 'linear': the weights {factors} add up to 0: set `normalize: false`, or change one"
+        )
+    result = torch.zeros_like(base, dtype=shares.dtype)
+    for model, share in zip(models, shares[0], strict=True):
+        result.addcmul_(model.to(result.dtype), share)
+    if normalize:
+        result.div_(total if base.dim() else total[0])
+    return result.to(base.dtype).to(group.models[0].dtype)

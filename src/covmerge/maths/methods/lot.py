@@ -1,0 +1,95 @@
+"""LOT Merging: the task vector of least feature drift, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.covariance.measured import (
+    measured_equations,
+    measured_equations_cost,
+    measured_values,
+)
+from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost
+from covmerge.maths.methods.closed_form import default_cut_off, solve_pinv
+from covmerge.maths.methods.registry import Laws, Reference, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    del itemsize  # float64 throughout
+    sums = measured_equations_cost(d_out, d_in, count, 8)
+    back = Cost(FLOAT64 * 4.0 * d_out * d_in * d_in, 2 * d_out * d_in * 8)
+    return Cost(FLOAT64 * sums.flops, sums.workspace) + eigh_cost(d_in) + back
+
+
+@register(
+    "lot",
+    equation="W̄ = W₀ + (Σ Δ_t G_t)(Σ G_t)†,  G_t = E[z zᵀ]",
+    reference=Reference(
+        title="Towards Minimizing Feature Drift in Model Merging: Layer-wise Task Vector Fusion "
+        "for Adaptive Knowledge Integration",
+        venue="NeurIPS 2025",
+        arxiv="2505.23859",
+        equations="Eq. 9",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert, on the inputs that the data has seen",
+    ),
+    cost=_cost,
+    data="gram",
+)
+def lot(
+    group: LinearGroup,
+    *,
+    rtol: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="cut-off of the pseudo-inverse, relative to the largest eigenvalue of ΣG_t; "
+            "by default d_in · 1.2e-7, as in `actmat`",
+        ),
+    ] = None,
+) -> Merged:
+    """Merge one linear layer so that its outputs drift least from every expert's.
+
+    W̄ = W₀ + (Σ w_t Δ_t G_t)(Σ w_t G_t)†,  G_t = E[z zᵀ]  (LOT Merging, Eq. 9)
+
+    The minimiser of Σ w_t E‖(W̄ − W_t) z‖² of least norm. Few samples are enough: along inputs that
+    no data has seen, W₀ stays as it is. It is RegMean without shrinkage, and well posed for every
+    rank. An expert whose update is zero keeps its Gram matrix in the sums.
+
+    Args:
+        group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
+            multiplies its expert's Gram matrix.
+        rtol: eigenvalues of ΣG_t at or below `rtol` times the largest count as zero.
+
+    Raises:
+        RecipeError: an expert has no Gram matrix.
+        TensorError: a Gram matrix has another shape.
+
+    Departs from the paper: the scales of normalisation layers, which it weights by feature norms,
+    are averaged. Its code is not published; the linear layers are those of ACTMat's RegMean, in
+    float64.
+
+    Example:
+        >>> import torch
+        >>> from covmerge.base.types import Measured
+        >>> seen = Measured(torch.diag(torch.tensor([4.0, 0.0])), rows=1, total=4.0)
+        >>> group = LinearGroup((torch.ones(1, 2),), (1.0,), measured=(seen,))
+        >>> merged = lot(group)
+        >>> merged.delta.tolist(), merged.stats["rank"]
+        ([[1.0, 0.0]], 1)
+    """
+    grams = measured_values(group, "gram", method="lot")
+    normal = measured_equations(group.updates, grams, group.weights, dtype=torch.float64)
+    cutoff = default_cut_off(len(grams[0])) if rtol is None else rtol
+    merged, rank, _ = solve_pinv(normal, rtol=cutoff)
+    return Merged(merged.to(group.updates[0].dtype), {"rank": rank, "rtol": cutoff})

@@ -1,0 +1,139 @@
+"""Model Stock: between the base and the mean, as far as the experts' angles say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.lapack import lengths
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.gathered import Made, Numbers, Whole, one_buffer
+from covmerge.maths.methods.registry import (
+    Groups,
+    Laws,
+    Overview,
+    Parameters,
+    Reference,
+    Unit,
+    register,
+)
+
+_SHORT = 1e-6  # the least that products of lengths count as; and |1 + (N − 1)c| below it is a pole
+
+
+def _unit(parameters: Parameters) -> Unit:
+    return "row" if parameters["filter_wise"] else "tensor"
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(4.0 * count * count * size, (2 * count + 2) * size * itemsize)
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    count = len(next(whole.blocks())[2])
+    offsets = [Made((t,), lambda own, base, models: models[0] - base) for t in range(count)]
+    products = [
+        Made(pair, lambda own, base, models: (models[0] - base) * (models[1] - base))
+        for pair in combinations(range(count), 2)
+    ]
+    sizes = [lengths(offset, axis=-1) for offset in whole.gathered(offsets)]
+    return Numbers((_share(sizes, [p.sum(dim=-1) for p in whole.gathered(products)]),))
+
+
+@register(
+    "model_stock",
+    equation="W̄ = r mean W_t + (1 − r) W₀,  r = Nc / (1 + (N − 1)c),  c = mean cos(Δ_i, Δ_j)",
+    reference=Reference(
+        title="Model Stock: All we need is just a few fine-tuned models",
+        authors=("Dong-Hwan Jang", "Sangdoo Yun", "Dongyoon Han"),
+        venue="ECCV 2024",
+        arxiv="2403.19522",
+        equations="the interpolation ratio of N models",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # but for the floor of 1e-6
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit=_unit,
+    overview=Overview(
+        _overview, lambda parameters: one_buffer(parameters["arithmetic"]), together=True
+    ),
+    sees="weights",
+    experts=(2, None),
+)
+def model_stock(
+    group: LinearGroup,
+    *,
+    filter_wise: Annotated[
+        bool, Field(description="an angle for each row (last axis) instead of the tensor")
+    ] = False,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Go from the base towards the mean, less far the more the experts' updates differ.
+
+    c = mean of ⟨Δ_i, Δ_j⟩ / max(‖Δ_i‖‖Δ_j‖, 1e-6) over pairs, r = Nc / (1 + (N − 1)c),
+    W̄ = r Σ W_t / N + (1 − r) W₀  (Model Stock). Where |1 + (N − 1)c| < 1e-6 it is W₀.
+
+    Updates whose lengths multiply to less than 1e-6 count as more apart than they are; c < 0 goes away
+    from the mean, beyond the base. Experts' weights have no part in it.
+
+    Args:
+        group: two models or more of any one shape.
+        filter_wise: whether each row has an angle of its own; a vector is one row.
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
+
+    Departs from the paper: the floor of 1e-6, and the base at the pole, as in mergekit, of which it is
+    the result bit for bit.
+
+    Example:
+        >>> import torch
+        >>> models = (torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(2), models=models)
+        >>> model_stock(group).tolist()
+        [1.5, 0.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    by_rows = filter_wise and base.dim() > 1
+    start, *ends = (
+        x if by_rows else x.reshape(1, -1) if filter_wise else x.reshape(-1)
+        for x in (base, *models)
+    )
+    if group.known:
+        (share,) = group.known[0]
+    else:
+        offsets = [end - start for end in ends]
+        sizes = [lengths(offset, axis=-1) for offset in offsets]
+        share = _share(sizes, [(a * b).sum(dim=-1) for a, b in combinations(offsets, 2)])
+    total = ends[0]
+    for end in ends[1:]:
+        total = total + end
+    merged = share * (total / len(models)) + (1 - share) * start
+    return merged.reshape(base.shape).to(group.models[0].dtype)
+
+
+def _share(sizes: Sequence[Tensor], products: Sequence[Tensor]) -> Tensor:
+    """Return r, of the lengths of updates and the products of their pairs."""
+    cosines = [
+        (product / (one * other).clamp(min=_SHORT)).clamp(-1, 1)
+        for product, (one, other) in zip(products, combinations(sizes, 2), strict=True)
+    ]
+    c = torch.stack(cosines).mean(dim=0).unsqueeze(-1)
+    count = len(sizes)
+    below = 1 + (count - 1) * c
+    pole = below.abs() < _SHORT
+    share = (count * c) / torch.where(pole, torch.ones_like(below), below)
+    return torch.where(pole, torch.zeros_like(share), share)

@@ -1,0 +1,58 @@
+"""One model as it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.registry import Laws, register
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    return Cost(1.0 * d_out * d_in, (count + 1) * d_out * d_in * itemsize)
+
+
+@register(
+    "passthrough",
+    equation="W̄ = s W_1",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="element",
+    sees="weights",
+    stands_alone=True,
+    experts=(1, 1),
+)
+def passthrough(
+    group: LinearGroup,
+    *,
+    scale: Annotated[float | None, Field(description="s; null: nothing is multiplied")] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Take the weights of one model, bit for bit, or times a number.
+
+    Args:
+        group: one model of any shape.
+        scale: s.
+        arithmetic: dtype that the weights are cast to, and the product.
+
+    Departs from the paper: there is none.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0,), base=torch.zeros(2), models=(torch.tensor([1.0, 2.0]),))
+        >>> passthrough(group, scale=0.5).tolist()
+        [0.5, 1.0]
+    """
+    _, (model,) = inputs_of(group, arithmetic)
+    return (model if scale is None else model * scale).to(group.models[0].dtype)

@@ -1,0 +1,135 @@
+"""RAM: what one expert alone changed is kept whole, what several changed is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.gathered import Numbers
+from covmerge.maths.methods.registry import (
+    Groups,
+    Laws,
+    Overview,
+    Parameters,
+    Reference,
+    Unit,
+    register,
+)
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(20.0 * count * size, size * (itemsize * (3 * count + 2) + 2 * count + 2 * 8))
+
+
+def _unit(parameters: Parameters) -> Unit:
+    return "tensor" if parameters["boost"] else "element"
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+    del shape
+    epsilon: float = parameters["epsilon"]
+    together: Tensor | None = None
+    unique: Tensor | None = None
+    for group in groups():
+        base, models = inputs_of(group, parameters["arithmetic"])
+        changed = torch.stack([(model - base).reshape(-1).abs() > epsilon for model in models])
+        here = _counted(changed, changed.sum(dim=0, keepdim=True))
+        together = here[0] if together is None else together + here[0]
+        unique = here[1] if unique is None else unique + here[1]
+    assert together is not None
+    assert unique is not None
+    return Numbers((_ratio(together, unique, epsilon, parameters["most"]),))
+
+
+@register(
+    "ram",
+    equation="W̄ = W₀ + Σ λ_t^[n = 1] Δ_t [|Δ_t| > ε] / max(n, 1),  n = #{t : |Δ_t| > ε}",
+    reference=Reference(
+        title="Behavior Knowledge Merge in Reinforced Agentic Models",
+        venue="arXiv 2026",
+        arxiv="2601.13572",
+        equations="RAM and RAM+",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: nan,
+        replicas_text="the expert's entries above ε",
+    ),
+    cost=_cost,
+    unit=_unit,
+    overview=Overview(_overview, lambda parameters: 0.0, together=True),
+    sees="weights",
+)
+def ram(
+    group: LinearGroup,
+    *,
+    epsilon: Annotated[float, Field(ge=0, description="ε, a change that counts is larger")] = 1e-5,
+    boost: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="r of RAM+: λ_t = 1 + r ρ_t, ρ_t shared over unique changes; 0: λ_t = 1",
+        ),
+    ] = 0.0,
+    most: Annotated[float, Field(ge=0, description="of RAM+: the most that ρ_t counts as")] = 0.2,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Keep the changes of one expert alone, and average those of several.
+
+    Δ̂_t = Δ_t [|Δ_t| > ε], n of them at an entry; W̄ = W₀ + Σ λ_t Δ̂_t where n = 1, Σ Δ̂_t / n elsewhere;
+    λ_t = 1 + r · min(shared_t / max(unique_t, ε), most)  (RAM, RAM+), counted within the tensor
+
+    Experts' own weights have no part in it.
+
+    Args:
+        group: models of any one shape.
+        epsilon: ε.
+        boost: r.
+        most: bound of ρ_t.
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
+
+    Departs from the paper: RAM+ counts over one tensor, not over the model, as mergekit's `ramplus_tl`
+    (`boost: 0.1`), of which, and of its `ram`, it is the result.
+
+    Example:
+        >>> import torch
+        >>> models = (torch.tensor([2.0, 4.0, 0.0]), torch.tensor([0.0, 2.0, 0.0]))
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(3), models=models)
+        >>> ram(group).tolist()
+        [2.0, 3.0, 0.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    updates = torch.stack([model - base for model in models]).view(len(models), -1)
+    changed = updates.abs() > epsilon
+    count = changed.sum(dim=0, keepdim=True)
+    alone, shared = count == 1, count > 1
+    kept = updates.mul_(changed)
+    own = kept * alone
+    if boost:
+        if group.known:
+            (ratio,) = group.known[0]
+        else:
+            ratio = _ratio(*_counted(changed, count), epsilon, most)
+        own = own * (1 + boost * ratio).unsqueeze(-1)  # in float32 at least, and so is what follows
+    merged = own.add_(kept.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
+    return (base + merged.view(base.shape)).to(group.models[0].dtype)
+
+
+def _counted(changed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries that an expert changed with others, and alone, by expert."""
+    return (changed & (count > 1)).sum(dim=1), (changed & (count == 1)).sum(dim=1)
+
+
+def _ratio(together: Tensor, unique: Tensor, epsilon: float, most: float) -> Tensor:
+    return (together / unique.clamp(min=epsilon)).clamp(min=0, max=most)

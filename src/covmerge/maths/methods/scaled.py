@@ -1,0 +1,72 @@
+"""Updates of any size, for methods that promise Δ → sΔ gives s times the merged update.
+
+Such a method multiplies entries with each other: squares in Gram matrices, cubes in Σ Δ_tC_t. Far from
+1 these leave the dtype, though updates and result are well inside it. There the kernel is run on
+updates times one power of two, and its result is divided by it: both change no digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from covmerge.base.types import Json, LinearGroup, Merged
+from covmerge.maths.linalg.exponent import exponent_of
+
+# Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
+# cubes of entries 2^-20 as large far above its 2^-149.
+_EASY = 20
+
+
+def run_near_one(
+    kernel: Callable[..., Merged],
+    group: LinearGroup,
+    parameters: Mapping[str, Any],
+    lengths: Collection[str] = (),
+) -> Merged:
+    """Run a kernel that is equivariant to scale on updates brought near 1, and scale its result back.
+
+    Thresholds of a survey are in units that only the method knows: with them it is run as it is.
+
+    Args:
+        kernel: the method's function.
+        group: the updates.
+        parameters: of the method.
+        lengths: what it notices in units of the updates (`Noticed.lengths`).
+
+    Example:
+        >>> import torch
+        >>> from covmerge.methods import get
+        >>> group = LinearGroup((torch.eye(2) * 1e30, torch.eye(2) * 1e30), (1.0, 1.0))
+        >>> round(float(run_near_one(get("actmat").kernel, group, {}).delta[0, 0]) / 1e30, 5)
+        1.0
+    """
+    exponent = _exponent(group)
+    if abs(exponent) <= _EASY:
+        return kernel(group, **parameters)
+    # An even power, so that a square root of it is one too.
+    factor = 2.0 ** -(exponent + exponent % 2)
+    near = group.times([factor] * len(group.updates))
+    # Updates are held against them.
+    sizes = {
+        name: factor * size
+        for name in ("base_norm", "base_outputs")
+        if (size := getattr(near, name)) is not None
+    }
+    near = replace(near, **sizes)
+    merged = kernel(near, **parameters)
+    noticed: dict[str, Json] = {
+        name: fact / factor if name in lengths and isinstance(fact, float) else fact
+        for name, fact in merged.stats.items()
+    }
+    return replace(merged, delta=merged.delta / factor, noticed=noticed)
+
+
+def is_near_one(group: LinearGroup) -> bool:
+    """Whether `run_near_one` runs a kernel on the group as it is."""
+    return abs(_exponent(group)) <= _EASY
+
+
+def _exponent(group: LinearGroup) -> int:
+    return 0 if group.thresholds is not None else exponent_of(group.updates)

@@ -1,0 +1,199 @@
+"""SCE: select by variance, calculate weights by energy, erase the minority's signs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.exponent import exponent_of
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
+
+# Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
+_WIDE, _FAR = (torch.float32, torch.float64), 20
+_NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the least divisor as well
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(40.0 * count * size, size * (itemsize * (3 * count + 3) + 8))
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What the rows must know of the whole.
+
+    Attributes:
+        shares: w_t.
+        kept: which entries are, laid out flat; None: all.
+        width: entries of a row.
+    """
+
+    shares: Tensor
+    kept: Tensor | None
+    width: int
+
+    def rows(self, rows: range) -> tuple[Tensor, Tensor | None]:
+        """The shares, and which entries of some rows are kept."""
+        if self.kept is None:
+            return self.shares, None
+        return self.shares, self.kept[rows.start * self.width : rows.stop * self.width]
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    kept = None
+    if parameters["select_topk"] < 1:
+        kept = _most_varied_of(whole, parameters["select_topk"])
+    count = len(next(whole.blocks())[2])
+
+    def square(own: slice, base: Tensor, models: Sequence[Tensor]) -> Tensor:
+        update = (models[0] - base).reshape(-1)
+        return (update if kept is None else update * kept[own].to(update.dtype)).square()
+
+    squares = whole.gathered([Made((t,), square) for t in range(count)])
+    energy = torch.cat([own.view(1, -1).mean(dim=1) for own in squares])
+    return _Selected(_shares(energy), kept, prod(shape[1:]))
+
+
+def _entry_bytes(parameters: Parameters) -> float:
+    """The variance, in order too, or the squares of one expert; and what is kept."""
+    gathered = one_buffer(parameters["arithmetic"])
+    return 3 * gathered + 2 if parameters["select_topk"] < 1 else gathered
+
+
+@register(
+    "sce",
+    equation="W̄ = W₀ + Σ w_t M_t Δ_t / max(Σ w_t M_t, 10⁻⁶),  w_t ∝ mean Δ_t²,  M_t = [sgn Δ_t = elected]",
+    reference=Reference(
+        title="FuseChat: Knowledge Fusion of Chat Models",
+        venue="arXiv 2024",
+        arxiv="2408.07990",
+        equations="SCE: Select, Calculate, Erase",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
+        rotation_equivariant=False,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="tensor",
+    overview=Overview(_overview, _entry_bytes, together=True),
+    sees="weights",
+)
+def sce(
+    group: LinearGroup,
+    *,
+    select_topk: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="share of the entries whose variance over experts is not 0, by variance",
+        ),
+    ] = 1.0,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Keep the entries that vary most, weigh experts by their energy, and drop the minority's signs.
+
+    S: the ⌊k · #{var > 0}⌋ entries of largest variance over experts; w_t = mean (S Δ_t)² over their
+    sum; γ = sgn Σ S Δ_t (+ where it is 0), M_t = [sgn S Δ_t = γ];
+    W̄ = W₀ + Σ w_t M_t S Δ_t / max(Σ w_t M_t, 1e-6)  (SCE)
+
+    Where Σ mean (S Δ_t)² is below 1e-6, as that of most fine-tunes is, all w_t are 1/T. Experts' own
+    weights have no part in it.
+
+    Args:
+        group: models of any one shape.
+        select_topk: k; 1 or more is all entries.
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
+
+    Departs from the paper: the two floors of 1e-6, and that the sign is elected by the sum of the
+    updates, as in mergekit, of which it is the result.
+
+    Example:
+        >>> import torch
+        >>> models = (torch.tensor([3.0, 1.0]), torch.tensor([1.0, -1.0]))
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(2), models=models)
+        >>> [round(x, 4) for x in sce(group).tolist()]
+        [2.6667, 1.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    updates = torch.stack([model - base for model in models])
+    if not updates.numel():
+        return group.models[0].clone()
+    shares, kept = group.known[0] if group.known else (None, None)
+    if kept is None and shares is None and select_topk < 1:
+        kept = _largest(_variance(updates, _exponent([updates])), select_topk)
+    if kept is not None:
+        updates = updates * kept.view(base.shape).to(updates.dtype)
+    elected = (updates.sum(dim=0) >= 0).to(base.dtype) * 2 - 1
+    agreed = updates.sign() == elected
+    if shares is None:
+        shares = _shares(updates.square().reshape(len(models), -1).mean(dim=1))
+    given = shares.view(-1, *[1] * base.dim()) * agreed
+    merged = (updates * given).sum(dim=0) / given.sum(dim=0).clamp(min=_NO_ENERGY)
+    return (base + merged).to(group.models[0].dtype)
+
+
+def _shares(energy: Tensor) -> Tensor:
+    total = float(energy.sum())
+    uniform = torch.ones_like(energy) / len(energy)
+    return uniform if abs(total) < _NO_ENERGY else energy / total
+
+
+def _most_varied_of(whole: Whole, share: float) -> Tensor:
+    """`_largest` of the variance of a tensor that comes in blocks."""
+    largest = [
+        torch.stack([(model - base).abs().amax() for model in models])
+        for _, base, models in whole.blocks()
+    ]
+    exponent = _exponent(largest)
+    found: Tensor | None = None
+    for own, base, models in whole.blocks():
+        block = _variance(torch.stack([model - base for model in models]), exponent).reshape(-1)
+        found = block.new_empty(whole.numel) if found is None else found
+        found[own] = block
+    assert found is not None
+    return _largest(found, share)
+
+
+def _exponent(updates: Sequence[Tensor]) -> int:
+    """The exponent of what is the largest in all, where squares may leave the dtype."""
+    exponent = exponent_of(updates) if updates[0].dtype in _WIDE else 0
+    return exponent if abs(exponent) > _FAR else 0
+
+
+def _variance(updates: Tensor, exponent: int) -> Tensor:
+    """Over experts, of each entry."""
+    if exponent:
+        updates = updates * 2.0**-exponent  # which changes no digit, and squares stay in the dtype
+    return updates.var(dim=0, unbiased=False)
+
+
+def _largest(variance: Tensor, share: float) -> Tensor:
+    """Whether an entry's variance is among the largest, laid out flat."""
+    flat = variance.reshape(-1)
+    count = int(torch.count_nonzero(flat) * share)
+    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    if count:
+        exact = torch.promote_types(flat.dtype, torch.float32)  # NumPy has no bfloat16
+        ordered = np.partition(flat.to(exact).cpu().numpy(), len(flat) - count)
+        least = float(ordered[len(flat) - count])
+        del ordered
+        kept = flat >= least
+        if int(kept.sum()) > count:  # of equal ones those that torch takes
+            kept.zero_()
+            kept[torch.topk(flat, count).indices] = True
+    return kept

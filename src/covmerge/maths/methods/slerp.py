@@ -1,0 +1,162 @@
+"""Spherical interpolation between the base and one other model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.lapack import lengths
+from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
+from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, register
+
+_PART = 2**20  # entries at once
+_STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
+_SHORT = 1e-8  # a length below it is not divided by
+
+Share = Annotated[float, Field(description="place on the way: 0 is the base, 1 the expert")]
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(12.0 * size, (count + 2) * size * itemsize + 8 * min(size, _PART) * itemsize)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the base and the model are multiplied by, numbers of the dtype of the sums."""
+
+    of_base: Tensor
+    of_model: Tensor
+
+    def rows(self, rows: range) -> Shares:
+        """The same of any rows."""
+        del rows
+        return self
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Shares:
+    del shape
+
+    def ways() -> Iterator[tuple[Tensor, Tensor]]:
+        for group in groups():
+            base, (model,) = inputs_of(group, parameters["arithmetic"])
+            yield base, model
+
+    return _shares(ways, parameters["t"])
+
+
+@register(
+    "slerp",
+    equation="W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1,  cos θ = ⟨W₀, W_1⟩ / ‖W₀‖‖W_1‖",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # on the line, which nearly parallel weights take
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: nan,
+        replicas_text="half of its update where it is small",
+    ),
+    cost=_cost,
+    unit="tensor",
+    overview=Overview(_overview, lambda parameters: 0.0, looks=lambda parameters: 2),
+    sees="weights",
+    experts=(1, 1),
+)
+def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter = None) -> Tensor:
+    """Go from the base to the expert along the circle that holds both, in each tensor by itself.
+
+    W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1; a straight line where |cos θ| > 0.9995
+
+    Angles and sums are float32 at least. Weights that were fine-tuned a little are nearly parallel, so
+    that the line is what most tensors of one base's experts get.
+
+    Args:
+        group: one model of any shape beside the base.
+        t: place on the way.
+        arithmetic: dtype that the inputs are cast to, and the result.
+
+    Departs from the paper: there is none for weights; it is Shoemake's curve (SIGGRAPH 1985), and
+    mergekit's result.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0,), base=torch.tensor([1.0, 0.0]),
+        ...                     models=(torch.tensor([0.0, 1.0]),))
+        >>> [round(x, 6) for x in slerp(group).tolist()]
+        [0.707107, 0.707107]
+    """
+    base, (model,) = inputs_of(group, arithmetic)
+    if not base.numel():
+        return group.models[0].clone()
+    shares: Shares
+    (shares,) = group.known or (_shares(lambda: iter([(base, model)]), t),)
+    dtype = wide(base.dtype)
+    result = torch.empty_like(base).view(-1)
+    for start in range(0, len(result), _PART):
+        x, y = (way.reshape(-1)[start : start + _PART].to(dtype) for way in (base, model))
+        result[start : start + _PART] = shares.of_base * x + shares.of_model * y
+    return result.view(base.shape).to(group.models[0].dtype)
+
+
+def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Shares:
+    """Measure the angle between two whole tensors, which come in pieces, and what it makes of t.
+
+    Sums are of parts of a fixed size, and then of the parts.
+    """
+    norms = [[lengths(x, axis=1, keep=True) for x in pair] for pair in _parts(ways())]
+    first, second = (_length([pair[which] for pair in norms]) for which in (0, 1))
+    products = [((x / first) * (y / second)).sum(dim=1, keepdim=True) for x, y in _parts(ways())]
+    cosine = torch.stack(products).sum(dim=0).clamp_(-1, 1)
+    place = torch.tensor([[t]], dtype=cosine.dtype, device=cosine.device)
+    straight = cosine.abs() > _STRAIGHT
+    angle = torch.acos(torch.where(straight, torch.zeros_like(cosine), cosine))
+    sine = torch.sin(angle)
+    return Shares(
+        torch.where(straight, 1 - place, torch.sin((1 - place) * angle) / sine).view(()),
+        torch.where(straight, place, torch.sin(place * angle) / sine).view(()),
+    )
+
+
+def _length(norms: list[Tensor]) -> Tensor:
+    whole = lengths(torch.stack(norms), axis=0)
+    return torch.where(whole > _SHORT, whole, torch.ones_like(whole))
+
+
+def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors in parts `(1, n)` of one size, wherever the pieces end that they come in."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    held = 0
+    for base, model in ways:
+        pieces.append((base.reshape(1, -1), model.reshape(1, -1)))
+        held += base.numel()
+        if held < _PART:
+            continue
+        first, second = _joined(pieces)
+        while first.shape[1] >= _PART:
+            yield _wide(first[:, :_PART]), _wide(second[:, :_PART])
+            first, second = first[:, _PART:], second[:, _PART:]
+        held = first.shape[1]
+        pieces = [(first, second)] if held else []
+    if pieces:
+        first, second = _joined(pieces)
+        yield _wide(first), _wide(second)
+
+
+def _joined(pieces: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Each of the two tensors in one piece; the list is emptied, so that its pieces can go."""
+    if len(pieces) == 1:
+        return pieces.pop()
+    joined = [torch.cat([piece[which] for piece in pieces], dim=1) for which in (0, 1)]
+    pieces.clear()
+    return joined
+
+
+def _wide(part: Tensor) -> Tensor:
+    return part.to(wide(part.dtype))

@@ -1,0 +1,78 @@
+"""What several methods may notice, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from covmerge.base.noticed import Seen, Words
+from covmerge.base.text import some
+from covmerge.base.types import Json
+
+
+def facts(seen: Sequence[Seen], name: str) -> list[float]:
+    """All numbers of one name."""
+    found = (getattr(matrix, name) for one in seen for matrix in one.matrices)
+    return [number for number in found if number is not None]
+
+
+class Unchanged(Words):
+    """Experts that did not change a matrix, and left its sums: `unchanged` is how many."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        """How many updates in all."""
+        return {"unchanged_updates": sum(facts(seen, "unchanged"))}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        """The same in words."""
+        count = sum(facts(seen, "unchanged"))
+        yield "unchanged", f"{count} updates were zero and left the sums" if count else "none"
+
+
+class Jitter(Words):
+    """What a Cholesky factorisation needed on the diagonal: `jitter`."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        """The largest."""
+        return {"largest_jitter": max(facts(seen, "jitter"), default=0.0)}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        """The same in words, where something was factorised."""
+        found = facts(seen, "jitter")
+        if found:
+            largest = max(found)
+            yield "jitter", f"{largest:.1e} at most" if largest else "none was needed"
+
+
+@dataclass(frozen=True)
+class Counted(Words):
+    """A count that a reader should know of.
+
+    Attributes:
+        fact: its name.
+        text: a note with places for `{count}`, `{tensors}` and their `{names}`.
+    """
+
+    fact: str
+    text: str
+
+    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+        """The note, where anything was counted."""
+        found = {one.tensor: sum(facts([one], self.fact)) for one in seen}
+        found = {name: count for name, count in found.items() if count}
+        if found:
+            names, total = some(list(found), 2), sum(found.values())
+            yield self.text.format(count=total, tensors=len(found), names=names)
+
+
+UNCHANGED, JITTER = Unchanged(), Jitter()
+DEPENDENT = Counted(
+    "dependent",
+    "rounding may decide {count} directions that experts have nearly in common in {tensors} tensors "
+    "({names})",
+)
+ARBITRARY = Counted(
+    "arbitrary",
+    "{count} directions with equal singular values have no order in {tensors} tensors ({names}): what "
+    "an election entry by entry makes of them is arbitrary",
+)

@@ -1,0 +1,177 @@
+"""WUDI: the update that interferes least with every expert's own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.covariance.normal import NormalEquations, normal_equations
+from covmerge.maths.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
+from covmerge.maths.methods.closed_form import (
+    Active,
+    CutOff,
+    active_experts,
+    solve_cut_off,
+    stack_weighted,
+)
+from covmerge.maths.methods.closed_form_batched import cut_off_batched
+from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
+
+_APART = 1e-9
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
+    del itemsize  # float64 there
+    solve = pinv_cost(d_out, d_in, count)
+    sums = sums_cost(system_choice(d_out, d_in, count, 8).taken, d_out, d_in, count, 8)
+    workspace = max(solve.workspace, sums.workspace + 7 * d_out * d_in * 8)
+    return Cost(solve.flops, workspace, solve.eigen)
+
+
+def _sides(parameters: Parameters) -> Sides:
+    """Adam's steps look at single entries, the closed form does not."""
+    return "both" if parameters["solver"] == "closed" else "none"
+
+
+def _are_apart(active: Active) -> bool:
+    """Whether 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update."""
+    return min(active.norms) < _APART * max(active.norms)
+
+
+def _covariances(active: Active) -> list[Covariance] | None:
+    return None if _are_apart(active) else active.unit_grams(exact=False)
+
+
+def _batched(
+    groups: Sequence[LinearGroup],
+    *,
+    solver: Literal["closed", "adam"],
+    rtol: float | None,
+    iterations: int,
+    learning_rate: float,
+) -> list[Merged | None]:
+    del iterations, learning_rate  # Adam's
+    if solver == "adam":
+        return [None] * len(groups)
+    return cut_off_batched(groups, _covariances, rtol)
+
+
+@register(
+    "wudi",
+    equation="W̄ = W₀ + argmin_W Σ ‖(W − Δ_t)Δ_tᵀ‖² / ‖Δ_t‖² = W₀ + (Σ Δ_t Ĉ_t)(Σ Ĉ_t)†,  "
+    "Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²",
+    reference=Reference(
+        title="Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via "
+        "Task Vectors",
+        authors=("Runxi Cheng", "Feng Xiong", "Yongxian Wei", "Wanyun Zhu", "Chun Yuan"),
+        venue="ICML 2025",
+        arxiv="2503.08099",
+        equations="the layer-wise objective",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0 if parameters["solver"] == "closed" else None,
+        replicas_text="the expert (up to directions below the cut-off); `adam` starts at the sum "
+        "and stays near it",
+        # The length of Adam's steps is a parameter.
+        scales_with=lambda parameters: parameters.get("solver") != "adam",
+    ),
+    cost=_cost,
+    factored=_sides,
+    batched=_batched,
+    noticed=CutOff,
+    others="base",
+)
+def wudi(
+    group: LinearGroup,
+    *,
+    solver: Annotated[
+        Literal["closed", "adam"],
+        Field(description="the minimiser of the loss, or the published optimiser's iterations"),
+    ] = "closed",
+    rtol: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="closed: cut-off of the pseudo-inverse, relative to the largest eigenvalue "
+            "of ΣĈ_t; by default d_in · 1.2e-7, as in `actmat`",
+        ),
+    ] = None,
+    iterations: Annotated[int, Field(ge=1, description="adam: number of steps")] = 300,
+    learning_rate: Annotated[float, Field(gt=0, description="adam: step size")] = 1e-5,
+) -> Merged:
+    """Merge one linear layer by least interference with the experts' task vectors.
+
+    W̄ = W₀ + argmin_W Σ w_t ‖(W − Δ_t)Δ_tᵀ‖²_F / ‖Δ_t‖²_F  (WUDI's objective)
+      = W₀ + (Σ w_t Δ_t Ĉ_t)(Σ w_t Ĉ_t)†,  Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F
+
+    The loss is quadratic: `closed` solves it, one solve in place of 300 steps; it is `actmat` with
+    every Gram matrix brought to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its
+    steps are hardly longer than the learning rate, so that an entry moves by about 3e-3 at most
+    whatever the scale of the updates, and it stops long before directions of little energy settle:
+    the paper's accuracies belong to a point between the sum and the minimum. Apart: ‖adam − closed‖
+    over ‖closed‖.
+
+    | measured                         | loss at ΣΔ | after `adam` | `closed` | apart |
+    |----------------------------------|------------|--------------|----------|-------|
+    | 48×32, 4 experts, ‖Δ_t‖ ≈ 0.4    | 0.15       | 0.11         | 0.015    | 89 %  |
+    | 64×64, 4 experts, norms 0.72–0.02| 0.019      | 0.0060       | 0.00037  | 26 %  |
+
+    Where T·d_out ≤ d_in the closed minimum is usually zero for every expert at once, and weights
+    change nothing.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's loss and its task vector
+            in the sum that `adam` starts from (weights are brought to mean 1 first).
+        solver: which point to return.
+        rtol: eigenvalues of ΣĈ_t at or below `rtol` times the largest count as zero.
+        iterations: of Adam.
+        learning_rate: of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
+
+    Departs from the paper: the default is the minimiser, not the 300 steps. An expert that did not
+    change the layer leaves the sums (published: 0/0, the whole tensor NaN). Adam's gradient is
+    taken through ΣĈ_t, one product a step in place of 2T, in float64; `closed` is solved as `actmat` is.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> group = LinearGroup((d, d), weights=(1.0, 1.0))
+        >>> merged, published = wudi(group), wudi(group, solver="adam")
+        >>> torch.allclose(merged.delta, d), torch.allclose(published.delta, 2 * d, atol=4e-3)
+        (True, True)
+    """
+    first = group.updates[0]
+    active = active_experts(group)
+    if not active.updates:
+        return Merged(torch.zeros_like(first), CutOff(unchanged=active.unchanged))
+
+    if solver == "adam":
+        normal = normal_equations(active.unit_grams(exact=True))
+        # One expert alone is its own minimum; Adam would blow up the rounding of its gradient.
+        steps = iterations if len(active.updates) > 1 else 0
+        start = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
+        merged = _adam(normal, start, steps, learning_rate)
+        noticed = CutOff(normal.route, unchanged=active.unchanged)
+    else:
+        covariances = active.unit_grams(exact=_are_apart(active))
+        merged, noticed = solve_cut_off(active, covariances, rtol)
+    return Merged(merged.to(first.dtype), noticed)
+
+
+def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:
+    """Follow the gradient 2(W ΣĈ_t − ΣΔ_tĈ_t) of the loss from `start`, which is overwritten."""
+    target = normal.lift(normal.numerator)
+    optimizer: Any = torch.optim.Adam([start], lr=learning_rate)  # its types are incomplete
+    for _ in range(steps):
+        start.grad = normal.apply(start).sub_(target).mul_(2.0)
+        optimizer.step()
+    return start

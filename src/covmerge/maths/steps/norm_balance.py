@@ -1,0 +1,46 @@
+"""Norm balance: every update brought to the experts' mean norm."""
+
+from __future__ import annotations
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.methods.average import elementwise_cost
+from covmerge.maths.methods.balance import Strength, balanced
+from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.steps.registry import register_step
+
+
+@register_step(
+    "norm_balance",
+    when="before",
+    equation="Δ_t ← Δ_t · (1 − s + s · mean_u ‖Δ_u‖ / ‖Δ_t‖),  s = strength",
+    reference=Reference(
+        title="Compress then Merge: From Multiple LoRAs into One Low-Rank Adapter",
+        venue="ICML 2026",
+        arxiv="2606.03723",
+        equations="the balance of norms before its bases are found, as in the authors' code",
+    ),
+    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    cost=elementwise_cost,
+    unit="tensor",
+    factored="both",
+)
+def norm_balance(group: LinearGroup, *, strength: Strength = 1.0) -> LinearGroup:
+    """Bring every expert's update to the experts' mean norm, matrix by matrix.
+
+    An expert that was trained longer no longer outweighs the others in a sum. Compress-then-Merge
+    finds its bases of such updates (its β is 1 − strength), and merges the updates as they are.
+
+    Args:
+        group: updates of any one shape.
+        strength: how far.
+
+    Departs from the paper: the mean is over the experts that changed the layer, and one that did not
+    stays as it is (published code: 0/0).
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((torch.tensor([[1.0]]), torch.tensor([[3.0]])), (1.0, 1.0))
+        >>> [update.item() for update in norm_balance(group).updates]
+        [2.0, 2.0]
+    """
+    return balanced(group, strength)

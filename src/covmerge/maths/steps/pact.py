@@ -1,0 +1,141 @@
+"""PACT: updates kept out of the base's directions that other experts rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, LowRank
+from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
+from covmerge.maths.linalg.lapack import eigh, norm, qr
+from covmerge.maths.linalg.spectral import leading_svd
+from covmerge.maths.linalg.symmetric import gram
+from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.steps.registry import register_step
+
+# Of unit directions of the base: what is left of one that an expert's own update holds, whose singular
+# vectors are off by rounding.
+_ROUNDED = 1e-4
+# In units of the numerical rank's tolerance: what a projection leaves of what lies in its range.
+_NOTHING_LEFT = 4.0
+
+
+def _cost(
+    d_out: int, d_in: int, count: int, itemsize: int, *, core: float = 0.8, own: int = 10
+) -> Cost:
+    side = min(d_out, d_in)
+    each = svd_cost(d_out, d_in, side, itemsize)
+    n = max(1, int(core * side)) + count * min(own, side)  # directions, dependent ones too
+    m = min(d_in, n)
+    solve = eigh_cost(m)
+    frame = FLOAT64 * 4.0 * d_in * n * m
+    products = FLOAT64 * 4.0 * m * m * side + 2.0 * m * d_in * m + 4.0 * d_out * d_in * m
+    flops = (count + 1) * each.flops + frame + count * (solve.flops + products)
+    held = (3 * d_in * n + m * n + (count + 4) * m * m) * 8
+    eigen = (count + 1) * each.eigen + count * solve.eigen
+    return Cost(flops, each.workspace + solve.workspace + held, eigen)
+
+
+@register_step(
+    "pact",
+    when="before",
+    equation="Δ_t ← Δ_t (I − P_t),  P_t onto span{(I − V_sV_sᵀ) V₀ : s ≠ t},  "
+    "V₀, V_s: leading right singular vectors of W₀, Δ_s",
+    reference=Reference(
+        title="PACT: Preserving Anchored Cores in Task-vectors for Model Merging",
+        venue="arXiv 2026",
+        arxiv="2606.18627",
+        equations="as in the code under its name (`pact_utils.py`; `own: 0` as `sift_utils.py`)",
+    ),
+    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    cost=_cost,
+    needs_base=True,
+)
+def pact(
+    group: LinearGroup,
+    *,
+    core: Annotated[
+        float,
+        Field(gt=0.0, le=1.0, description="share of min(d_out, d_in) that V₀ has as directions"),
+    ] = 0.8,
+    own: Annotated[
+        int, Field(ge=0, description="directions of V_s; 0: all of V₀ is protected")
+    ] = 10,
+) -> LinearGroup:
+    """Take from every update what it changes along the inputs that other experts need the base for.
+
+    What expert s needs of the base are W₀'s leading right singular directions V₀, less those that its
+    own update V_s rewrites. The others' updates are projected off it. With `own: 0` that is V₀ for all:
+    the code's static form (SIFT), for two experts or more. One expert alone stays as it is.
+
+    With three experts or more P_t comes to hold V₀ and nearly all V_s. At the defaults that leaves to
+    the updates of a square or tall layer of many inputs (far more than `own`) a fifth of them or less,
+    and none where V₀ and the V_s have more directions together than there are inputs: of 768 x 768 from
+    16 experts on. Such a layer is the base's then. Take a smaller `core`, or follow the method by
+    `rescale`.
+
+    Args:
+        group: updates `(d_out, d_in)` and the base's weights; the experts' weights have no part in it.
+        core: K / min(d_out, d_in), rounded down.
+        own: k, of each expert.
+
+    Departs from the paper: P_t holds the directions that there are, to a singular value of 1e-4. (The
+    published QR makes an orthonormal column of every column, of dependent ones an arbitrary one: at
+    its defaults, from three experts on, it leaves of square and tall layers nothing but rounding, 1e-6
+    of the updates.) V_s ends at the update's numerical rank: an expert that did not change the layer
+    relies on all of V₀. Equals of the last singular value are kept.
+
+    Example:
+        >>> base = torch.diag(torch.tensor([3.0, 1.0]))
+        >>> group = LinearGroup((torch.ones(2, 2), torch.ones(2, 2)), (1.0, 1.0), base=base)
+        >>> pact(group, core=0.5, own=0).updates[0].tolist()
+        [[0.0, 1.0], [0.0, 1.0]]
+    """
+    if len(group.updates) < 2:
+        return group
+    rtol = resolution(group, None).rtol
+    made: list[Tensor] = []
+    factors: list[LowRank] = []
+    for t, basis in enumerate(_protected(group, core, own)):
+        update = group.updates[t]
+        kept = _off(update, basis)
+        filled = basis.shape[1] == basis.shape[0]
+        nothing = filled or norm(kept) <= _NOTHING_LEFT * rtol * norm(update)
+        made.append(torch.zeros_like(update) if nothing else kept)
+        if group.factors:
+            adapter = group.factors[t]
+            right = _off(adapter.right, basis)
+            factors.append(adapter.zero() if nothing else replace(adapter, right=right))
+    return replace(group, updates=tuple(made), factors=tuple(factors))
+
+
+def _off(rows: Tensor, basis: Tensor) -> Tensor:
+    """The rows without their part in the span of a basis."""
+    return rows - (rows @ basis) @ basis.mT
+
+
+def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
+    """For each expert a basis `(d_in, p)` of what the others rely on.
+
+    All of it lies in the span of V₀ and the V_s, and is worked out in an orthonormal basis of that.
+    """
+    assert group.base is not None
+    known = resolution(group, None)
+    k = max(1, int(core * min(group.shape)))
+    parts = [leading_svd(group.base, k, rtol=known.rtol).right]
+    for update, error in zip(group.updates, known.rounding, strict=True):
+        parts.append(leading_svd(update, own, rtol=known.rtol, rounding=error).right)
+    frame, coordinates = qr(torch.cat(parts).to(torch.float64).mT)
+    anchored, *rewritten = torch.split(coordinates, [len(part) for part in parts], dim=1)
+    relied = [gram((anchored - v @ (v.mT @ anchored)).mT) for v in rewritten]
+    for t in range(len(relied)):
+        others = sum((relied[s] for s in range(len(relied)) if s != t), torch.zeros_like(relied[t]))
+        values, vectors = eigh(others)
+        kept = vectors[:, values > _ROUNDED**2]
+        yield (frame @ kept).to(group.updates[t].dtype)

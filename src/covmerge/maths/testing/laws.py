@@ -1,0 +1,195 @@
+"""What a method promises in its `Laws`, and what every method must keep; one function a law.
+
+Each takes a subject and a case, and raises `Broken` with what came out. Of what is not declared
+nothing is checked; what is declared not to hold must not hold on any of the cases.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isnan
+
+import torch
+
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.steps import resolve_steps
+from covmerge.maths.testing.groups import permuted, random_rotation, relative
+from covmerge.maths.testing.subject import Case, Subject, expect
+
+Law = Callable[[Subject, Case], None]
+
+SHAPES = ((16, 12), (12, 16), (5, 30), (30, 5))
+
+
+def _as_declared(law: str, declared: bool | None, off: float, limit: float) -> None:
+    """Hold a distance against what is declared of it."""
+    if declared is None:
+        return
+    kept = off < limit
+    expect(
+        kept == declared,
+        f"`{law}` is declared {declared}, and the results differ by {off:.2g} of their norm "
+        f"(kept below {limit:g})" + ("" if declared else ": declare it"),
+    )
+
+
+def order_of_experts(subject: Subject, case: Case) -> None:
+    """Permuting the experts changes nothing, if that is declared."""
+    group = subject.group(case.updates)
+    turned = permuted(group, range(case.count)[::-1])
+    off = relative(subject.merge(turned), subject.merge(group))
+    _as_declared("order_invariant", subject.method.laws.order_invariant, off, 1e-8)
+
+
+def zero_updates_give_the_base(subject: Subject, case: Case) -> None:
+    """Experts that changed nothing are merged to the base."""
+    group = subject.group([torch.zeros_like(update) for update in case.updates])
+    merged = subject.merge(group)
+    # A mean of equal weights is one of them but for its rounding, in the arithmetic that is named.
+    rounding = 0.0
+    if group.models and group.base is not None:
+        named = subject.given.get("arithmetic")
+        eps = torch.finfo(merged.dtype if named is None else getattr(torch, named)).eps
+        rounding = 4 * len(group.models) * eps * norm(group.base)
+    off = norm(merged)
+    expect(off <= rounding, f"updates of zero give {off:.2g}, which rounding alone is not")
+
+
+def replicas_of_one_expert(subject: Subject, case: Case) -> None:
+    """T copies of one update give the declared multiple of it."""
+    law = subject.method.laws.replicas
+    if law is None:
+        return
+    update = case.updates[0]
+    for count in filter(subject.method.takes, (1, case.count)):
+        factor = law(subject.given, count)
+        merged = subject.merged([update] * count)
+        share = float((merged * update).sum() / update.square().sum())
+        if factor is not None and isnan(factor):
+            continue
+        if factor is None:
+            off = relative(merged, share * update)
+            expect(
+                off > 1e-4, f"{count} copies give {share:.6g} times it: declare it in `replicas`"
+            )
+        else:
+            off = relative(merged, factor * update)
+            expect(
+                off < 1e-8,
+                f"{count} copies are declared to give {factor:.6g} times the update, and give "
+                f"{share:.6g} times it and more: off by {off:.2g}",
+            )
+
+
+def scaling_all_updates(subject: Subject, case: Case) -> None:
+    """Δ → sΔ gives s times the merged update, if that is declared."""
+    for factor in (0.1, 3.0):
+        scaled = subject.merged([factor * update for update in case.updates])
+        off = relative(scaled, factor * subject.merged(case.updates))
+        _as_declared("scale_equivariant", subject.method.laws.scale_equivariant, off, 1e-7)
+
+
+def rotating_all_updates(subject: Subject, case: Case) -> None:
+    """Δ → QΔPᵀ gives Q(merged update)Pᵀ, if that is declared; data and base turn with it."""
+    d_out, d_in = case.shape
+    left, right = random_rotation(d_out, 1), random_rotation(d_in, 2)
+    group = subject.group(case.updates)
+    measured = group.measured
+    if subject.method.data == "gram":
+        measured = tuple(replace(m, value=right @ m.value @ right.T) for m in measured)
+    turned = replace(
+        group,
+        updates=tuple(left @ update @ right.T for update in group.updates),
+        models=tuple(left @ model @ right.T for model in group.models),
+        measured=measured,
+        base=None if group.base is None else left @ group.base @ right.T,
+    )
+    off = relative(subject.merge(turned), left @ subject.merge(group) @ right.T)
+    _as_declared("rotation_equivariant", subject.method.laws.rotation_equivariant, off, 1e-7)
+
+
+def weights_of_one_value_are_neutral(subject: Subject, case: Case) -> None:
+    """A weight of 1 for each is as none."""
+    weighted = subject.merged(case.updates, [1.0] * case.count)
+    off = relative(weighted, subject.merged(case.updates))
+    expect(off < 1e-12, f"weights of 1 change the result by {off:.2g} of its norm")
+
+
+def a_weight_pulls_towards_its_expert(subject: Subject, case: Case) -> None:
+    """An expert of a larger weight is not further from the result than before."""
+    if subject.stepped:
+        return  # what a step makes of weights is its own matter
+    updates = case.updates
+    cosine = torch.nn.functional.cosine_similarity
+    towards = subject.merged(updates, [20.0, *[1.0] * (case.count - 1)])
+    before = float(cosine(subject.merged(updates).flatten(), updates[0].flatten(), dim=0))
+    after = float(cosine(towards.flatten(), updates[0].flatten(), dim=0))
+    # A minimum that every expert reaches (ACTMat, WUDI, where T·d_out ≤ d_in) has no more to give.
+    expect(
+        after >= before - 1e-12,
+        f"a weight of 20 on the first expert takes the cosine with it from {before:.6g} to {after:.6g}",
+    )
+
+
+def inputs_are_not_modified(subject: Subject, case: Case) -> None:
+    """Updates, data and base are as they were."""
+    group = subject.group([update.clone() for update in case.updates])
+    given = [*group.tensors, *(m.value for m in group.measured)]
+    given += [] if group.base is None else [group.base]
+    copies = [tensor.clone() for tensor in given]
+    subject.merge(group)
+    for place, (tensor, copy) in enumerate(zip(given, copies, strict=True)):
+        what = f"update {place}" if place < case.count else "the data, or the base"
+        expect(torch.equal(tensor, copy), f"it modified {what}")
+
+
+def merged_update_is_not_modified(subject: Subject, case: Case) -> None:
+    """A step after a method leaves what the method made as it was."""
+    merged = replace(subject, after=()).method(subject.group(case.updates), **subject.given)
+    copy = merged.delta.clone()
+    for use in resolve_steps(subject.after, "after"):
+        use.step.finish(subject.group(case.updates), merged, use.parameters)
+        expect(torch.equal(merged.delta, copy), "it modified the merged update")
+
+
+def the_same_bytes_every_time(subject: Subject, case: Case) -> None:
+    """Run twice, it gives the same bytes."""
+    once, again = subject.merged(case.updates), subject.merged(case.updates)
+    expect(torch.equal(once, again), f"two runs differ by {relative(once, again):.2g} of the norm")
+
+
+def noticed_is_plain_json(subject: Subject, case: Case) -> None:
+    """What it noticed can be written to covmerge.json, and read back as the type that it declares."""
+    facts = dict(subject.method(subject.group(case.updates), **subject.given).stats)
+    try:
+        written = json.loads(json.dumps(facts, allow_nan=False))
+        subject.method.noticed.from_json(written)
+    except (TypeError, ValueError) as error:
+        expect(False, f"it noticed {facts}, which is no JSON of its type: {error}")
+
+
+def cost_model_is_positive(subject: Subject, case: Case) -> None:
+    """Its cost is an estimate that a plan can add up."""
+    cost = subject.method.cost(*case.shape, case.count, 4)
+    expect(cost.flops > 0 and cost.workspace >= 0, f"it is declared to cost {cost}")
+
+
+LAWS: Mapping[str, Law] = {
+    law.__name__: law
+    for law in (
+        inputs_are_not_modified,
+        merged_update_is_not_modified,
+        order_of_experts,
+        zero_updates_give_the_base,
+        replicas_of_one_expert,
+        scaling_all_updates,
+        rotating_all_updates,
+        weights_of_one_value_are_neutral,
+        a_weight_pulls_towards_its_expert,
+        the_same_bytes_every_time,
+        noticed_is_plain_json,
+        cost_model_is_positive,
+    )
+}

@@ -1,0 +1,126 @@
+"""What is checked, on what, and what is said of it when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup
+from covmerge.maths.layer import merge_layer
+from covmerge.maths.methods import Method, registry
+from covmerge.maths.steps import Steps, resolve_steps, with_steps
+from covmerge.maths.testing.groups import group_of, random_updates
+
+
+class Broken(AssertionError):
+    """A law that does not hold: which, on which input, and what came out."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A method at its default parameters, alone or with steps around it.
+
+    Attributes:
+        name: of the method.
+        before: steps before it.
+        after: steps after it.
+    """
+
+    name: str
+    before: Steps = ()
+    after: Steps = ()
+
+    @cached_property
+    def method(self) -> Method:
+        """Method and steps as one."""
+        before, after = resolve_steps(self.before, "before"), resolve_steps(self.after, "after")
+        return with_steps(registry.get(self.name), before, after)
+
+    @cached_property
+    def given(self) -> Mapping[str, Any]:
+        """The parameters."""
+        return registry.get(self.name).resolve({})
+
+    @property
+    def stepped(self) -> bool:
+        """Whether there are steps."""
+        return bool(self.before or self.after)
+
+    def case(self, shape: tuple[int, int]) -> Case:
+        """Random updates of as many experts as it merges, four where it may."""
+        least, most = self.method.experts
+        return Case(shape, count=max(least, min(Case.count, most or Case.count)))
+
+    def group(
+        self, updates: Sequence[Tensor], weights: Sequence[float] | None = None
+    ) -> LinearGroup:
+        """The updates with all that it may ask for beside them."""
+        return group_of(self.method, updates, weights)
+
+    def merge(self, group: LinearGroup, **given: Any) -> Tensor:
+        """The merged update of a group; `given` are parameters beside the defaults."""
+        return self.method(group, **{**self.given, **given}).delta
+
+    def merged(self, updates: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+        """The merged update of some updates."""
+        return self.merge(self.group(updates, weights))
+
+    def layer(self, updates: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+        """The same by the public function, which computes half precision in float32."""
+        # Data has a precision of its own.
+        group = self.group([u.to(torch.promote_types(u.dtype, torch.float32)) for u in updates])
+        return merge_layer(
+            updates,
+            self.name,
+            weights=weights,
+            data=[measured.value for measured in group.measured],
+            base=group.base,
+            # Strange updates may have few digits in float64, and are exact.
+            stored=torch.float64 if updates[0].dtype == torch.float64 else None,
+            before=self.before,
+            after=self.after,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random updates of usual sizes, float64.
+
+    Attributes:
+        shape: of each.
+        count: experts; their norms spread over a factor of 3.
+        seed: of the random numbers.
+    """
+
+    shape: tuple[int, int]
+    count: int = 4
+    seed: int = 3
+
+    @cached_property
+    def updates(self) -> list[Tensor]:
+        """The updates."""
+        return random_updates(
+            *self.shape, count=self.count, rank=min(self.shape), spread=3.0, seed=self.seed
+        )
+
+    def __str__(self) -> str:
+        d_out, d_in = self.shape
+        return (
+            f"groups.random_updates({d_out}, {d_in}, count={self.count}, rank={min(self.shape)}, "
+            f"spread=3.0, seed={self.seed})"
+        )
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raise with what came out, unless it holds.
+
+    Raises:
+        Broken: it does not.
+    """
+    if not holds:
+        raise Broken(what)

@@ -1,0 +1,297 @@
+"""Averaging, Task Arithmetic, ACTMat and ACE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp, inf, log
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, Rounding
+from covmerge.maths.twins.algebra import deltas_of, identity, inverse, length, svd, total, weighted
+from covmerge.maths.twins.rank import gram_inverse, leading, of_sum, roundings, together, tolerance
+
+
+def average(group: LinearGroup) -> Tensor:
+    """Σ w_t Δ_t / Σ w_t  (Model soups)."""
+    return task_arithmetic(group, scale=1.0) / sum(group.weights)
+
+
+def task_arithmetic(group: LinearGroup, *, scale: float = 0.3) -> Tensor:
+    """λ Σ w_t Δ_t  (Task Arithmetic, §2)."""
+    return scale * weighted(deltas_of(group), group.weights)
+
+
+def actmat(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
+    """(Σ w_t Δ_t C_t)(Σ w_t C_t)†, C_t = Δ_tᵀΔ_t  (ACTMat, Eq. 3 for differences)."""
+    return least_interference(group, mean_one(group.updates, group.weights), rtol)
+
+
+def least_interference(group: LinearGroup, scales: Sequence[float], rtol: float | None) -> Tensor:
+    """(Σ s_t Δ_t Δ_tᵀΔ_t)(Σ s_t Δ_tᵀΔ_t)†, with the cut-off of ACTMat's published code in float32."""
+    deltas = deltas_of(group)
+    cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
+    roots = [s**0.5 * d for s, d in zip(scales, deltas, strict=True)]
+    errors = [e.times(s**0.5) for e, s in zip(roundings(group, rtol), scales, strict=True)]
+    numerator = total(s * d @ d.T @ d for s, d in zip(scales, deltas, strict=True))
+    changed = [t for t, d in enumerate(deltas) if d.any()]
+    if not changed:
+        return numerator
+    D = torch.vstack([roots[t] for t in changed])
+    rounding = Rounding.together(errors[t] for t in changed)
+    return numerator @ gram_inverse(D, cutoff, rounding)
+
+
+def ace(
+    group: LinearGroup,
+    *,
+    eps: float = 1e-5,
+    tau: float | None = None,
+    k_frac: float = 0.3,
+    rank_rtol: float | None = None,
+    normalize: bool = True,
+    prior: bool = True,
+    refine: bool = True,
+    gate: str = "paper",
+) -> Tensor:
+    """ACE-Merging, Algorithm 1; experts of which it can tell nothing are averaged."""
+    weights = mean_one(group.updates, group.weights)
+    errors = roundings(group, rank_rtol)
+    each = zip(deltas_of(group), weights, errors, strict=True)
+    changed = [(d, w, e) for d, w, e in each if d.any()]
+    if not changed:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+
+    def fires(told: Sequence[Tensor]) -> bool:
+        threshold = tau if tau is not None else {"paper": 0.3, "scale_free": 1.0}[gate]
+        return normalize and gamma(told, gate) > threshold
+
+    told = [entry for entry in changed if energy(entry[0]) > 0.01 * length(entry[0]) ** 2]
+    if fires([d for d, _, _ in told]):
+        told = [entry for entry in told if eps <= 200 * energy(entry[0])]
+    kept = [id(d) for d, _, _ in told]
+    rest = [w * d / len(changed) for d, w, _ in changed if id(d) not in kept]
+    if not told:
+        return total(rest)
+    deltas = [d for d, _, _ in told]
+    weights = mean_one(deltas, [w for _, w, _ in told])
+    T, (d_out, d_in) = len(deltas), deltas[0].shape
+    one_out = torch.ones(d_out, 1, dtype=torch.float64)
+    one_in = torch.ones(d_in, 1, dtype=torch.float64)
+    fired = fires(deltas)
+
+    mu = [d.T @ one_out / d_out for d in deltas]  # Eq. 5
+    centred = [d - one_out @ m.T for d, m in zip(deltas, mu, strict=True)]
+    raw = [c.T @ c for c in centred]  # Eq. 6
+    traces = [float(r.trace()) + 1e-12 if fired else 1.0 for r in raw]
+    structural = [w * r / tr for w, r, tr in zip(weights, raw, traces, strict=True)]  # Eqs. 8, 15
+    reg = [  # Eqs. 9, 10
+        s + w * eps / tr * identity(d_in)
+        for s, w, tr in zip(structural, weights, traces, strict=True)
+    ]
+    system = total(reg)
+    if prior:
+        c = one_in.T @ total(structural) / d_in  # Eq. 11
+        if fired:
+            c = c / (sum(length(d) ** 2 for d in deltas) / T)  # Eqs. 12, 13
+        system = system + one_in @ c
+    numerator = total(c @ r for c, r in zip(centred, reg, strict=True))
+    if eps:
+        merged = numerator @ inverse(system)  # Eq. 14
+    else:  # the limit of a vanishing ridge, within the inputs of which the sums tell
+        V = leading(total(reg), d_in * torch.finfo(torch.float64).eps).U
+        merged = numerator @ V @ inverse(V.T @ system @ V) @ V.T
+    if fired and refine:
+        mean_reg = total(reg) / T  # Eq. 16
+        residual = total(
+            d @ (s - mean_reg) for d, s in zip(deltas, structural, strict=True)
+        )  # Eq. 17
+        rtol = max(d_out, d_in) * torch.finfo(torch.float64).eps if rank_rtol is None else rank_rtol
+        k = max(1, int(k_frac * min(d_out, d_in)))
+        if rank_rtol is None:  # the fused update has no more directions than the updates
+            k = min(k, joint_rank(deltas, [e for _, _, e in told], tolerance(group, None)))
+        top = leading(merged + residual, rtol).first(k)
+        merged = merged + top.S.mean() * top.U @ top.Vh  # Eqs. 18, 19
+    return total([merged, *rest])
+
+
+def auto(group: LinearGroup) -> Tensor:
+    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of the regression R  (docs/auto.md)."""
+    weights = mean_one(group.updates, group.weights)
+    changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
+    if not changed:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+    d_in = group.shape[1]
+    b = bounds([length(d) for d, _ in changed])
+    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
+    s = shares([length(d) for d, _ in changed])
+    units = [d / length(d) for d, _ in changed]
+    C = [u.T @ u + 0.1 / d_in * identity(d_in) for u in units]
+    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
+    numerator = total(a * d @ c for a, (d, _), c in zip(scales, changed, C, strict=True))
+    errors = roundings(group, None)
+    known = [e for d, e in zip(group.updates, errors, strict=True) if d.any()]
+    known = [e.times(own) for e, own in zip(known, b, strict=True)]
+    roots = [a**0.5 * u for a, u in zip(scales, units, strict=True)]
+    own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
+    rounding = Rounding.together(own)
+    V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
+    R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
+    if group.inputs is not None and not group.inputs.any():
+        return auto(replace(group, inputs=None, base_outputs=None))
+    if group.inputs is not None:
+        inputs = group.inputs.double()
+        omega = [share_used(d) for d, _ in changed]
+        unused = 1 - sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
+        beside = 0.1 * (unused + 10**-4) * float(inputs.diagonal().mean())
+        if group.base_outputs is not None and group.base_norm is not None:
+            gives = (group.base_outputs**2 + beside * group.base_norm**2) ** 0.5
+            group = replace(group, base_outputs=gives)
+        found = equalised(group, R, inputs + beside * identity(d_in))
+        return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
+    G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
+    psi = share_told(G)
+    w = [x * sum(s) / sum(scales) for _, x in changed]
+    found = equalised(group, R, psi * G + (1 - psi) * identity(d_in), of_sum(known, w))
+    return torch.zeros_like(R) if found is None else found
+
+
+def share_told(G: Tensor) -> float:
+    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto.md)."""
+    return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
+
+
+def share_used(D: Tensor) -> float:
+    """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto.md)."""
+    U = (D if len(D) >= D.shape[1] else D.T) / length(D)
+    return min(1.0, share_told(min(D.shape) * U.T @ U))
+
+
+def equalised(
+    group: LinearGroup,
+    R: Tensor,
+    C0: Tensor,
+    end: Rounding | None = None,
+    safest: Tensor | None = None,
+) -> Tensor | None:
+    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, K = R C₀ Rᵀ  (docs/auto.md); None where R is not seen.
+
+    Δ̄ is `safest`, or the average.
+
+    `end` is where rounding ends R's spectrum, of a C₀ that nobody measured; beyond it there is nothing.
+    """
+    d_out = len(R)
+    weights = mean_one(group.updates, group.weights)
+    changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
+    b = bounds([length(d) for d, _ in changed])
+    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
+    s = shares([length(d) for d, _ in changed])
+    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
+    w = [x * sum(s) / sum(scales) for _, x in changed]
+    L = root(C0)
+    seen = [d @ L for d, _ in changed]
+    sizes = [max(length(x), 1e-150) for x in seen]
+    same = [
+        [
+            1.0 if i == j else float((x * y).sum() / sizes[i] / sizes[j]) ** 2
+            for j, y in enumerate(seen)
+        ]
+        for i, x in enumerate(seen)
+    ]
+    alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
+    N = sum(s) ** 2 / alike
+    top = leading(R @ L, tolerance(group, None), end or Rounding())
+    if not len(top.S):
+        return None
+    tau = 0.01 * (top.S**2).sum() / top.S.sum()
+    phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(R.shape)
+    omega = [share_used(d) for d, _ in changed]
+    middle = sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
+    spread = [own * (x - middle) ** 2 for own, x in zip(s, omega, strict=True)]
+    eta = sum(spread) / sum(s) / middle / (1 - middle) if middle < 1 else 0.0
+    q = (0.75 - phi / 4) * (1 - N**-2) * (1 - min(1.0, eta))
+    lift = (top.S**2 + tau**2) ** (-q / 2)
+    unseen = tau**-q if end is None else 0.0
+    power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
+    whole = svd(weighted(seen, w))[1].sum()
+    M = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    if group.base_norm is None:
+        return M
+    if safest is None:
+        counts = [own * x for own, x in zip(s, w, strict=True)]
+        safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
+    if 0 in (group.base_norm, group.base_outputs):
+        return safest
+    squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
+    rho = sum(squares) ** 0.5 / group.base_norm
+    if group.base_outputs is not None:
+        nu = float(C0.diagonal().mean()) ** 0.5 * length(M @ L) / group.base_outputs
+        a = 1 - (1 + (nu / 0.15) ** 4) ** (-1 / 4) / (1 + rho**4)
+    else:
+        a = 1 - 1 / (1 + (3 * rho) ** 4)
+    return (1 - a) * M + a * safest
+
+
+def shares(norms: Sequence[float]) -> list[float]:
+    """s_t = ‖Δ_t‖² / (‖Δ_t‖² + 0.01 Σ‖Δ_s‖⁴/Σ‖Δ_s‖²)."""
+    usual = sum(n**4 for n in norms) / sum(n**2 for n in norms)
+    return [n**2 / (n**2 + 0.01 * usual) for n in norms]
+
+
+def bounds(norms: Sequence[float]) -> list[float]:
+    """b_t = ((1 + 2⁻⁴) / (1 + (‖Δ_t‖/2g)⁴))^¼, log g = Σ c_t log ‖Δ_t‖ / Σ c_t."""
+    n = [norm / max(norms) for norm in norms]
+    if len(n) == 1:
+        return [1.0]
+    pairs = [[u**0.25 / (1 + 0.01 * (u / t) ** 2) for u in n] for t in n]
+    c = [sum(own[:t] + own[t + 1 :]) for t, own in enumerate(pairs)]
+    g = max(norms) * exp(sum(own * log(t) for own, t in zip(c, n, strict=True)) / sum(c))
+    return [((1 + 2**-4) / (1 + (n / (2 * g)) ** 4)) ** 0.25 for n in norms]
+
+
+def root(C0: Tensor) -> Tensor:
+    """L with LLᵀ = C₀, brought to trace d."""
+    U, S, _ = svd(C0)
+    kept = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
+    return U @ torch.diag((S * kept / S.mean()).sqrt())
+
+
+def energy(d: Tensor) -> float:
+    """Tr Δ̃ᵀΔ̃ of the centred update."""
+    return length(d - d.mean(0)) ** 2
+
+
+def gamma(deltas: Sequence[Tensor], gate: str) -> float:
+    """γ  (ACE, Eq. 7), and 0 for norms that agree to rounding."""
+    norms = [length(d) for d in deltas]
+    if len(norms) < 2 or max(norms) - min(norms) <= 1e-6 * max(norms):
+        return 0.0
+    log_energy = torch.tensor(norms, dtype=torch.float64).square().log()
+    variance, mean = float(log_energy.var(unbiased=True)), float(log_energy.mean())
+    if gate == "scale_free":
+        return variance
+    return variance / mean**2 if mean else inf
+
+
+def joint_rank(deltas: Sequence[Tensor], errors: Sequence[Rounding], rtol: float) -> int:
+    """The dimension of the row space of all updates, each of norm 1."""
+    units = [d.T / length(d) for d in deltas]
+    own = [e.times(1 / length(d)) for d, e in zip(deltas, errors, strict=True)]
+    return max(1, len(together(units, rtol, own)[1]))
+
+
+def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
+    """Weights of mean 1 over the experts that changed the layer."""
+    active = [w for d, w in zip(deltas, weights, strict=True) if d.any()] or [1.0]
+    return [w * len(active) / sum(active) for w in weights]
+
+
+TWINS = {
+    "average": average,
+    "task_arithmetic": task_arithmetic,
+    "actmat": actmat,
+    "ace": ace,
+    "auto": auto,
+}

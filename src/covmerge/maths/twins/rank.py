@@ -1,0 +1,161 @@
+"""Where a numerical rank ends, and which singular values are one: the rules of all methods, typed once.
+
+Of a matrix, the singular values at or below √max(d_out, d_in) · eps of the largest are rounding of the
+arithmetic: of the computation, or of what made the file, whichever has the larger eps. Of weights that were
+stored, those below the edge of the rounding are no direction of the expert either, where all of them
+together are no more than rounding. A `rank_rtol` that the user gives takes the place of both rules. A cut
+never goes between singular values that are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LinearGroup, Rounding
+from covmerge.maths.twins.algebra import length, svd
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """U diag(σ) Vᵀ, as far as it is kept; `end`: of the rank; `edge`: that too, if rounding ended it."""
+
+    U: Tensor
+    S: Tensor
+    Vh: Tensor
+    end: float
+    edge: float
+
+    def first(self, k: int) -> Spectrum:
+        """The k largest, and those that equal the k-th."""
+        k = with_equals(self.S, k)
+        return Spectrum(self.U[:, :k], self.S[:k], self.Vh[:k], self.end, self.edge)
+
+
+def tolerance(group: LinearGroup, given: float | None) -> float:
+    """Where the rank ends for the computation and for the arithmetic that made the file.
+
+    It is relative to the largest singular value.
+    """
+    if given is not None:
+        return given
+    eps = [torch.finfo(group.updates[0].dtype).eps, *(error.eps for error in group.rounding)]
+    return max(group.shape) ** 0.5 * max(eps)
+
+
+def roundings(group: LinearGroup, given: float | None) -> tuple[Rounding, ...]:
+    """What rounding of the stored weights gave to each update."""
+    known = given is None and group.rounding
+    return group.rounding if known else (Rounding(),) * len(group.updates)
+
+
+def of_sum(roundings: Sequence[Rounding], weights: Sequence[float]) -> Rounding:
+    """What rounding gave to Σ w_t Δ_t."""
+    return Rounding.together(
+        error.times(weight) for error, weight in zip(roundings, weights, strict=True)
+    )
+
+
+def end_of_rank(
+    S: Tensor,
+    shape: Sequence[int],
+    rtol: float,
+    rounding: Rounding,
+    largest: float | None = None,
+) -> float:
+    """The singular value at which the rank of a matrix of a shape ends: only larger ones are in it."""
+    if not len(S):
+        return 0.0
+    largest = float(S[0]) if largest is None else largest
+    end = rtol * largest
+    if not end < rounding.edge < largest:
+        return end
+    below = S[S <= rounding.edge]
+    r = len(S) - len(below)
+    # Of an error's energy, r directions that are something else leave this share.
+    share = (1 - r / shape[0]) * (1 - r / shape[1])
+    return (
+        rounding.edge
+        if float((below**2).sum()) <= 1.5 * share * (rounding.energy + rounding.before)
+        else end
+    )
+
+
+def leading(
+    A: Tensor,
+    rtol: float,
+    rounding: Rounding | None = None,
+    largest: float | None = None,
+    shape: Sequence[int] | None = None,
+) -> Spectrum:
+    """The singular value decomposition within the numerical rank."""
+    rounding = Rounding() if rounding is None else rounding
+    U, S, Vh = svd(A)
+    end = end_of_rank(S, A.shape if shape is None else shape, rtol, rounding, largest)
+    r = int((S > end).sum())
+    return Spectrum(U[:, :r], S[:r], Vh[:r], end, end if end == rounding.edge else 0.0)
+
+
+def with_equals(S: Tensor, k: int) -> int:
+    """K, and as many more as singular values go on that equal the k-th; none equal zero.
+
+    They are equal that differ by less than 1e-5 of themselves, and by less than what rounding of float32
+    makes of equal ones, 4 eps of the largest.
+    """
+    noise = 4 * torch.finfo(torch.float32).eps * float(S[0]) if len(S) else 0.0
+    if k == 0 or k >= len(S) or float(S[k - 1]) <= noise:
+        return k
+    step = min(noise, 1e-5 * float(S[k - 1]))
+    while k < len(S) and float(S[k - 1] - S[k]) <= step:
+        k += 1
+    return k
+
+
+def far_apart(sizes: Sequence[float]) -> bool:
+    """Whether norms, zeros aside, are more than 50-fold apart."""
+    changed = [size for size in sizes if size > 0]
+    return bool(changed) and max(changed) > 50 * min(changed)
+
+
+def together(
+    blocks: Sequence[Tensor], rtol: float, roundings: Sequence[Rounding] = ()
+) -> tuple[Tensor, Tensor]:
+    """U and σ of [F_1 … F_n], which span what the blocks span when they are brought to one size."""
+    errors = roundings or (Rounding(),) * len(blocks)
+    sizes = [length(block) for block in blocks]
+    shape = (len(blocks[0]), len(blocks) * blocks[0].shape[1])
+    if not far_apart(sizes):
+        found = leading(torch.hstack(list(blocks)), rtol, Rounding.together(errors), shape=shape)
+        return found.U, found.S
+    kept = [(b / s, e.times(1 / s)) for b, s, e in zip(blocks, sizes, errors, strict=True) if s > 0]
+    units, own = zip(*kept, strict=True)
+    span, _ = together(units, rtol, own)
+    found = leading(span.T @ torch.hstack(list(blocks)), 0.0)
+    return span @ found.U, found.S
+
+
+def polar(A: Tensor, rtol: float, errors: Tensor) -> Tensor:
+    """A (AᵀA)^{†½}, without directions that errors of the columns, so long each, may have made."""
+    found = leading(A, rtol)
+    known = found.S**2 > (found.Vh**2) @ errors**2
+    return found.U[:, known] @ found.Vh[known]
+
+
+def orthogonalized(parts: Sequence[Spectrum], rtol: float) -> tuple[Tensor, Tensor]:
+    """The polar factors of [U_1 … U_n] and [V_1 … V_n]ᵀ.
+
+    A singular vector of σ is off by at least half of the edge of rounding over σ, if its rank ends there.
+    """
+    errors = torch.cat([0.5 * part.edge / part.S for part in parts])
+    left = polar(torch.hstack([part.U for part in parts]), rtol, errors)
+    right = polar(torch.hstack([part.Vh.T for part in parts]), rtol, errors)
+    return left, right.T
+
+
+def gram_inverse(D: Tensor, rtol: float, rounding: Rounding) -> Tensor:
+    """(DᵀD)†, without eigenvalues at or below `rtol` times the largest, or that rounding of D gave."""
+    found = leading(D, rtol**0.5, rounding)
+    return found.Vh.T @ torch.diag(1 / found.S**2) @ found.Vh

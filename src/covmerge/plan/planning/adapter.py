@@ -1,0 +1,365 @@
+"""An adapter as the output: what it updates, holds whole or leaves out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from covmerge.base.errors import InputError, RecipeError, TensorError
+from covmerge.base.text import of_all_layers
+from covmerge.base.types import Role
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
+from covmerge.files.checkpoints.adapter_layout import (
+    PEFT_FORM,
+    AdaptedTensor,
+    LoraForm,
+    WholeTensor,
+)
+from covmerge.plan.planning.adapter_names import Naming, naming_of
+from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
+from covmerge.plan.planning.lora_names import LoraNames
+from covmerge.plan.planning.operations import Copy, Merge
+from covmerge.plan.planning.serving import who_loads_it
+from covmerge.plan.planning.work import TensorPlan
+from covmerge.plan.recipe import Recipe
+
+_BIAS = "bias"
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What becomes of every tensor.
+
+    Attributes:
+        tensors: those that are merged, or that the adapter holds.
+        thin: names of those whose merge is exact on the factors of the updates.
+        parameters: names of all tensors of the model that the adapter is loaded over.
+        notes: what a user should know before starting.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    thin: frozenset[str]
+    parameters: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def plan_adapter(
+    recipe: Recipe,
+    tensors: Sequence[TensorPlan],
+    experts: Mapping[str, Checkpoint],
+    config: Mapping[str, Any] | None,
+) -> AdapterPlan:
+    """Decide what becomes of every tensor when the output is an adapter; `config` is the base's.
+
+    Raises:
+        InputError: what the experts or the recipe ask for cannot be held by an adapter.
+    """
+    form = recipe.output.names or PEFT_FORM
+    _refuse_modules(tensors)
+    naming = naming_of(tensors, experts) if form == PEFT_FORM else Naming()
+    merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
+    factors = {
+        name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
+    }
+    if form != PEFT_FORM:
+        names = LoraNames(form, experts, config)
+        placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
+        # What a full model has beside such parts (a VAE) is left out. Without any, each is asked its name.
+        factors = {n: own for n, own in factors.items() if n in placed or not placed}
+        factors = {n: _in_lora_file(own, merged[n].tensor, names) for n, own in factors.items()}
+    if not factors:
+        raise InputError(
+            "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
+            "model (--as model)"
+        )
+    adapted = {own.module for own in merged.values() if own.has_factors}
+    whole = _Whole(tensors, naming, adapted)
+    for name, own in merged.items():
+        if name not in factors and (own.trained_whole or recipe.output.whole):
+            whole.add(own.tensor, must=own.trained_whole)
+    dtype, held_whole = _dtype(recipe, tensors, experts), whole.places()
+    if held_whole and form != PEFT_FORM:
+        raise RecipeError(
+            f"'{next(iter(held_whole))}' is held whole, which a file of {form}'s form has no place for: "
+            "write PEFT's (--as peft), or leave it to the base by a rule"
+        )
+    forms: dict[str, Form] = {
+        **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
+        **{name: AdapterTensor(place) for name, place in held_whole.items()},
+    }
+    held = [t for t in tensors if t.name in merged or t.name in forms or _is_compared(t)]
+    vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
+    notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
+    notes += filter(None, [naming.note])
+    left = [t for t in tensors if not isinstance(t.operation, Merge) and t.changed_by_experts]
+    by_rule: defaultdict[str, list[str]] = defaultdict(list)
+    for tensor in left:
+        by_rule[tensor.rule].append(tensor.name)
+    notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
+    return AdapterPlan(
+        tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
+        frozenset(name for name, own in merged.items() if own.thin and name not in whole.names),
+        tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
+        tuple(notes),
+    )
+
+
+def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
+    """Refuse to merge what lies in folders of modules: an adapter is of the transformer alone."""
+    for tensor in tensors:
+        module = tensor.output.module
+        if module is not None and isinstance(tensor.operation, Merge) and tensor.changed_by_experts:
+            raise InputError(
+                f"'{tensor.name}' is of a module of sentence-transformers, and an adapter has no place for "
+                "it: merge to a full model (--as model), or leave the module to the base with the rule "
+                f"{{match: '{module.prefix}*', use: base}}"
+            )
+
+
+def _is_compared(tensor: TensorPlan) -> bool:
+    """Whether the experts' tensors are held against the base's, and some expert has it."""
+    copy = tensor.operation
+    return isinstance(copy, Copy) and copy.compared and bool(tensor.operands or copy.reshaped)
+
+
+def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:
+    """The base's rows are asked for where they are in the result, or updates are differences to them."""
+    needed = isinstance(form, AdapterTensor) or own is None or own.needs_base
+    return replace(tensor, form=form, base=tensor.base if needed else None)
+
+
+def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) -> AdaptedTensor:
+    if place.embedding or place.transposed:
+        raise RecipeError(
+            f"'{tensor.name}': a file of {names.form}'s form has linear layers and convolutions alone: "
+            "write PEFT's (--as peft), or leave it to the base by a rule"
+        )
+    return replace(place, name=names.of(tensor), form=names.form)
+
+
+def left_out(names: Sequence[str], why: str) -> str:
+    """Say that tensors are not in an adapter."""
+    more = ", ..." if len(names) > 1 else ""
+    are = "tensor is" if len(names) == 1 else "tensors are"
+    return f"{len(names)} {are} not in the adapter ('{names[0]}'{more}): {why}"
+
+
+def _dtype(
+    recipe: Recipe, tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
+) -> torch.dtype:
+    """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
+    if recipe.output.dtype != "base":
+        return getattr(torch, recipe.output.dtype)
+    adapters = [e for e in experts.values() if isinstance(e, AdapterCheckpoint)]
+    stored = {header.dtype for adapter in adapters for header in adapter.low_rank.values()}
+    if not stored:
+        stored = {t.stored.dtype for t in tensors if isinstance(t.operation, Merge)}
+    first, *others = stored
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+def _is_merged(tensor: TensorPlan) -> bool:
+    return isinstance(tensor.operation, Merge) and tensor.changed_by_experts
+
+
+class _Merged:
+    """One merged tensor and what the experts have of it."""
+
+    def __init__(
+        self,
+        tensor: TensorPlan,
+        experts: Mapping[str, Checkpoint],
+        naming: Naming,
+        form: LoraForm,
+    ) -> None:
+        assert isinstance(tensor.operation, Merge)
+        self.tensor = tensor
+        self._form: LoraForm = form
+        self._name = naming.of(tensor)
+        self.module = self._name.rpartition(".")[0]
+        self._merge = tensor.operation
+        self._factors: list[FactorHeader] = []
+        self._full = False
+        self.trained_whole = False  # by an adapter
+        for expert, operand in tensor.operands.items():
+            if operand.tensor is not None:
+                self._take(expert, experts[expert], operand.tensor)
+
+    def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
+        if not isinstance(checkpoint, AdapterCheckpoint):
+            self._full = True
+            return
+        factors = checkpoint.low_rank.get(stored)
+        if factors is None or stored.endswith(f".{_BIAS}"):
+            self.trained_whole = True
+            return
+        if factors.stacked or not stored.endswith(".weight"):
+            raise RecipeError(
+                f"'{self.tensor.name}': expert '{expert}' has factors of "
+                + ("a stack of matrices" if factors.stacked else "a parameter that is no layer")
+                + ", which a merged adapter does not hold: merge to a full model (--as model), or add "
+                f"the rule {{match: '{of_all_layers(self.tensor.name)}', use: base}}"
+            )
+        self._factors.append(factors)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether it is to be a layer with factors; PEFT adds those of tied weights twice."""
+        if self.trained_whole:
+            return False
+        # PEFT takes those of convolutions too, but few that load its adapters do.
+        windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
+        # Files of the other forms have no factors of tables.
+        tables = self._form != PEFT_FORM and self.tensor.role is Role.EMBEDDING
+        full = (self.tensor.takes_factors or windows) and not self.tensor.ties and not tables
+        return bool(self._factors) or (self._full and full)
+
+    @property
+    def by_adapters(self) -> bool:
+        """Whether some expert has factors of it."""
+        return bool(self._factors)
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Whether it embeds tokens, or scores them."""
+        return self.tensor.role in (Role.EMBEDDING, Role.OUTPUT)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether some expert has weights of its own, from which the base's are taken."""
+        return self._full or self.trained_whole
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether updates are differences to the base's weights, or the method asks for these.
+
+        How long they are is asked where the base's inputs are: whoever gives those has the base at hand.
+        """
+        method = self._merge.procedure
+        seen = method.base_norm and self.tensor.base_inputs is not None
+        return self.is_difference or method.needs_base or seen
+
+    @property
+    def thin(self) -> bool:
+        """Whether the merge is exact on the factors of the updates."""
+        layout = self._merge.layout
+        divided = layout is not None and (layout.stacked or layout.parts is not None)
+        if self.is_difference or divided:
+            return False
+        return self._merge.procedure.factored_for(self._merge.parameters)
+
+    def as_factors(self, limit: int | None) -> AdaptedTensor:
+        """Return its place among the layers with factors, of rank at most `limit`."""
+        name, shape = self.tensor.name, self.tensor.stored.shape
+        if self._merge.writes_masks:
+            raise RecipeError(
+                f"'{name}': method '{self._merge.method}' makes a model per expert by masks, which "
+                "an adapter has no place for: merge to a full model (--as model)"
+            )
+        if limit is None and not self.thin:
+            why = (
+                "a full model changed it"
+                if self._full
+                else f"method '{self._merge.procedure.name}' does not keep to the span of the updates"
+            )
+            raise RecipeError(
+                f"'{name}': {why}, so the result has full rank. Say with `output.rank` (--rank) what "
+                "to truncate it to, or merge to a full model"
+            )
+        sides = (shape[0], prod(shape[1:]))
+        rank = (
+            min(*sides, sum(factor.rank for factor in self._factors)) if self.thin else min(sides)
+        )
+        return AdaptedTensor(
+            name=self._name,
+            shape=shape,
+            rank=min(rank, limit or rank),
+            embedding=self.tensor.role is Role.EMBEDDING or any(f.table for f in self._factors),
+            transposed=self.tensor.role is Role.CONV1D or any(f.transposed for f in self._factors),
+        )
+
+
+class _Whole:
+    """The tensors that the adapter holds as they are.
+
+    PEFT holds biases by themselves, and of everything else all tensors of a module, where that has
+    no module inside. What is tied it unties, so that each of the modules has a copy.
+    """
+
+    def __init__(self, tensors: Sequence[TensorPlan], naming: Naming, adapted: set[str]) -> None:
+        self._naming = naming
+        self._adapted = adapted
+        self._pieces = Counter(tensor.parameter for tensor in tensors)
+        # Every module's tensors, those of modules inside it and those that are tied to it too.
+        self._inside: defaultdict[str, list[tuple[str, TensorPlan]]] = defaultdict(list)
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        for tensor in tensors:
+            for parameter in (tensor.parameter, *tensor.ties):
+                for module in _modules_around(parameter):
+                    self._inside[module].append((parameter, tensor))
+        self._modules: set[str] = set()
+        self._biases: set[str] = set()
+
+    def add(self, tensor: TensorPlan, *, must: bool) -> None:
+        """Hold a tensor, if there is a place for it.
+
+        Raises:
+            TensorError: there is none, and it must be held.
+        """
+        if tensor.parameter.endswith(f".{_BIAS}"):
+            self._biases.add(tensor.name)
+            return
+        modules = {parameter.rpartition(".")[0] for parameter in (tensor.parameter, *tensor.ties)}
+        if self._pieces[tensor.parameter] == 1 and all(map(self._can_be_replaced, modules)):
+            self._modules |= modules
+        elif must:
+            raise TensorError(
+                f"'{tensor.name}': an expert trained it whole, and an adapter has no place for it. "
+                "Merge to a full model, or add the rule "
+                f"{{match: '{of_all_layers(tensor.name)}', use: base}} (or head, to keep it per expert)."
+            )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors that are held."""
+        return frozenset(self.places())
+
+    def places(self) -> dict[str, WholeTensor]:
+        """Return the place of everything that is held."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for module in sorted(self._modules):
+            for parameter, tensor in self._inside[module]:
+                names[tensor.name].append(parameter)
+        for name in self._biases:
+            own = self._tensors[name].parameter
+            if own not in names[name]:
+                names[name].insert(0, own)
+        return {name: self._place(self._tensors[name], held) for name, held in names.items()}
+
+    def _place(self, tensor: TensorPlan, held: Sequence[str]) -> WholeTensor:
+        modules = [parameter.rpartition(".")[0] for parameter in held]
+        first = self._naming.module(modules[0])
+        return WholeTensor(
+            names=tuple(self._naming.parameter(parameter) for parameter in held),
+            stored=tensor.output,
+            modules=tuple(self._naming.module(m) for m in modules if m in self._modules),
+            beside_factors=first in self._adapted,
+        )
+
+    def _can_be_replaced(self, module: str) -> bool:
+        alone = all(p.rpartition(".")[0] == module for p, _ in self._inside[module])
+        return alone and self._naming.module(module) not in self._adapted
+
+
+def _modules_around(parameter: str) -> Iterator[str]:
+    module = parameter
+    while module:
+        module = module.rpartition(".")[0]
+        yield module

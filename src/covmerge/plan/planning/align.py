@@ -1,0 +1,499 @@
+"""Find the base's tensors in every expert, and name what does not fit.
+
+Nothing here is decided silently: a tensor that is missing, extra, of another shape or of another
+kind of dtype either falls under a rule of the recipe or is a named error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from covmerge.base.errors import InputError, TensorError
+from covmerge.base.text import counted, of_all_layers, some
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
+from covmerge.files.checkpoints.equivalent_names import respelled
+from covmerge.files.checkpoints.memory import PASS_FOLDED
+from covmerge.files.quantised import dequantised
+from covmerge.files.tensors import ModelDescription, Stacked, find_name, layer_name, undone_ties
+from covmerge.files.tensors.names import kind_by_name
+from covmerge.plan.planning.operands import Operand
+from covmerge.plan.planning.packed_experts import check_packing
+from covmerge.plan.planning.reached import check_reached
+from covmerge.plan.recipe import TensorRules
+
+# (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
+ChosenUse = Callable[[str, Role], str | None]
+_ANOTHER_BASE = (
+    "it is no adapter of this base. Name the base that it was trained on, or leave it out"
+)
+_IGNORED = "extra tensor (tensors.extra: ignore)"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and what its tensors are."""
+
+    checkpoint: Checkpoint
+    description: ModelDescription
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """Stored tensors by name."""
+        return self.checkpoint.headers
+
+    @property
+    def low_rank(self) -> Mapping[str, FactorHeader]:
+        """Updates of an adapter by name; nothing for other checkpoints."""
+        adapter = self.checkpoint
+        return adapter.low_rank if isinstance(adapter, AdapterCheckpoint) else {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype in which a tensor, or the factors of its update, are stored."""
+        return self.low_rank[name].dtype if name in self.low_rank else self.headers[name].dtype
+
+    def operand(self, source: str, name: str | None, weight: float = 1.0) -> Operand:
+        """Return one of its tensors as an operand; the factors of an adapter are read whole."""
+        stored = None if name is None or name in self.low_rank else self.headers[name]
+        rows = stored.shape[0] if stored is not None and stored.shape else None
+        return Operand(source, name, rows, weight)
+
+    def stored_bytes(self, name: str, elements: int) -> int:
+        """Bytes that are read for so many elements of a tensor; factors are read whole."""
+        if name in self.low_rank:
+            elements = self.low_rank[name].elements
+        return elements * self.dtype(name).itemsize
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """One expert against the base.
+
+    Attributes:
+        names: base name -> name in the expert, for tensors that take part in merging.
+        missing: base names the expert lacks.
+        resized: base names whose vocabulary rows differ: base name -> rows in the expert.
+        heads: names in the expert that are its own task head.
+        head_bases: base names whose shape is another one in the expert because it is a task head.
+        ignored: names in the expert left out by a rule, with the reason.
+        tied: names in the expert of what is stored twice -> the one that stands for both.
+        rebuilt: base names of buffers that the model's code makes again, which the expert lacks or has in
+            another shape or kind of dtype.
+    """
+
+    names: Mapping[str, str]
+    missing: tuple[str, ...]
+    resized: Mapping[str, int]
+    heads: tuple[str, ...]
+    head_bases: tuple[str, ...]
+    ignored: Mapping[str, str]
+    tied: Mapping[str, str]
+    rebuilt: tuple[str, ...] = ()
+
+
+def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
+    """Refuse an expert of another model type, or weights that are quantised and cannot be read.
+
+    Raises:
+        InputError: it is such a one.
+    """
+    for model in (base, expert):
+        dequantised(model.checkpoint)
+    types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
+    if None not in types and types[0] != types[1]:
+        raise InputError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) is a '{types[1]}' model, the base "
+            f"({base.checkpoint.source}) is a '{types[0]}' model: they cannot be merged. "
+            "Check the paths: every expert must be fine-tuned from the base."
+        )
+
+
+def align(
+    base: Model, expert_name: str, expert: Model, rules: TensorRules, chosen: ChosenUse
+) -> Alignment:
+    """Match one expert's tensors to the base's.
+
+    `chosen(name, role)` is what a rule of the recipe says of a tensor; a tensor that a rule takes
+    from the base, or keeps as a head, need not fit.
+
+    Names may differ by the architecture's base-model prefix (`bert.`, `transformer.`, `model.`), as
+    between an encoder and the same encoder under a task head.
+
+    Raises:
+        TensorError: a missing or extra tensor, or another shape, that no rule covers.
+    """
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    resized: dict[str, int] = {}
+    head_bases: list[str] = []
+    own_heads: list[str] = []
+    rebuilt: dict[str, str | None] = {}
+    if isinstance(expert.checkpoint, AdapterCheckpoint):
+        return _align_adapter(base, expert_name, expert, chosen)
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    ties = undone_ties(base.checkpoint) or {}
+    for name, header in base.headers.items():
+        info = base.description.tensors[name]
+        use = chosen(name, info.role)
+        found = find_name(name, prefixes, expert.headers)
+        if use == "head" and found is not None:
+            own_heads.append(found)
+            head_bases.append(name)
+            continue
+        if info.rebuilt and use is None and not _fits(header, expert.headers.get(found or "")):
+            rebuilt[name] = found
+            continue
+        integers = info.role is Role.BUFFER and not header.dtype.is_floating_point
+        if use == "base" or integers:
+            if found is not None:
+                names[name] = found
+                if use != "base":
+                    _check_dtypes(expert_name, header, expert.headers[found])
+            continue
+        if found is None:
+            # What the expert ties it to is its weight, whether or not the base ties the two. One that has
+            # no such layer, or no config to say it, goes by the base as it is stored.
+            tied = expert.description.tied.get(name, ties.get(name))
+            found = None if tied is None else find_name(tied, prefixes, expert.headers)
+        if found is None:
+            if _takes_part(expert, name) and not _stored_elsewhere(name, base, expert, prefixes):
+                missing.append(name)
+            continue
+        other = expert.headers[found]
+        _check_dtypes(expert_name, header, other)
+        if other.shape == header.shape:
+            names[name] = found
+        elif _is_vocabulary(base, name, header, other):
+            names[name] = found
+            resized[name] = other.shape[0]
+        elif info.outside_backbone:
+            head_bases.append(name)
+            own_heads.append(found)
+        else:
+            raise TensorError(
+                f"'{name}' is {list(header.shape)} in the base and {list(other.shape)} in expert "
+                f"'{expert_name}' ({expert.checkpoint.source}, '{found}'): it is not a fine-tune of "
+                "this base. "
+                + (
+                    "Pass the base that it was trained from"  # heads in place of layers: nearly the base
+                    if _in_a_layer(name)
+                    else f"If the tensor is a task head, add the rule {{match: '{name}', use: head}}."
+                )
+            )
+    taken = {*names.values(), *own_heads, *filter(None, rebuilt.values())}
+    extra_heads, ignored, refused = _extras(base, expert, taken, rules, chosen)
+    if refused or missing:
+        _check_packing(base, expert_name, expert)
+        _check_folded(expert_name, expert)
+    # Before an advice that lets them pass.
+    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
+    _check_extras(base, expert_name, expert, refused)
+    _check_missing(base, expert_name, expert, missing, rules)
+    _check_resized(expert_name, base, resized, rules)
+    heads = tuple([*own_heads, *extra_heads])
+    _check_heads(base, expert_name, expert, extra_heads)
+    return Alignment(
+        names,
+        tuple(missing),
+        resized,
+        heads,
+        tuple(head_bases),
+        ignored,
+        stored_ties(expert),
+        tuple(rebuilt),
+    )
+
+
+def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: ChosenUse) -> Alignment:
+    """Match an adapter's updates and replaced tensors to the base's; the rest is unchanged.
+
+    Raises:
+        TensorError: a shape that is not the base's, or an update of a tensor that the base lacks.
+    """
+    names: dict[str, str] = {}
+    own_heads: list[str] = []
+    head_bases: list[str] = []
+    shapes = {
+        **{name: header.shape for name, header in adapter.headers.items()},
+        **{name: header.shape for name, header in adapter.low_rank.items()},
+    }
+    prefixes = [base.description.prefix] if base.description.prefix else []
+    renamed = {to: name for name, to in respelled(shapes, base.headers).items()}
+    pieces = Counter(info.parameter for info in base.description.tensors.values())
+    for name, header in base.headers.items():
+        info = base.description.tensors[name]
+        found = find_name(name, prefixes, shapes)
+        if found is None and pieces[info.parameter] == 1:
+            # The model may call it otherwise than its files do, and PEFT goes by the model.
+            found = find_name(info.parameter, prefixes, shapes)
+        if found is None:
+            found = renamed.get(name)
+        if found is None:
+            continue
+        shape = header.shape
+        _check_adapted(expert_name, adapter, header, found, chosen(name, info.role))
+        if found in adapter.low_rank:
+            shape = (shape[0], prod(shape[1:])) if shape else shape
+        if shape == shapes[found] and chosen(name, info.role) != "head":
+            names[name] = found
+        elif found in adapter.headers and (
+            info.outside_backbone or chosen(name, info.role) == "head"
+        ):
+            own_heads.append(found)
+            head_bases.append(name)
+        elif shape == shapes[found]:
+            raise TensorError(
+                f"'{name}' is to be kept as a task head by a rule, and expert '{expert_name}' "
+                f"({adapter.checkpoint.source}) has only factors of its update: leave it to the base "
+                f"with the rule {{match: '{name}', use: base}}, or merge it"
+            )
+        else:
+            resized = found in adapter.headers and _is_vocabulary(
+                base, name, header, adapter.headers[found]
+            )
+            raise TensorError(
+                f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
+                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: "
+                + (_resize_first(shapes[found][0]) if resized else _ANOTHER_BASE)
+            )
+    # Nobody changes tied tensors differently, or the base would be seen untied.
+    tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
+    taken = {*names.values(), *own_heads, *tied}
+    unknown = [name for name in adapter.low_rank if name not in taken]
+    if unknown:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) updates "
+            f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
+            f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
+        )
+    others = [name for name in adapter.headers if name not in taken]
+    if of_modules := [name for name in others if adapter.headers[name].module is not None]:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has modules of sentence-transformers "
+            f"with weights of their own ({some(of_modules, 3, quoted=True)}), and the base "
+            f"({base.checkpoint.source}) has not: pass the sentence-transformers folder that it was "
+            "trained from as the base"
+        )
+    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, adapter, kept, others, {}, ())
+    heads = tuple([*own_heads, *others])
+    _check_heads(base, expert_name, adapter, heads)
+    return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
+
+
+def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
+    """Refuse to keep an output layer aside that the model ties to its embedding."""
+    tied = base.description.tied or undone_ties(base.checkpoint) or {}
+    for name in heads if tied else ():
+        header = expert.headers[name]
+        info = expert.description.tensors.get(name)
+        if (info or kind_by_name(header, expert.headers)).role is Role.OUTPUT:
+            raise TensorError(
+                f"expert '{expert_name}' ({expert.checkpoint.source}) stores the output layer '{name}', "
+                f"and the base ({base.checkpoint.source}) ties its own, under another name, to an "
+                f"embedding ({some(tied, 3, quoted=True)}): save the expert again under the base's names"
+            )
+
+
+def _check_adapted(
+    expert_name: str, adapter: Model, header: TensorHeader, found: str, use: str | None
+) -> None:
+    """Refuse an update of weights that are no floating-point numbers: nothing can be added to codes."""
+    if use == "base":
+        return
+    if found in adapter.headers:
+        _check_dtypes(expert_name, header, adapter.headers[found])
+    elif not header.dtype.is_floating_point:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has an update of '{header.name}', "
+            f"which is {header.dtype} in the base: nothing can be added to codes. Give the base in a "
+            "floating-point dtype"
+        )
+
+
+def _resize_first(rows: int) -> str:
+    return (
+        "its base's vocabulary was resized for the training. Resize the base as well (transformers: "
+        f"model.resize_token_embeddings({rows}), then model.save_pretrained(NEW), and the adapter's "
+        "tokenizer into NEW), and pass NEW as the base"
+    )
+
+
+def _check_reached(
+    base: Model,
+    expert_name: str,
+    expert: Model,
+    placed: Mapping[str, str],
+    extra_heads: Collection[str],
+    ignored: Mapping[str, str],
+    missing: Collection[str],
+) -> None:
+    """Check that what the expert stores reaches the output; its own task head is kept beside it.
+
+    What a rule of the recipe leaves to the base by its name is left out on purpose.
+    """
+    infos = expert.description.tensors
+    lost = [name for name, why in ignored.items() if why == _IGNORED]
+    lost += [name for name in extra_heads if not infos[name].outside_backbone]
+    sizes = {name: header.elements for name, header in expert.low_rank.items()}
+    sizes |= {name: prod(header.shape) for name, header in expert.headers.items()}
+    check_reached(
+        base.checkpoint,
+        base.description,
+        expert_name,
+        expert.checkpoint,
+        sizes=sizes,
+        placed=placed,
+        lost=lost,
+        missing=missing,
+    )
+
+
+def stored_ties(model: Model) -> dict[str, str]:
+    """Stored tensors that the config ties to another stored one, which stands for both."""
+    return {
+        name: info.tied_to
+        for name, info in model.description.tensors.items()
+        if info.tied_to is not None and info.tied_to in model.headers
+    }
+
+
+def _fits(header: TensorHeader, other: TensorHeader | None) -> bool:
+    """Whether an expert's tensor can be merged with the base's, or compared, as it is."""
+    return (
+        other is not None
+        and header.shape == other.shape
+        and header.dtype.is_floating_point == other.dtype.is_floating_point
+    )
+
+
+def _takes_part(expert: Model, name: str) -> bool:
+    """Whether the recipe's slices, if there are any, take a tensor from this expert too."""
+    return not isinstance(expert.checkpoint, Stacked) or expert.checkpoint.gives(name)
+
+
+def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:
+    """Whether the base ties this tensor to one that the expert stores."""
+    tied = base.description.tensors[name].tied_to
+    return tied is not None and find_name(tied, prefixes, expert.headers) is not None
+
+
+def _is_vocabulary(base: Model, name: str, header: TensorHeader, other: TensorHeader) -> bool:
+    role = base.description.tensors[name].role
+    return (
+        role in (Role.EMBEDDING, Role.OUTPUT)
+        and len(header.shape) == len(other.shape) == 2
+        and header.shape[1] == other.shape[1]
+    )
+
+
+def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -> None:
+    floating = header.dtype.is_floating_point != other.dtype.is_floating_point
+    if floating or header.complex != other.complex:
+        raise TensorError(
+            f"'{header.name}' is {header.as_stored.dtype} in the base and {other.as_stored.dtype} in "
+            f"expert '{expert_name}': numbers of different kinds cannot be merged. "
+            + (
+                "Pass the quantised one as it was before"  # without its layers: nearly the base
+                if _in_a_layer(header.name) and len(header.shape) > 1
+                else "If one of them is quantised, pass it as it was before; else leave the tensor to the "
+                f"base with the rule {{match: '{of_all_layers(header.name)}', use: base}}"
+            )
+        )
+
+
+def _in_a_layer(name: str) -> bool:
+    return layer_name(name) is not None
+
+
+def _extras(
+    base: Model, expert: Model, taken: set[str], rules: TensorRules, chosen: ChosenUse
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Sort what the base lacks into heads, what is left out with the reason, and what is refused."""
+    heads: list[str] = []
+    ignored: dict[str, str] = {}
+    refused: list[str] = []
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    # Nobody changes tied tensors differently, or the base would be seen untied.
+    tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
+    for name in expert.headers:
+        if name in taken:
+            continue
+        info = expert.description.tensors[name]
+        use = chosen(name, info.role)
+        if use == "head":
+            heads.append(name)
+        elif use == "base":
+            ignored[name] = "extra tensor (rule: base)"
+        elif info.tied_to is not None and info.tied_to in taken:
+            ignored[name] = f"tied to {info.tied_to}"
+        elif name in tied:
+            ignored[name] = f"tied to {tied[name]}"
+        elif info.role is Role.BUFFER:
+            ignored[name] = "buffer that the base does not store"
+        elif info.outside_backbone:
+            heads.append(name)
+        elif rules.extra == "ignore":
+            ignored[name] = _IGNORED
+        else:
+            refused.append(name)
+    return heads, ignored, refused
+
+
+def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[str]) -> None:
+    if refused:
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) has "
+            f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
+            f"{some(refused, 5, quoted=True)}. Is it a fine-tune of this base? "
+            "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
+            "task head, add a rule with `use: head`."
+        )
+
+
+def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
+    check_packing(
+        (f"the base ({base.checkpoint.source})", base.headers),
+        (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers),
+    )
+
+
+def _check_folded(expert_name: str, expert: Model) -> None:
+    """Refuse the state dict of a model that PEFT has wrapped: its factors would be left out."""
+    factor = next((name for name in expert.headers if ".lora_A." in name), None)
+    if factor is not None:
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) holds an adapter beside its weights "
+            f"('{factor}'): {PASS_FOLDED}"
+        )
+
+
+def _check_missing(
+    base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
+) -> None:
+    if missing and rules.missing == "error":
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
+            f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
+            "If so choose what their absence means: `tensors: {missing: base}` (unchanged there) or "
+            "`tensors: {missing: present}` (merged over the experts that have them)."
+        )
+
+
+def _check_resized(
+    expert_name: str, base: Model, resized: Mapping[str, int], rules: TensorRules
+) -> None:
+    if resized and rules.vocabulary == "error":
+        name, rows = next(iter(resized.items()))
+        raise TensorError(
+            f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
+            f"'{expert_name}': the vocabularies differ in size. Merge them by token with `tokenizer: "
+            "{source: union}`; or, if the first rows mean the same tokens, set `tensors: {vocabulary: "
+            "base}` to merge the rows of the base."
+        )

@@ -1,0 +1,835 @@
+"""Build the plan from a recipe and the headers of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from math import lcm, prod
+
+import torch
+
+from covmerge.base.choice import UNNAMED, choose
+from covmerge.base.errors import InputError, RecipeError, pattern_meant
+from covmerge.base.text import counted, some
+from covmerge.base.types import Role, TensorHeader
+from covmerge.base.version import __version__
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.folder import weights_stem
+from covmerge.files.quantised.undeclared import scales_of_codes
+from covmerge.files.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
+from covmerge.maths.linalg.auto import svd_cost
+from covmerge.maths.methods import registry
+from covmerge.maths.methods.mergekit import IN_ORDER
+from covmerge.maths.methods.registry import Unit, cost_with
+from covmerge.plan.planning.adapter import AdapterPlan, plan_adapter
+from covmerge.plan.planning.align import (
+    Alignment,
+    Model,
+    align,
+    check_same_architecture,
+    stored_ties,
+)
+from covmerge.plan.planning.data import (
+    OF_BASE,
+    Statistics,
+    check_base_statistics,
+    check_statistics,
+    find_statistics,
+    notes_on_statistics,
+    notes_on_unread_statistics,
+)
+from covmerge.plan.planning.forms import (
+    AdapterFactors,
+    ModelTensor,
+    PackedTensor,
+    Unwritten,
+    head_part,
+)
+from covmerge.plan.planning.lora_names import form_of
+from covmerge.plan.planning.mergekit import as_mergekit
+from covmerge.plan.planning.operands import BASE, Operand, expert_key
+from covmerge.plan.planning.operations import Copy, Merge
+from covmerge.plan.planning.quantise import Quantised, quantised
+from covmerge.plan.planning.rules import Rules
+from covmerge.plan.planning.types import Plan, Survey
+from covmerge.plan.planning.work import (
+    TOGETHER_ELEMENTS,
+    TensorPlan,
+    WorkItem,
+    looked_over_at_once,
+    parts_at_once,
+)
+from covmerge.plan.recipe import Recipe
+from covmerge.plan.recipe.varied import patterns_in
+
+# Elementwise work goes by row blocks of about this many elements: large enough that a read is
+# sequential, small enough that an embedding of any size costs little memory.
+BLOCK_ELEMENTS = 1 * 2**20
+# Of these as many are merged at once as stay in the cache, with all their temporaries.
+_PART_ELEMENTS = 2**18
+# What rounding and reading back a piece of a packed tensor takes, and a number of it.
+_PACKING = 64 * 2**20
+_OF_A_NUMBER = 32
+_FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
+
+
+def build_plan(
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics | None = None,
+) -> Plan:
+    """Decide everything that can be decided from headers.
+
+    Args:
+        recipe: what to do; its experts name `experts`, in the same order.
+        base: the base checkpoint.
+        experts: checkpoints by expert name.
+        statistics: statistics files by expert name, for methods that use data.
+
+    Raises:
+        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
+    """
+    (plan,) = build_plans([recipe], base, experts, statistics)
+    return plan
+
+
+def build_plans(
+    recipes: Sequence[Recipe],
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics | None = None,
+    *,
+    whole: bool = False,
+) -> list[Plan]:
+    """Plan several recipes over the same checkpoints so that one reading serves all of them.
+
+    Item by item their plans have the same rows of the same tensor: the most that any of them must
+    see at once; with `whole`, at least one matrix, so that it can be measured.
+    """
+    if whole and isinstance(base, Donor):
+        raise InputError(
+            "the recipe has no base, and what is measured are updates of one: give a base"
+        )
+    base_model = Model(base, describe_checkpoint(base))
+    models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
+    for name, model in models.items():
+        check_same_architecture(base_model, name, model)
+    aligned: dict[str, Mapping[str, Alignment]] = {}
+    alone = len(recipes) == 1 and not whole
+    named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
+    check_base_statistics([recipe for recipe, _ in named], base, statistics or {}, named[0][1])
+    drafts = _of_same_tensors(
+        [
+            _draft(recipe, chosen, base_model, models, statistics or {}, aligned)
+            for recipe, chosen in named
+        ],
+        base,
+    )
+    # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
+    width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
+    elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
+    # The fewest ranges are those of whoever must see the most of the tensor at once.
+    ranges = [
+        min((list(_row_ranges(t, elements, whole, _step(together))) for t in together), key=len)
+        for together in zip(*(draft.tensors for draft in drafts), strict=True)
+    ]
+    return [_plan(draft, base_model, models, statistics or {}, ranges, alone) for draft in drafts]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What a recipe does with each tensor, before the work is cut into items."""
+
+    recipe: Recipe
+    chosen: str | None
+    rules: Rules
+    alignments: Mapping[str, Alignment]
+    head_names: tuple[str, ...]
+    tensors: tuple[TensorPlan, ...]
+    adapter: AdapterPlan | None = None
+    packed: Quantised | None = None
+
+
+def _draft(
+    recipe: Recipe,
+    chosen: str | None,
+    base: Model,
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    aligned: dict[str, Mapping[str, Alignment]],
+) -> _Draft:
+    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common."""
+    checkpoints = {name: model.checkpoint for name, model in models.items()}
+    check_statistics(recipe, checkpoints, statistics)
+    try:
+        rules = Rules(recipe, base.description.family, base.headers)
+    except RecipeError as error:
+        if chosen is None or not recipe.parameters:
+            raise
+        raise RecipeError(
+            f"{error} No method is named, and {recipe.method} was chosen ({chosen}): name the method "
+            "that the parameters are for (--method)"
+        ) from error
+    key = recipe.model_dump_json(include={"tensors", "rules"})
+    if key not in aligned:
+        aligned[key] = {
+            name: align(base, name, model, recipe.tensors, rules.chosen_use)
+            for name, model in models.items()
+        }
+    alignments = aligned[key]
+    head_names = _head_names(base, alignments)
+    found = (
+        find_statistics(recipe, tensor, statistics)
+        for tensor in _plan_tensors(recipe, base, rules, models, alignments, head_names)
+    )
+    tensors = as_mergekit(
+        tuple(found), lambda expert, operand: models[expert].dtype(str(operand.tensor))
+    )
+    if isinstance(base.checkpoint, Donor):
+        _check_without_base(tensors)
+    wanted = registry.get(recipe.method).data
+    if wanted != "none" and not any(tensor.statistics for tensor in tensors):
+        held = next((file.names(wanted)[0] for file in statistics.values()), None)
+        raise InputError(
+            f"method '{recipe.method}': the statistics name none of the tensors that it merges (they "
+            f"name '{held}'): were they collected on models with other names, or do the recipe's "
+            "rules leave nothing to the method?"
+        )
+    if not any(isinstance(tensor.operation, Merge) for tensor in tensors):
+        raise InputError(
+            f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
+            "from the base under the recipe's rules."
+        )
+    draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
+    if recipe.output.format == "model":
+        packed = quantised(recipe, tensors, base.checkpoint)
+        return replace(draft, tensors=packed.tensors, packed=packed)
+    adapter = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
+    return replace(draft, tensors=adapter.tensors, adapter=adapter)
+
+
+def _check_without_base(tensors: Sequence[TensorPlan]) -> None:
+    """Refuse what is nothing without a base."""
+    for tensor in tensors:
+        merge = tensor.operation
+        if not isinstance(merge, Merge):
+            continue
+        if merge.before or merge.after or not merge.procedure.without_base(merge.parameters):
+            raise RecipeError(
+                f"method '{merge.method}' merges updates of a base ('{tensor.name}'), and the recipe has "
+                "none: write `base: SOURCE`, or take a method of the models themselves, such as `linear`"
+            )
+
+
+def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
+    """Give each adapter's draft the tensors that only others hold, as ones that it does nothing with."""
+    held = {tensor.name: tensor for draft in drafts for tensor in draft.tensors}
+    order = [name for name in base.headers if name in held]
+
+    def tensors(draft: _Draft) -> Iterator[TensorPlan]:
+        own = {tensor.name: tensor for tensor in draft.tensors}
+        for name in order:
+            rule = "base (it is not in the adapter)"
+            idle = {"operation": Copy(), "form": Unwritten(), "base": None, "rule": rule}
+            yield own[name] if name in own else replace(held[name], **idle)
+
+    return [replace(draft, tensors=tuple(tensors(draft))) for draft in drafts]
+
+
+def _plan(
+    draft: _Draft,
+    base: Model,
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    ranges: Sequence[Sequence[range | None]],
+    alone: bool,
+) -> Plan:
+    items = tuple(
+        item
+        for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
+        for item in _work_items(draft, tensor, tensor_ranges, models, statistics, alone)
+    )
+    heads: dict[str, dict[str, TensorHeader]] = {}
+    for name, alignment in draft.alignments.items():
+        kept = (alignment.names[n] for n in draft.head_names if n in alignment.names)
+        own = [*alignment.heads, *kept]
+        if own:
+            heads[name] = {h: replace(models[name].headers[h], module=None) for h in own}
+    plan = Plan(
+        recipe=draft.recipe,
+        tensors=draft.tensors,
+        items=(*items, *_head_items(heads)),
+        surveys=tuple(_surveys(items)),
+        heads=heads,
+        family=base.description.family,
+        chosen=draft.chosen,
+        notes=(
+            *_chosen(draft),
+            *(notes_on_unread_statistics(draft.recipe, statistics) if alone else ()),
+            *notes_on_statistics(draft.recipe, base.checkpoint, draft.tensors, statistics),
+            *_step_notes(draft.recipe),
+            *_mask_notes(draft.tensors),
+            *_of_no_tensor(draft.recipe, base, models),
+            *_notes(draft, base, models),
+            *(() if draft.adapter is None else draft.adapter.notes),
+            *(() if draft.packed is None else draft.packed.notes),
+        ),
+        tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
+        metadata={"covmerge": __version__, "method": draft.recipe.method},
+        parameters=() if draft.adapter is None else draft.adapter.parameters,
+        stem=weights_stem(base.checkpoint.config),
+        quantisation=None if draft.packed is None else draft.packed.settings,
+        gguf=None if draft.packed is None else draft.packed.gguf,
+    )
+    others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
+    return replace(plan, notes=(*plan.notes, *others))
+
+
+def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[WorkItem]:
+    """The work of keeping the experts' own task heads."""
+    for expert, kept in heads.items():
+        for name, header in kept.items():
+            own = TensorPlan(
+                stored=header,
+                output=header,
+                role=Role.HEAD,
+                why=f"the task head of expert '{expert}'",
+                operation=Copy(),
+                rule="kept for its expert",
+                operands={},
+                base=Operand(expert_key(expert), name),
+                form=ModelTensor(head_part(expert)),
+            )
+            for rows in header.row_blocks(BLOCK_ELEMENTS):
+                size = header.nbytes if rows is None else header.nbytes_of(rows)
+                yield WorkItem(own, rows, size, size, workspace=0, flops=0.0)
+
+
+def _with_method(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """Return the recipe with a method, and why it is that one, where it names none."""
+    if recipe.method != UNNAMED:
+        return recipe, None
+    name, why = choose(len(recipe.experts))
+    return recipe.model_copy(update={"method": name}), why
+
+
+def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
+    """Return the recipe with the form of a merged adapter's file, where it leaves that open."""
+    if recipe.output.format != "adapter" or recipe.output.names is not None:
+        return recipe
+    output = recipe.output.model_copy(update={"names": form_of(experts)})
+    return recipe.model_copy(update={"output": output})
+
+
+def _chosen(draft: _Draft) -> Iterator[str]:
+    if draft.chosen is not None:
+        yield f"no method is named: {draft.recipe.method}, as {draft.chosen}"
+
+
+def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
+    together: dict[str, list[WorkItem]] = {}
+    for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
+        own = list(neighbours)
+        action = own[0].tensor.operation
+        if isinstance(action, Merge) and _surveyed_density(action) is not None:
+            together.setdefault(action.key, []).extend(own)
+    for surveyed in together.values():
+        action = surveyed[0].tensor.operation
+        assert isinstance(action, Merge)
+        density = _surveyed_density(action)
+        assert density is not None
+        yield Survey(action, density, tuple(Survey.counting(surveyed)))
+
+
+def _surveyed_density(action: Merge) -> float | None:
+    return action.procedure.surveyed(action.parameters)
+
+
+def _head_names(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str, ...]:
+    """Names in the base that belong to task heads.
+
+    Where one tensor of a head differs in shape between experts, its neighbours outside the backbone
+    belong to the same head even if their shapes agree (RoBERTa's classifier.dense).
+    """
+    differing = {name for alignment in alignments.values() for name in alignment.head_bases}
+    if not differing:
+        return ()
+    return tuple(
+        name
+        for name, info in base.description.tensors.items()
+        if name in differing or (info.outside_backbone and info.role is not Role.OUTPUT)
+    )
+
+
+def _plan_tensors(
+    recipe: Recipe,
+    base: Model,
+    rules: Rules,
+    models: Mapping[str, Model],
+    alignments: Mapping[str, Alignment],
+    head_names: tuple[str, ...],
+) -> Iterator[TensorPlan]:
+    skip_missing = recipe.tensors.missing == "present"
+    experts = list(recipe.experts)
+    scales = scales_of_codes(base.headers)
+    for name, header in base.headers.items():
+        info = base.description.tensors[name]
+        if info.tied_to is not None and info.tied_to in base.headers:
+            continue  # merged and written once, under the name it is tied to
+        decision = rules.decide(header, info)
+        action, rule, role = decision.action, decision.rule, info.role
+        taking_part = rules.layers.experts(name, alignments)
+        weights = {expert: rules.weight(expert, name) for expert in taking_part}
+        if len(experts) == 1 and isinstance(action, Merge):
+            action, weights = _of_one(action, weights, recipe)
+        operands = {
+            expert: models[expert].operand(
+                expert_key(expert), alignments[expert].names.get(name), weight
+            )
+            for expert, weight in weights.items()
+            if weight
+        }
+        if name in head_names:
+            action, role = Copy(), Role.HEAD
+            rule = "base (task head: each expert's own is kept under heads/)"
+        elif isinstance(action, Merge):
+            action, rule = _for_experts(action, rule, operands, experts, skip_missing=skip_missing)
+        if isinstance(action, Copy) and name in scales:
+            scale = scales[name]
+            of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
+            if isinstance(of_scale, Merge):  # whatever a rule says of the codes alone
+                action = replace(action, compared=True, scale=scale)
+        if isinstance(action, Copy) and action.compared:
+            action, operands = _compared(action, header, operands, models)
+        output = replace(header, dtype=_output_dtype(recipe, header))
+        if skip_missing:
+            operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
+        masked = isinstance(action, Merge) and action.writes_masks
+        masks = tuple(recipe.experts) if masked else ()
+        yield TensorPlan(
+            header,
+            output,
+            role,
+            info.why,
+            action,
+            rule,
+            operands,
+            Operand(BASE, name),
+            ModelTensor(masks=masks),
+            matrices=rules.matrices(header, info),
+            parameter=info.parameter,
+            takes_factors=info.takes_factors,
+            stays_full=info.stays_full,
+            in_blocks=info.in_blocks,
+            rebuilt=info.rebuilt,
+            ties=tuple(other for other, to in base.description.tied.items() if to == name),
+        )
+
+
+def _compared(
+    copy: Copy,
+    header: TensorHeader,
+    operands: Mapping[str, Operand],
+    models: Mapping[str, Model],
+) -> tuple[Copy, dict[str, Operand]]:
+    """A copy that is held against the experts' tensors, and those of them that have the base's shape."""
+    shapes = {
+        expert: models[expert].headers[name].shape
+        for expert, operand in operands.items()
+        if (name := operand.tensor) is not None and name in models[expert].headers
+    }
+    reshaped = tuple(expert for expert, shape in shapes.items() if shape != header.shape)
+    alike = {expert: operands[expert] for expert in shapes if expert not in reshaped}
+    return replace(copy, reshaped=reshaped), alike
+
+
+def _of_one(
+    merge: Merge, weights: Mapping[str, float], recipe: Recipe
+) -> tuple[Merge, Mapping[str, float]]:
+    """The merge of an expert that is alone: its weight is the share of the merged update.
+
+    Many methods divide by the sum of the weights, which would make it nothing.
+    """
+    weight = next(iter(weights.values()), 1.0)
+    if weight in (0.0, 1.0):
+        return merge, weights
+    why = ""
+    if recipe.base is None:
+        why = "there is no base that its update is a difference to"
+    elif merge.writes_masks:
+        why = f"'{merge.method}' writes what gives the expert back as it was"
+    if why:
+        (expert,) = weights
+        raise RecipeError(
+            f"the weight {weight:g} of '{expert}', which is alone, is the share of its update, and {why}: "
+            "leave out its weight"
+        )
+    return replace(merge, scale=weight), dict.fromkeys(weights, 1.0)
+
+
+def _for_experts(
+    merge: Merge,
+    rule: str,
+    operands: Mapping[str, Operand],
+    experts: Sequence[str],
+    *,
+    skip_missing: bool,
+) -> tuple[Merge | Copy, str]:
+    """A merge of those experts that take part in a tensor; a copy where they are too few."""
+    method = registry.get(merge.method)
+    if not operands:
+        return Copy(), "base (all weights are 0)"
+    if not method.takes(len(operands)):
+        raise RecipeError(
+            f"method '{method.name}' merges {method.experts_text}, and the recipe has {len(operands)} "
+            f"({', '.join(operands)}): choose another method"
+        )
+    present = [expert for expert, operand in operands.items() if operand.tensor is not None]
+    if not present and merge.parameters.get("drawn") != IN_ORDER:
+        return Copy(), "base (no expert has it)"  # else it draws random numbers all the same
+    if not skip_missing:
+        present = list(operands)
+    elif not method.takes(len(present)):
+        return (
+            Copy(),
+            f"base ({len(present)} experts have it, and {method.name} merges {method.experts_text})",
+        )
+    return replace(merge, parameters=method.for_experts(merge.parameters, experts, present)), rule
+
+
+def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
+    as_it_is = header.complex or not header.dtype.is_floating_point
+    if recipe.output.dtype == "base" or as_it_is:
+        return header.dtype
+    return getattr(torch, recipe.output.dtype)
+
+
+def _step(together: Sequence[TensorPlan]) -> int | None:
+    """How many rows of a tensor are written together, by all plans; None: all of them."""
+    forms = [tensor.form for tensor in together]
+    steps = [form.packing.step for form in forms if isinstance(form, PackedTensor)]
+    return None if None in steps else lcm(*filter(None, steps))
+
+
+def _row_ranges(
+    tensor: TensorPlan, elements: int, whole: bool, step: int | None
+) -> Iterator[range | None]:
+    """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it.
+
+    What an adapter has of a tensor is one piece.
+    """
+    by_rows = isinstance(tensor.form, ModelTensor | PackedTensor | Unwritten)
+    if not by_rows or step is None:
+        yield range(tensor.output.shape[0]) if tensor.output.shape else None
+        return
+    action, shape = tensor.operation, tensor.output.shape
+    unit: Unit = "element"
+    if isinstance(action, Merge):
+        unit = action.procedure.unit_for(action.parameters)
+        layout = action.layout
+        if whole and layout is None and tensor.matrices is not None and unit != "tensor":
+            unit, layout = "matrix", tensor.matrices
+        if layout is not None and layout.stacked and step == 1:
+            yield from (range(index, index + 1) for index in range(shape[0]))
+            return
+    if _goes_by_rows(unit, shape):
+        yield from tensor.output.row_blocks(elements, step)
+    else:
+        yield range(shape[0]) if shape else None
+
+
+def _work_items(
+    draft: _Draft,
+    tensor: TensorPlan,
+    ranges: Sequence[range | None],
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    alone: bool,
+) -> Iterator[WorkItem]:
+    """The work on a tensor; what as many rows take is found once, as a large model has 10⁵ items."""
+    known: dict[int, WorkItem] = {}
+    packed = isinstance(tensor.form, PackedTensor)  # what is written depends on which rows they are
+    for rows in ranges:
+        alike = None if rows is None or packed else known.get(len(rows))
+        if alike is not None:
+            yield replace(alike, rows=rows)
+            continue
+        item = _work_item(draft, tensor, rows, models, statistics, alone)
+        if rows is not None:
+            known[len(rows)] = item
+        yield item
+
+
+def _work_item(
+    draft: _Draft,
+    tensor: TensorPlan,
+    rows: range | None,
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    alone: bool,
+) -> WorkItem:
+    """The work on some rows; `alone`: by this plan and no other."""
+    shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
+    numel = prod(shape)
+    itemsize = getattr(torch, draft.recipe.dtype).itemsize
+    stored = 0 if tensor.base is None else numel * tensor.stored.dtype.itemsize
+    write = tensor.written_bytes(rows)
+    present = [
+        (expert, operand.tensor)
+        for expert, operand in tensor.operands.items()
+        if operand.tensor is not None
+    ]
+    raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
+    if isinstance(tensor.operation, Copy):
+        space = _packing_space(tensor, numel, itemsize)
+        read = raw if tensor.operation.compared else stored
+        return WorkItem(tensor, rows, read, write, workspace=space, flops=0.0)
+
+    count = max(1, len(tensor.operands))
+    thin = draft.adapter is not None and tensor.name in draft.adapter.thin
+    if thin:
+        return _thin_item(tensor, rows, raw, write, models, itemsize)
+    assert isinstance(tensor.operation, Merge)
+    method = tensor.operation.procedure
+    layout = tensor.operation.layout
+    dense = not any(name in models[expert].low_rank for expert, name in present)
+    at_once = _rows_at_once(tensor.operation, shape) if alone and dense else None
+    overview = at_once is None and alone and dense and _looks_over(tensor, shape)
+    if overview:
+        at_once = _rows_of_a_part(shape)
+    part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
+    if layout is None:
+        shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
+    else:
+        shapes = list(matrix_shapes(shape, layout))
+    cost_of = cost_with(method, method.cost, tensor.operation.parameters)
+    costs = [cost_of(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
+    # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
+    # Beside other plans a method that sees weights has the updates there too.
+    twice = count if method.sees == "weights" and not alone else 0
+    held = (count + twice + 2 + method.needs_base) * prod(part) * itemsize
+    # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
+    measured = sum(
+        numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
+        for expert, name in tensor.statistics.items()
+    )
+    if tensor.base_inputs is not None:
+        measured += statistics[OF_BASE].header("gram", tensor.base_inputs).numel
+    if isinstance(tensor.form, AdapterFactors):
+        costs = [
+            cost + svd_cost(*shape, tensor.form.place.rank, itemsize)
+            for cost, shape in zip(costs, shapes, strict=True)
+        ]
+    workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
+    if overview:
+        assert method.overview is not None
+        look = method.overview
+        entry_bytes = look.entry_bytes(tensor.operation.parameters)
+        merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
+        merging += count * numel // 8
+        held = entry_bytes > 0
+        at_a_time = 1 if look.together else looked_over_at_once(numel, count, held=held)
+        workspace = max(int(entry_bytes * numel * at_a_time), merging)
+    return WorkItem(
+        tensor,
+        rows,
+        read_bytes=raw,
+        write_bytes=write,
+        workspace=workspace + _packing_space(tensor, numel, itemsize),
+        flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
+        eigen_flops=sum(cost.eigen for cost in costs) * (numel / max(1, prod(part))),
+        statistics_bytes=measured * torch.float32.itemsize,
+        at_once=at_once,
+        overview=overview,
+        looked_at=_looked_at(tensor, stored, models, numel) if overview else 0,
+    )
+
+
+def _looked_at(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
+    """Bytes that an overview reads: of each expert by itself beside the base, or of all together."""
+    assert isinstance(tensor.operation, Merge)
+    method, given = tensor.operation.procedure, tensor.operation.parameters
+    assert method.overview is not None
+    experts = list(tensor.operands)
+    own = {
+        expert: 0 if operand.tensor is None else models[expert].stored_bytes(operand.tensor, numel)
+        for expert, operand in tensor.operands.items()
+    }
+    if method.overview.together:
+        return method.overview.looks(given) * (stored + sum(own.values()))
+    return sum(
+        method.overview.looks(method.for_experts(given, experts, [expert])) * (stored + size)
+        for expert, size in own.items()
+    )
+
+
+def _packing_space(tensor: TensorPlan, numel: int, itemsize: int) -> int:
+    """Bytes that packing some rows takes: the exact ones, in float32 too, and a piece of them."""
+    if not isinstance(tensor.form, PackedTensor):
+        return 0
+    single = torch.float32.itemsize
+    exact = itemsize + (single if itemsize > single else 0)
+    return numel * exact + min(_PACKING, numel * _OF_A_NUMBER)
+
+
+def _thin_item(
+    tensor: TensorPlan,
+    rows: range | None,
+    read: int,
+    write: int,
+    models: Mapping[str, Model],
+    itemsize: int,
+) -> WorkItem:
+    """The work on factors: their bases, the method on the cores, and factors again."""
+    assert isinstance(tensor.operation, Merge)
+    operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
+    rank = sum(models[expert].low_rank[name].rank for expert, name in operands) + 1
+    d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
+    method, given = tensor.operation.procedure, tensor.operation.parameters
+    sides = method.sides_for(given)
+    core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
+    cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
+    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations. What the base's
+    # inputs see of its weights is asked of the whole of them.
+    factors = (d_out + d_in) * rank
+    seen = d_out * d_in**2 if method.base_norm and tensor.base_inputs is not None else 0
+    return WorkItem(
+        tensor,
+        rows,
+        read_bytes=read,
+        write_bytes=write,
+        workspace=4 * factors * itemsize + cost.workspace + svd_cost(*core, rank, 8).workspace,
+        flops=6.0 * factors * rank + cost.flops + seen,
+        eigen_flops=cost.eigen,
+        thin=True,
+    )
+
+
+def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
+    """Rows of an elementwise merge that are worked on together; None: all of them."""
+    method = action.procedure
+    by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
+    # What a method says of its masks is of a whole item.
+    if not by_rows or not shape or action.writes_masks:
+        return None
+    return _rows_of_a_part(shape)
+
+
+def _rows_of_a_part(shape: tuple[int, ...]) -> int:
+    return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
+
+
+def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor that must be known whole is read twice: smaller ones cost less memory than time."""
+    merge = tensor.operation
+    return (
+        isinstance(merge, Merge)
+        and (look := merge.procedure.overview) is not None
+        and look.applies(merge.parameters)
+        and merge.procedure.unit_for(merge.parameters) == "tensor"
+        and isinstance(tensor.form, ModelTensor)
+        and not merge.writes_masks
+        and len(shape) > 1
+        and prod(shape) > BLOCK_ELEMENTS
+        and not (look.together and prod(shape) * len(tensor.operands) <= TOGETHER_ELEMENTS)
+    )
+
+
+def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:
+    """Whether what becomes of a row depends on no other; a vector is one row."""
+    return unit == "element" or (unit == "row" and len(shape) > 1)
+
+
+def _step_notes(recipe: Recipe) -> Iterator[str]:
+    for when in ("before", "after"):
+        names = [name for entry in getattr(recipe, when) for name in entry]
+        if names:
+            yield f"steps {when} the method: {', '.join(names)}"
+
+
+def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
+        yield (
+            "the merged weights alone serve no task: each expert's model is made of them, its mask and "
+            "its factor by covmerge.load_expert(OUT, EXPERT, BASE)"
+        )
+
+
+def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+    everything = [
+        info for model in (base, *models.values()) for info in model.description.tensors.values()
+    ]
+    for rule in recipe.rules:
+        if not any(rule.applies_to(info.name, info.role) for info in everything):
+            condition = rule.match if rule.match is not None else f"role {rule.role}"
+            yield f"the rule for '{condition}' applies to no tensor: check its spelling"
+    for where, patterns in patterns_in(recipe.model_dump()):
+        if not any(fnmatchcase(name, own) for name in base.headers for own in patterns):
+            meant = pattern_meant(patterns[0], base.headers)
+            said = " or ".join(f"'{pattern}'" for pattern in patterns)
+            yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
+
+
+def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+    tensors, dtype = draft.tensors, draft.recipe.dtype
+    yield from base.description.notes
+    yield from base.checkpoint.notes
+    order = stack_order(base.checkpoint)
+    if order is not None:
+        yield f"the output has {len(order)} layers, stacked of slices; config.json says so"
+    complex_ones = [t.name for t in tensors if t.stored.complex]
+    if complex_ones:
+        yield (
+            f"{counted(len(complex_ones), 'tensor is', 'tensors are')} complex "
+            f"({some(complex_ones, 1, quoted=True)}): real and imaginary parts are merged as numbers by "
+            "methods of any shape, else as other tensors that are no matrices, and keep their dtype"
+        )
+    double = [t.name for t in tensors if t.stored.dtype == torch.float64]
+    if double and dtype != "float64":
+        yield (
+            f"{counted(len(double), 'tensor is', 'tensors are')} stored in float64 and computed in float32 "
+            f"({some(double, 1)}): --dtype float64 keeps all digits"
+        )
+    tied = [n for n, i in base.description.tensors.items() if i.tied_to in base.headers]
+    if tied:
+        yield f"tied tensors are merged and written once; left out: {', '.join(tied)}"
+    for tensor in tensors:
+        info = base.description.tensors[tensor.name]
+        if (
+            info.outside_backbone
+            and info.role is Role.LINEAR
+            and isinstance(tensor.operation, Merge)
+        ):
+            yield (
+                f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
+                "merged; if it is a task head, add a rule with `use: head` to keep one per expert"
+            )
+    for name, alignment in draft.alignments.items():
+        yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
+        dtypes = {
+            str(models[name].dtype(found)).removeprefix("torch.")
+            for own, found in alignment.names.items()
+            if models[name].dtype(found) != base.headers[own].dtype
+        }
+        if dtypes:
+            yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"
+        if alignment.rebuilt:
+            yield (
+                f"expert '{name}' has {counted(len(alignment.rebuilt), 'buffer')} not as the base has "
+                f"({some(alignment.rebuilt, 1, quoted=True)}), no weights, as the model "
+                "makes them again when it is loaded: the output has the base's"
+            )
+        if alignment.missing:
+            yield f"expert '{name}' lacks {counted(len(alignment.missing), 'tensor')} of the base"
+        for resized, rows in alignment.resized.items():
+            yield (
+                f"expert '{name}': '{resized}' has {rows} rows, the base {base.headers[resized].shape[0]}; "
+                "the rows of the base are merged"
+            )
+        for reason in sorted(set(alignment.ignored.values())):
+            left_out = [n for n, why in alignment.ignored.items() if why == reason]
+            count = counted(len(left_out), "tensor")
+            yield f"expert '{name}': {count} left out, {reason} ({left_out[0]}, ...)"

@@ -1,0 +1,292 @@
+"""The statistics of the experts' data that a method needs: found for each tensor, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from covmerge.base.errors import InputError, RecipeError, TensorError
+from covmerge.base.text import counted, some
+from covmerge.base.types import Role
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.tensors import matrix_shapes
+from covmerge.maths.methods import Method, registry
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.work import TensorPlan
+from covmerge.plan.recipe import RANDOM, Recipe, format_size
+from covmerge.plan.statistics.file import StatisticsFile
+from covmerge.plan.statistics.needed import disk_needed, memory_by_block
+from covmerge.plan.statistics.of_base import HOW
+from covmerge.plan.vocabulary.retokenized import Retokenized
+
+Statistics = Mapping[str, StatisticsFile]
+
+OF_BASE = "base inputs"  # the key of the base's file; no expert has such a name
+
+_KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
+
+
+def check_base_statistics(
+    recipes: Sequence[Recipe], base: Checkpoint, statistics: Statistics, chosen: str | None
+) -> None:
+    """Check that a file of the base is of this base, and that a method looks at it.
+
+    Args:
+        recipes: which run together; it is enough if one of them has such a method.
+        base: what the experts were fine-tuned from.
+        statistics: the files; the base's under `OF_BASE`.
+        chosen: why the method is what it is, where the recipe does not name it.
+
+    Raises:
+        RecipeError: no method looks at it, or it holds no Gram matrix.
+        InputError: it is of another model.
+    """
+    of_base = statistics.get(OF_BASE)
+    named = recipes[0].base_inputs if of_base is None else str(of_base.path)
+    if named is None:
+        return
+    if not any(method.base_inputs for recipe in recipes for method in _methods_of(recipe)):
+        names = list(dict.fromkeys(recipe.method for recipe in recipes))
+        who = (
+            f"no method of these looks at the base's inputs ({', '.join(names)})"
+            if names[1:]
+            else f"method '{names[0]}' does not look at the base's inputs"
+        )
+        if chosen is not None:
+            who = f"{chosen}, whatever the base's inputs"
+        able = " or ".join(method.name for method in registry if method.base_inputs)
+        otherwise = f", or take {able}" if chosen is None else ""
+        raise RecipeError(
+            f"{named}: {who}. Leave out the statistics of the base (--base-stats){otherwise}."
+        )
+    if of_base is None:
+        return  # it is made when the plan is carried out
+    if not of_base.names("gram"):
+        raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it anew with --kind gram.")
+    base.materialize()
+    made = recipes[0].base_statistics == RANDOM  # of the base as it is seen here
+    of_base.check_model("the base", base if made else _as_collected(base))
+
+
+def check_statistics(
+    recipe: Recipe,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics,
+) -> None:
+    """Check that every method of a recipe has the files it needs, collected on these models.
+
+    Args:
+        recipe: whose methods.
+        experts: by name.
+        statistics: the files.
+
+    Raises:
+        RecipeError: an expert without a file, or a file that was collected in another way.
+        InputError: a file of another model.
+    """
+    for method in _methods_of(recipe):
+        name = method.name
+        if method.data == "none":
+            continue
+        for expert in experts:
+            if expert not in statistics:
+                raise RecipeError(
+                    f"method '{name}' needs the statistics of expert '{expert}': run "
+                    f"{_how_to_collect(recipe, method, expert)}, then name the file under `statistics:` of "
+                    f"the expert (--stats {expert}=FILE)."
+                )
+            file = statistics[expert]
+            if not file.names(method.data):
+                raise RecipeError(
+                    f"{file.path} holds no {_KINDS[method.data]}, which method '{name}' needs: "
+                    f"run {_how_to_collect(recipe, method, expert)}."
+                )
+            if file.protocol != method.protocol:
+                raise RecipeError(
+                    f"{file.path} was collected by the protocol '{file.protocol}', method '{name}' "
+                    f"needs '{method.protocol}': run {_how_to_collect(recipe, method, expert)}."
+                )
+    for expert, checkpoint in experts.items():
+        if expert in statistics:
+            checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
+            statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
+
+
+def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
+    """The command that collects what a method needs of an expert, or of all of them at once."""
+    if method.protocol == "regmean++":
+        named = (
+            f"--expert {name}={own.source} --data {name}=DATA"
+            for name, own in recipe.experts.items()
+        )
+        how = f"--protocol regmean++ --base {recipe.base} {' '.join(named)} --out FOLDER"
+        return f"`covmerge collect {how}`"
+    source = recipe.experts[expert].source
+    return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
+
+
+def _as_collected(checkpoint: Checkpoint) -> Checkpoint:
+    """The model that statistics were collected on: with its own tokens, whatever the output's are."""
+    return checkpoint.seen if isinstance(checkpoint, Retokenized) else checkpoint
+
+
+def _methods_of(recipe: Recipe) -> list[Method]:
+    """The methods of a recipe and of its rules."""
+    names = [recipe.method, *(rule.method for rule in recipe.rules if rule.method)]
+    return [registry.get(name) for name in dict.fromkeys(names)]
+
+
+def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
+    """Add to a tensor's plan the names of its statistics; without any it is averaged.
+
+    Raises:
+        TensorError: only some of the experts have statistics of it, they are of another shape, or
+            there are too few rows behind them.
+    """
+    merge = tensor.operation
+    if not isinstance(merge, Merge):
+        return tensor
+    method = registry.get(merge.method)
+    if method.base_inputs and OF_BASE in statistics:
+        seen = _base_inputs(tensor, statistics[OF_BASE])
+        rule = tensor.rule if seen is not None else f"{tensor.rule} (no base inputs of it)"
+        tensor = replace(tensor, base_inputs=seen, rule=rule)
+    if method.data == "none":
+        return tensor
+    kind = method.data
+    held = {expert: set(statistics[expert].names(kind)) for expert in tensor.operands}
+    names = {expert: operand.tensor for expert, operand in tensor.operands.items()}
+    found = {e: name for e, name in names.items() if name is not None and name in held[e]}
+    if not found:
+        average = Merge("average", {}, layout=None, scale=merge.scale)
+        return replace(tensor, operation=average, rule=f"average (no {_KINDS[kind]} of it)")
+    for expert, name in names.items():
+        if expert not in found:
+            raise TensorError(
+                f"'{tensor.name}': {statistics[expert].path} of expert '{expert}' has no "
+                f"{_KINDS[kind]} of '{name or tensor.name}', but the file of expert "
+                f"'{next(iter(found))}' has one: collect it for all experts, or add the rule "
+                f"{{match: '{tensor.name}', use: average}}."
+            )
+    for expert, name in found.items():
+        _check(recipe, method, tensor, expert, statistics[expert], name)
+    return replace(tensor, statistics=found)
+
+
+def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterator[str]:
+    """Say that experts have statistics which no method of the recipe looks at."""
+    measured = [expert for expert in recipe.experts if expert in statistics]
+    if measured and all(method.data == "none" for method in _methods_of(recipe)):
+        users = ", ".join(
+            method.name
+            for method in registry
+            if method.data != "none"
+            and all(
+                statistics[own].protocol == method.protocol and statistics[own].names(method.data)
+                for own in measured
+            )
+        )
+        yield (
+            f"method '{recipe.method}' does not look at statistics of experts, and "
+            f"{some(measured, 3, quoted=True)} {'has' if len(measured) == 1 else 'have'} some: leave them "
+            "out" + (f", or name a method that does ({users})" if users else "")
+        )
+
+
+def notes_on_statistics(
+    recipe: Recipe, base: Checkpoint, tensors: Sequence[TensorPlan], statistics: Statistics
+) -> Iterator[str]:
+    """Say where the base's inputs come from, and of which layers there are none, though a method looks.
+
+    Raises:
+        InputError: there are some of none of them.
+    """
+    if recipe.base_statistics == RANDOM and any(m.base_inputs for m in _methods_of(recipe)):
+        needed = ""
+        if OF_BASE not in statistics:
+            memory, disk = format_size(memory_by_block(base)), format_size(disk_needed(base))
+            needed = f", in {memory} of memory and {disk} of disk at most"
+        yield f"what the base's layers see is told by {HOW}{needed}"
+    if OF_BASE not in statistics:
+        return
+    without = [
+        tensor.name
+        for tensor in tensors
+        if isinstance(tensor.operation, Merge)
+        and registry.get(tensor.operation.method).base_inputs
+        and tensor.base_inputs is None
+    ]
+    path = statistics[OF_BASE].path
+    if without and not any(tensor.base_inputs for tensor in tensors):
+        held = statistics[OF_BASE].names("gram")[0]
+        raise InputError(
+            f"{path} names none of the layers that its method merges ({some(without, 2)}; it names "
+            f"'{held}'): leave out the statistics of the base (--base-stats), or collect them on a base "
+            "whose layers have these names"
+        )
+    if without:
+        # A file that the merge made itself is called by a hash of how, in a cache.
+        where = "the base, as it was run," if recipe.base_statistics == RANDOM else path.name
+        yield (
+            f"{where} has no inputs of {counted(len(without), 'layer')} ({some(without, 3)}): "
+            f"{'it is' if len(without) == 1 else 'they are'} merged as if the base's inputs were not known"
+        )
+
+
+def _base_inputs(tensor: TensorPlan, file: StatisticsFile) -> str | None:
+    """The name that the base's file has for a tensor, if it has one.
+
+    Raises:
+        TensorError: it is of another shape.
+    """
+    if tensor.name not in file.names("gram"):
+        return None
+    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
+    shape = file.header("gram", tensor.name).shape
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
+        if shape != (d_in, d_in):
+            raise _wrong_shape(tensor, file, tensor.name, shape, (d_in, d_in))
+    return tensor.name
+
+
+def _check(
+    recipe: Recipe, method: Method, tensor: TensorPlan, expert: str, file: StatisticsFile, name: str
+) -> None:
+    shape = file.header(method.data, name).shape
+    if method.data == "fisher":
+        if recipe.tokenizer is not None and tensor.role in (Role.EMBEDDING, Role.OUTPUT):
+            raise TensorError(
+                f"'{tensor.name}': {file.path} has the Fisher information of the rows of expert "
+                f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "
+                "tables, by `tensors: {embeddings: average, output_head: average}`"
+            )
+        rows = tensor.operands[expert].rows  # a table may have fewer than the output's
+        wanted = tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])
+        if shape != wanted:
+            raise _wrong_shape(tensor, file, name, shape, wanted)
+        return
+    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
+        if shape != (d_in, d_in):
+            raise _wrong_shape(tensor, file, name, shape, (d_in, d_in))
+        rows = file.rows(method.data, name)
+        if rows < d_in and recipe.tensors.few_rows == "error":
+            raise TensorError(
+                f"'{tensor.name}': the Gram matrix of expert '{expert}' ({file.path}) comes from "
+                f"{rows} layer inputs of {d_in} dimensions, so it is singular. Collect more "
+                "examples, or allow it with `tensors: {few_rows: allow}`."
+            )
+
+
+def _wrong_shape(
+    tensor: TensorPlan,
+    file: StatisticsFile,
+    name: str,
+    shape: tuple[int, ...],
+    wanted: tuple[int, ...],
+) -> InputError:
+    return TensorError(
+        f"'{tensor.name}': {file.path} has statistics {list(shape)} of '{name}', this layer needs "
+        f"{list(wanted)}: were they collected on another model, or is the tensor stored transposed "
+        "(tensors: {conv1d: stored})?"
+    )

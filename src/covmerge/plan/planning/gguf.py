@@ -1,0 +1,243 @@
+"""A GGUF file as the output: the type of every tensor, and what of the base's file stays as it is."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+
+from covmerge.base.errors import CheckpointError, RecipeError
+from covmerge.base.text import counted, keep_plain, some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.gguf_layout import GgufHead
+from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME, Dequantised
+from covmerge.files.quantised.gguf import read_as
+from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
+from covmerge.plan.planning.forms import PackedTensor
+from covmerge.plan.planning.work import TensorPlan
+from covmerge.plan.recipe import Output, Recipe
+
+GGUF = "gguf"
+_FULL = "F32"
+# Which llama.cpp leaves in float32 too.
+_STAY = ("position_embd.weight", "token_types.weight")
+_ROUTERS = "ffn_gate_inp.weight"  # of every layer
+_FILE_TYPE = "general.file_type"
+_MOST_FIXED = 2**20  # bytes of a tensor that is no parameter: rotation frequencies, mostly
+
+
+@dataclass(frozen=True)
+class AsGguf:
+    """The tensors of a model, each as its file has it.
+
+    Attributes:
+        tensors: all of them, with their forms.
+        head: what the file has beside them.
+        notes: what a user should know.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    head: GgufHead
+    notes: tuple[str, ...]
+
+
+def is_gguf(wanted: str, base: Checkpoint) -> bool:
+    """Whether the output is a GGUF file."""
+    of_gguf = isinstance(base, Dequantised) and isinstance(base.settings, GgufSettings)
+    return wanted.partition("-")[0] == GGUF or (wanted == SAME and of_gguf)
+
+
+def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> AsGguf:
+    """Give each tensor its type, as the recipe wants it.
+
+    Raises:
+        RecipeError: the base is no GGUF file, or has types that `gguf` does not make.
+        CheckpointError: rows that are no whole number of blocks.
+    """
+    wanted, keep = recipe.output.quantise, recipe.output.keep
+    if not isinstance(base, Dequantised) or not isinstance(base.settings, GgufSettings):
+        raise RecipeError(
+            f"`quantise: {wanted}` writes the base's GGUF file with other weights, with its tokenizer and "
+            f"its metadata, and {base.source} is none: pass one as base, or merge without `quantise` and "
+            "convert the output (convert_hf_to_gguf.py)"
+        )
+    if recipe.output.shard_size != Output.model_fields["shard_size"].default:
+        raise RecipeError(
+            f"`quantise: {wanted}` writes one GGUF file: leave out `shard_size`, and divide the output by "
+            "llama.cpp's gguf-split if a client wants that"
+        )
+    settings = base.settings
+    types = cast("Mapping[str, str]", settings["types"])
+    names = {tensor.name: base.packed[tensor.name].stored[0] for tensor in tensors}
+    held = {name: types[own] for name, own in names.items()}
+    kept = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
+    matrices = {name for name, own in names.items() if len(base.seen.headers[own].shape) > 1}
+    plain = _plain_type(recipe, base)
+    kinds = dict(zip(names, _kinds(wanted, names, held, matrices), strict=True))
+    kinds |= {name: plain for name in kept & matrices}
+    _check_made(wanted, kinds, base.source)
+    _check_stacks(settings.stacks, {own: (name, kinds[name]) for name, own in names.items()})
+    dtype = _dtype(recipe, base, {kinds[name] for name in matrices})
+    formed = {t.name: _formed(t, base, kinds[t.name], held[t.name], dtype) for t in tensors}
+    unfit = [tensor for tensor in tensors if formed[tensor.name] is None]
+    if unfit:
+        name, shape = unfit[0].name, list(unfit[0].output.shape)
+        raise CheckpointError(
+            f"'{name}' is {shape}, and {kinds[name]} packs rows of whole blocks of 32: "
+            f"{keep_plain(tensor.name for tensor in unfit)}, or choose another type"
+        )
+    done = tuple(filter(None, formed.values()))
+    types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
+    return AsGguf(done, _head(settings, base, types), tuple(_notes(held, kinds, kept)))
+
+
+def _kinds(
+    wanted: str, names: Mapping[str, str], held: Mapping[str, str], matrices: set[str]
+) -> Iterator[str]:
+    """The type of each tensor.
+
+    By a type's name all matrices get it, but those that the base has in float32 beside others in fewer
+    bits, which llama.cpp or who made the file had a reason for.
+    """
+    all_full = all(held[name] == _FULL for name in matrices)
+    for name, own in names.items():
+        if wanted in (SAME, GGUF):
+            yield own_or_higher(held[name]) if wanted == GGUF else held[name]
+        elif name not in matrices or _stays(own) or (held[name] == _FULL and not all_full):
+            yield held[name]
+        else:
+            yield wanted.partition("-")[2].upper()
+
+
+def _stays(name: str) -> bool:
+    return name in _STAY or name.endswith(_ROUTERS)
+
+
+def own_or_higher(kind: str) -> str:
+    """Return a type, or the next one that is written in its place.
+
+    Example:
+        >>> own_or_higher("Q8_0"), own_or_higher("Q4_K")
+        ('Q8_0', 'Q5_0')
+    """
+    return kind if kind in WRITTEN else HIGHER.get(kind, kind)
+
+
+def _check_made(wanted: str, kinds: Mapping[str, str], source: str) -> None:
+    lacking = {name: kind for name, kind in kinds.items() if kind not in WRITTEN}
+    if not lacking:
+        return
+    counts = Counter(lacking.values())
+    said = ", ".join(f"{kind}: {own}" for kind, own in counts.items())
+    higher = ", ".join(f"{kind} becomes {HIGHER[kind]}" for kind in counts if kind in HIGHER)
+    raise RecipeError(
+        f"`quantise: {wanted}`: {source} has {counted(len(lacking), 'tensor')} of types that the package "
+        f"gguf does not make ({said}; {some(lacking, 3, quoted=True)}), only llama.cpp does. "
+        + (f"`quantise: gguf` writes the next higher type ({higher})" if higher else "Name a type")
+        + "; `gguf-q8_0` writes one type; or write gguf-f16, and quantise it by llama-quantize"
+    )
+
+
+def _check_stacks(
+    stacks: Mapping[str, tuple[str, ...]], given: Mapping[str, tuple[str, str]]
+) -> None:
+    """Refuse a stack of experts whose matrices would be of several types.
+
+    Args:
+        stacks: see `GgufHead`.
+        given: by stored name, the tensor's own name and its type.
+    """
+    for stack, members in stacks.items():
+        first, kind = given[members[0]]
+        for name, other in (given[member] for member in members):
+            if other != kind:
+                raise RecipeError(
+                    f"`keep` makes '{first}' {kind} and '{name}' {other}, and a GGUF file has one type for "
+                    f"all experts of a layer ('{stack}'): keep all of them or none"
+                )
+
+
+def _plain_type(recipe: Recipe, base: Dequantised) -> str:
+    """The type of what `keep` names."""
+    stored = recipe.output.dtype
+    if stored != "base":
+        return PLAIN_TYPES[getattr(torch, stored)]
+    return PLAIN_TYPES[next(iter(base.packed.values())).header.dtype]
+
+
+def _dtype(recipe: Recipe, base: Dequantised, kinds: set[str]) -> torch.dtype:
+    """What the file will be read as: by the config.json that will lie beside it."""
+    config = {key: own for key, own in (base.seen.config or {}).items() if key != QUANTISATION}
+    if not config:  # one is written, of what the base's file says
+        config = base.config or {}
+    stated = [key for key in DTYPE_KEYS if key in config]
+    if stated and recipe.output.dtype != "base":
+        config = {stated[0]: recipe.output.dtype}
+    return read_as(config, kinds)
+
+
+def _formed(
+    tensor: TensorPlan, base: Dequantised, kind: str, held: str, dtype: torch.dtype
+) -> TensorPlan | None:
+    """The tensor in its type; None: its rows are no whole blocks."""
+    output = replace(tensor.output, dtype=dtype)
+    # Measured in float32, in which llama.cpp reads it, and not in the dtype that transformers rounds to.
+    packed = cast("Any", base.packed[tensor.name])
+    packed = replace(packed, header=replace(output, dtype=torch.float32))
+    packing = of_gguf(packed, kind, base.seen.headers[packed.stored[0]].shape)
+    if packing is None:
+        return None
+    return replace(tensor, output=output, form=PackedTensor(packing, kind == held, kind))
+
+
+def _head(settings: GgufSettings, base: Dequantised, types: Mapping[str, str]) -> GgufHead:
+    fixed: dict[str, tuple[TensorHeader, bytes]] = {}
+    for name in sorted(base.unused):
+        header = settings.tensors[name]
+        if header.nbytes > _MOST_FIXED:
+            raise CheckpointError(
+                f"{base.source}: '{name}' is no parameter, and has {header.nbytes} bytes, where at most "
+                f"{_MOST_FIXED} are copied: convert the model anew"
+            )
+        fixed[name] = header, base.seen.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+    start = bytearray(settings.file.read(settings.start))
+    place = settings.places.get(_FILE_TYPE)
+    if place is not None and types != settings["types"]:
+        struct.pack_into("<I", start, place, _file_type(settings, types))
+    return GgufHead(bytes(start), settings.alignment, types, fixed, settings.stacks)
+
+
+def _file_type(settings: GgufSettings, types: Mapping[str, str]) -> int:
+    """What GGUF calls a file by the type of most of its bytes."""
+    package: Any = importlib.import_module("gguf")
+    sizes = Counter[str]()
+    for name, header in settings.tensors.items():
+        sizes[types[name]] += header.numel
+    ((most, _),) = sizes.most_common(1)
+    return int(package.LlamaFileType["ALL_F32" if most == _FULL else f"MOSTLY_{most}"])
+
+
+def _notes(held: Mapping[str, str], kinds: Mapping[str, str], kept: set[str]) -> Iterator[str]:
+    counts = ", ".join(f"{own} {kind}" for kind, own in Counter(kinds.values()).items())
+    beside = f", {len(kept)} of them by `keep`" if kept else ""
+    yield (
+        f"{counted(len(kinds), 'tensor')} written as one GGUF file ({counts}{beside}), each weight rounded "
+        "to the nearest number; metadata and tokenizer are the base's, its name too"
+    )
+    others: dict[tuple[str, str], list[str]] = {}
+    for name, kind in kinds.items():
+        if held[name] not in WRITTEN and name not in kept:
+            others.setdefault((held[name], kind), []).append(name)
+    for (old, new), own in others.items():
+        yield (
+            f"{counted(len(own), 'tensor')} of {old}, which only llama.cpp makes, "
+            f"{'is' if len(own) == 1 else 'are'} written as {new}: {some(own, 5, quoted=True)}"
+        )

@@ -1,0 +1,104 @@
+"""What is done with the operands of a piece of work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from covmerge.files.tensors import MatrixLayout
+from covmerge.maths.methods import Method, registry
+from covmerge.maths.steps import StepUse, with_steps
+from covmerge.plan.planning.operands import Operand
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge a tensor by a method.
+
+    Attributes:
+        method: registered name.
+        parameters: all of the method's parameters, resolved.
+        layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
+        before: steps before the method.
+        after: steps after it.
+        scale: what the merged update is multiplied by: the weight of an expert that is alone.
+    """
+
+    method: str
+    parameters: Mapping[str, Any]
+    layout: MatrixLayout | None
+    before: tuple[StepUse, ...] = ()
+    after: tuple[StepUse, ...] = ()
+    scale: float = 1.0
+
+    @property
+    def procedure(self) -> Method:
+        """The method with the steps around it: what is run, and what it needs."""
+        return self.around(registry.get(self.method))
+
+    def around(self, method: Method) -> Method:
+        """The steps around the method, or around what stands for it."""
+        return with_steps(method, self.before, self.after)
+
+    @property
+    def key(self) -> str:
+        """Method, parameters and steps: all tensors of one key share one survey."""
+        used = [[use.name, dict(use.parameters)] for use in (*self.before, *self.after)]
+        return json.dumps([self.method, dict(self.parameters), *used], sort_keys=True)
+
+    @property
+    def writes_masks(self) -> bool:
+        """Whether the method gives a mask per expert beside the merged update."""
+        return registry.get(self.method).writes_masks
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Take the base operand as it is.
+
+    Attributes:
+        compared: whether the experts' tensors are read too, and held against the base's.
+        reshaped: experts that have it in another shape.
+        scale: a floating-point tensor that is merged, and that scales this one's codes; "" where none does.
+    """
+
+    compared: bool = False
+    reshaped: tuple[str, ...] = ()
+    scale: str = ""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Count magnitudes for the survey of a merge: a reduction, which writes nothing.
+
+    Attributes:
+        merge: what the survey is for.
+        plan: which of the plans that run together asks for it.
+    """
+
+    merge: Merge
+    plan: int = 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """Measure updates, and a merged model; nothing is merged.
+
+    Attributes:
+        merged: the merged model's tensor; None: there is no such model.
+        spectra: whether singular values are taken, which is most of the work.
+        redo: a merge to do again where they are, to show its spectrum beside the merged model's.
+        attempt: a merge to try where they are, for what its method notices.
+        quadratics: whether it is measured what any weighted sum of the updates would keep of each.
+    """
+
+    merged: Operand | None = None
+    spectra: bool = False
+    redo: Merge | None = None
+    attempt: Merge | None = None
+    quadratics: bool = False
+
+
+Operation = Merge | Copy | Count | Look

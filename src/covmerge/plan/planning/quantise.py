@@ -1,0 +1,304 @@
+"""Which tensors of a model are stored packed, how, and what config.json says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from covmerge.base.errors import CheckpointError, RecipeError, pattern_meant
+from covmerge.base.text import counted, keep_plain, some
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.gguf_layout import GgufHead
+from covmerge.files.quantised import (
+    DTYPE_KEYS,
+    LAYOUTS,
+    SAME,
+    Dequantised,
+    Packing,
+    as_stored,
+    dtype_of,
+    is_derived,
+    with_plain,
+)
+from covmerge.files.tensors import Untied
+from covmerge.plan.planning.forms import ModelTensor, PackedTensor
+from covmerge.plan.planning.gguf import as_gguf, is_gguf
+from covmerge.plan.planning.work import TensorPlan
+from covmerge.plan.recipe import Recipe
+
+_GPT_OSS = "gpt_oss"
+# A head tied to the embedding is no stored tensor, and is a layer that a list must name all the same.
+_TIED_HEAD = "lm_head"
+_OF_EXPERTS = "fp8-block"  # in which transformers loads experts that are stored one by one
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The tensors of a model, some of which are stored packed.
+
+    Attributes:
+        tensors: all of them, with their forms.
+        settings: `quantization_config` of config.json; None: nothing is packed.
+        notes: what a user should know.
+        gguf: what a GGUF file has beside them, where they are written as one.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    settings: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = field(default=())
+    gguf: GgufHead | None = None
+
+
+def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
+    """Say which tensors are packed, as the recipe wants it.
+
+    Raises:
+        RecipeError: the base, the method or the layers are nothing that can be packed this way.
+        CheckpointError: a layer's sizes do not allow it.
+    """
+    wanted, keep = recipe.output.quantise, recipe.output.keep
+    if wanted == "none":
+        return Quantised(tensors)
+    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
+        raise RecipeError(
+            f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
+        )
+    if isinstance(base, Untied):
+        base = base.seen
+        if is_gguf(wanted, base):
+            raise RecipeError(
+                f"`quantise: {wanted}` writes the base's GGUF file with other weights, and some expert "
+                f"changes tensors that {base.source} ties: merge without `quantise`, and convert the "
+                "output (convert_hf_to_gguf.py)"
+            )
+    if is_derived(base):
+        raise RecipeError(
+            "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
+            "through `slices` or a `tokenizer`: merge without `quantise`, and quantise the output by a "
+            "merge of it alone (`base: null`, method passthrough)"
+        )
+    if is_gguf(wanted, base):
+        own = as_gguf(recipe, tensors, base)
+        for pattern in keep:
+            _check_pattern(pattern, [tensor.name for tensor in tensors])
+        return Quantised(own.tensors, notes=own.notes, gguf=own.head)
+    if base.config is None:
+        raise RecipeError(
+            f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "
+            "folder of a whole model as base"
+        )
+    # As it is read of the base, each tensor of bitsandbytes' 4 bits in a dtype of its own; else by config.
+    as_there = wanted == SAME and recipe.output.dtype == "base"
+    dtype = None if as_there else _read_as(recipe, base.config)
+    packable = _as_base(base) if wanted == SAME else _by_name(wanted, tensors, base)
+    kept = {name for name in packable if any(fnmatchcase(name, pattern) for pattern in keep)}
+    chosen = packable - kept
+    if wanted != SAME:
+        _check_sizes(wanted, [tensor.output for tensor in tensors if tensor.name in chosen])
+    done = [_packed(wanted, t, base, dtype) if t.name in chosen else t for t in tensors]
+    packed = [tensor for tensor in done if isinstance(tensor.form, PackedTensor)]
+    if not packed:
+        raise RecipeError(
+            f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed: keep fewer of them, "
+            "or leave out `quantise`"
+        )
+    _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
+    settings = _settings(wanted, base, done, kept)
+    unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
+    for pattern in unused:
+        _check_pattern(pattern, [tensor.name for tensor in tensors])
+    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, kept, unused)))
+
+
+def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
+    """What packed weights are read as: the dtype that config.json will state."""
+    stated = [key for key in DTYPE_KEYS if key in config]
+    if recipe.output.dtype == "base" or not stated:
+        return dtype_of(config)
+    return dtype_of({stated[0]: recipe.output.dtype})
+
+
+def _as_base(base: Checkpoint) -> set[str]:
+    """Tensors that the base stores packed."""
+    if not isinstance(base, Dequantised):
+        raise RecipeError(
+            f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
+            f"one ({', '.join(LAYOUTS)})"
+        )
+    if base.unused:
+        raise RecipeError(
+            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(base.unused)}'), which "
+            "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
+        )
+    return set(base.packed)
+
+
+def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> set[str]:
+    """Tensors that a format packs: those that the base has packed, else the weights of linear layers."""
+    own = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
+    if isinstance(base, Dequantised):
+        own &= set(base.packed)
+    if wanted == "mxfp4" and (base.config or {}).get("model_type") != _GPT_OSS:
+        raise RecipeError(
+            "`quantise: mxfp4`: clients load it of GPT-OSS alone, and this is another model; choose one of "
+            f"{', '.join(name for name in LAYOUTS if name != wanted)}"
+        )
+    if not own:
+        raise RecipeError(
+            f"`quantise: {wanted}`: no tensor is the weight of a layer that clients pack (linear layers, "
+            "as transformers builds them of config.json, but for heads and embeddings)"
+        )
+    return own
+
+
+def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
+    if tensor.output.module is not None:  # its own library reads it plain
+        return False
+    if wanted == "mxfp4":
+        return tensor.role is Role.EXPERT_STACK and len(tensor.output.shape) == LAYOUTS[wanted].axes
+    if not _is_linear(tensor) or tensor.stays_full:
+        return False
+    return tensor.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
+
+
+def _is_linear(tensor: TensorPlan) -> bool:
+    matrix = len(tensor.output.shape) == 2 and tensor.name.endswith(".weight")
+    return matrix and tensor.role is Role.LINEAR
+
+
+def _is_an_expert(tensor: TensorPlan) -> bool:
+    """Whether transformers puts it together with others on loading."""
+    return tensor.name.endswith(".weight") and not tensor.parameter.endswith(".weight")
+
+
+def _packed(
+    wanted: str, tensor: TensorPlan, base: Checkpoint, dtype: torch.dtype | None
+) -> TensorPlan:
+    """The tensor with the form that it is packed in."""
+    output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
+    as_base = wanted == SAME and output == base.headers[tensor.name]
+    form = PackedTensor(_packing(wanted, base, output), as_base, wanted)
+    return replace(tensor, output=output, form=form)
+
+
+def _packing(wanted: str, base: Checkpoint, header: TensorHeader) -> Packing:
+    if wanted == SAME:
+        assert isinstance(base, Dequantised)
+        return as_stored(base, header)
+    packing = LAYOUTS[wanted].packing(header)
+    assert packing is not None  # _check_sizes
+    return packing
+
+
+def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
+    """Refuse matrices whose sizes a format does not pack, all of them at once."""
+    layout = LAYOUTS[wanted]
+    unfit = [header for header in headers if layout.packing(header) is None]
+    if unfit:
+        raise CheckpointError(
+            f"'{unfit[0].name}' is {list(unfit[0].shape)}, and {wanted} packs {layout.needs}: "
+            f"{keep_plain(header.name for header in unfit)}, or choose another format"
+        )
+
+
+def _check_experts(packed: Sequence[TensorPlan], kept: Sequence[TensorPlan]) -> None:
+    """Refuse modules of experts that would be half packed: transformers makes one module of them."""
+    modules = {
+        tensor.parameter.rpartition(".")[0]: tensor.name
+        for tensor in packed
+        if _is_an_expert(tensor)
+    }
+    for tensor in kept:
+        other = modules.get(tensor.parameter.rpartition(".")[0])
+        if other is not None and _is_an_expert(tensor):
+            raise RecipeError(
+                f"`keep` has '{tensor.name}' and not '{other}', which are one module once they are loaded: "
+                "keep both or none"
+            )
+
+
+def _settings(
+    wanted: str, base: Checkpoint, tensors: Sequence[TensorPlan], kept: set[str]
+) -> dict[str, Any]:
+    """What config.json says: every linear layer that is plain is named."""
+    if wanted == SAME:
+        assert isinstance(base, Dequantised)
+        stated: Mapping[str, Any] = base.settings
+        plain = [tensor for tensor in tensors if tensor.name in kept]
+        if not plain:
+            return {**stated}
+        # A list that a config has not got means defaults, which are no more once it has one.
+        heads = [tensor for tensor in tensors if tensor.role is Role.OUTPUT]
+        return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
+    layers = [
+        tensor
+        for tensor in tensors
+        if not isinstance(tensor.form, PackedTensor)
+        and tensor.output.module is None
+        and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
+        and tensor.name.endswith(".weight")
+    ]
+    plain = [tensor for tensor in tensors if tensor.name in kept]
+    settings = {**LAYOUTS[wanted].settings}
+    if settings.get("load_in_4bit"):
+        settings["bnb_4bit_compute_dtype"] = _compute_dtype(tensors)
+    return with_plain(settings, [*_modules([*layers, *plain]), _TIED_HEAD])
+
+
+def _compute_dtype(tensors: Sequence[TensorPlan]) -> str:
+    packed = next(tensor for tensor in tensors if isinstance(tensor.form, PackedTensor))
+    return str(packed.output.dtype).removeprefix("torch.")
+
+
+def _modules(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    for tensor in tensors:
+        yield (
+            tensor.name.removesuffix(".weight")
+            if tensor.name.endswith(".weight")
+            else (tensor.name.rpartition(".")[0])
+        )
+        if _is_an_expert(tensor):
+            yield tensor.parameter.rpartition(".")[0]
+
+
+def _notes(
+    wanted: str,
+    tensors: Sequence[TensorPlan],
+    packed: Sequence[TensorPlan],
+    kept: set[str],
+    unused: Sequence[str],
+) -> Iterator[str]:
+    said = "the base's own format" if wanted == SAME else f"{wanted}: {LAYOUTS[wanted].said}"
+    plain = len(tensors) - len(packed)
+    yield (
+        f"{counted(len(packed), 'tensor')} written quantised ({said}), each weight rounded to the nearest "
+        f"number; {plain} plain" + (f", {len(kept)} of them by `keep`" if kept else "")
+    )
+    experts = [tensor.name for tensor in tensors if tensor not in packed and _is_an_expert(tensor)]
+    if experts and wanted != SAME and not kept.issuperset(experts) and wanted != "mxfp4":
+        yield (
+            f"experts that are stored one by one stay plain in this format ({some(experts, 2)}): "
+            f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"
+        )
+    full = [tensor.name for tensor in tensors if tensor.stays_full and _is_linear(tensor)]
+    if full and wanted != SAME:
+        yield (
+            f"{counted(len(full), 'layer stays', 'layers stay')} plain, which transformers keeps in "
+            f"float32 and loads packed in no format ({some(full, 2)})"
+        )
+    for pattern in unused:
+        yield f"`keep` has '{pattern}', which is plain in {wanted} anyway"
+
+
+def _check_pattern(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern of no tensor: what it was to keep would be rounded, which cannot be undone."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    raise RecipeError(
+        f"`keep` has '{pattern}', which matches no tensor: {pattern_meant(pattern, names)}"
+    )

@@ -1,0 +1,77 @@
+"""The slices of a recipe: views of its sources, and where in which slice a tensor lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from covmerge.base.errors import InputError
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.tensors import (
+    Stacked,
+    comes_before,
+    layer_name,
+    relative_depth,
+    relative_depths,
+)
+from covmerge.plan.recipe import Slice
+
+
+def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a source as it looks to a plan of these slices; itself without slices.
+
+    Args:
+        slices: of the recipe.
+        expert: its name; None for the base.
+        checkpoint: the source.
+
+    Raises:
+        InputError: an adapter, or a model without these layers.
+    """
+    if not slices:
+        return checkpoint
+    if isinstance(checkpoint, AdapterCheckpoint):
+        raise InputError(
+            f"expert '{expert}' ({checkpoint.source}) is an adapter, and slices are of models: fold it "
+            "into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
+        )
+    order: list[int] = []
+    given: list[int] = []
+    for own in slices:
+        if expert is None or expert in own.experts:
+            given += range(len(order), len(order) + own.length)
+        order += own.layers(expert)
+    return Stacked(checkpoint, order, given)
+
+
+class Layers:
+    """Where the tensors of an output lie: how deep, and in which slice."""
+
+    def __init__(self, slices: Sequence[Slice], names: Iterable[str]) -> None:
+        self._slices = slices
+        self._places = [(own, place) for own in slices for place in range(own.length)]
+        self._depths = {} if slices else relative_depths(names)
+
+    def depth(self, name: str) -> float:
+        """How deep the layer of a tensor lies, from 0 to 1, in its slice or in the model; 0 outside."""
+        if not self._slices:
+            return self._depths[name]
+        layer = layer_name(name)
+        if layer is None:
+            return 0.0
+        own, place = self._places[layer.index]
+        return relative_depth(place, own.length)
+
+    def experts(self, name: str, experts: Iterable[str]) -> list[str]:
+        """Return the experts that take part in a tensor, in the order of its slice."""
+        return list(self._slice(name).experts if self._slices else experts)
+
+    def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""
+        return {**given, **self._slice(name).parameters} if self._slices else given
+
+    def _slice(self, name: str) -> Slice:
+        layer = layer_name(name)
+        if layer is None:
+            return self._slices[0 if comes_before(name) else -1]
+        return self._places[layer.index][0]

@@ -1,0 +1,262 @@
+"""Who holds which of the tensors that a config ties, decided before anything is planned.
+
+Where every expert changes tied tensors alike, they stay one tensor. Where some expert does not, the base
+is seen untied (`Untied`): each of them is a tensor of its own, in the plan as in the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import some
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.layer_count import language_parts
+from covmerge.files.tensors import (
+    TIED,
+    Untied,
+    conv1d_names,
+    describe_checkpoint,
+    find_name,
+    layer_name,
+    same_values,
+)
+from covmerge.files.tensors.names import kind_by_name
+from covmerge.plan.planning.align import Model
+from covmerge.plan.vocabulary.tables import rows_of
+
+# They scale what the head is given where `tie_word_embeddings` is true, by d_model ** -0.5: the key says
+# more than that two tensors are one.
+_SCALED_WHERE_TIED = ("t5", "longt5", "pop2piano", "switch_transformers", "udop", "umt5")
+
+
+def with_ties_undone(
+    sources: Mapping[str | None, Checkpoint], form: Literal["model", "adapter"]
+) -> dict[str | None, Checkpoint]:
+    """Return the sources with the base, or the first of them, untied if some expert needs that.
+
+    Args:
+        sources: the base, whose key is None, if there is one; then the experts.
+        form: of the output. PEFT has no tied factors that all of its releases load: in an adapter each
+            tensor gets its own.
+
+    Raises:
+        InputError: a model whose config says that its head is its own, and which stores none; or a model
+            that cannot be stored untied.
+    """
+    first = next(iter(sources))
+    models = {
+        key: Model(source, describe_checkpoint(source))
+        for key, source in sources.items()
+        if not isinstance(source, AdapterCheckpoint)
+    }
+    for key, model in models.items():
+        _check_head(key, model)
+    start = models[first]
+    experts = {key: source for key, source in sources.items() if key != first}
+    if start.description.source == "names":
+        _check_unknown_ties(start, experts)
+    if not start.description.tied:
+        return dict(sources)
+    found = _changed_apart(start, experts, models, form)
+    if found is None:
+        return dict(sources)
+    key, names = found
+    own = start.checkpoint.headers
+    if any(name in own and own[name].module is not None for name in names):
+        raise InputError(
+            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
+            f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
+            "each source), copy the result over the module's folder in copies of the base and of every "
+            "expert, and merge these"
+        )
+    said = (
+        f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
+        f"{start.checkpoint.source} ties them"
+    )
+    note = (
+        f"{said}: each is merged by itself, and the output does not tie them"
+        if form == "model"
+        else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
+    )
+    ties = {n: kept for n, kept in start.description.tied.items() if kept in start.headers}
+    view = Untied(start.checkpoint, ties, note)
+    found = _changed_apart(Model(view, describe_checkpoint(view)), experts, models, form)
+    if found is not None:
+        key, names = found
+        raise InputError(
+            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
+            f"transformers ties these in this model whatever its config says: merge experts that were "
+            "trained without the one or with both as one tensor"
+        )
+    model_type = (start.checkpoint.config or {}).get("model_type")
+    if model_type in _SCALED_WHERE_TIED and form == "model":
+        apart = some([n for group in _groups(start).values() for n in group], 5, quoted=True)
+        raise InputError(
+            f"{said}. Untied it would be another model: in a '{model_type}' `{TIED}` also decides "
+            f'that its output is scaled. Store all of {apart} in the base, set "{TIED}" and, if it is '
+            'there, "scale_decoder_outputs" to false in its config.json, and multiply its '
+            "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
+            "merge to an adapter (--as adapter)"
+        )
+    return {
+        **sources,
+        **{k: _as_untied(start, model) for k, model in models.items() if k != first},
+        first: view,
+    }
+
+
+def _as_untied(base: Model, expert: Model) -> Checkpoint:
+    """Return a full expert that stores what the base ties; often it is the same.
+
+    Of one that ties it too, slices may take the one tensor and not the other, and tokens that it lacks have
+    rows of their own in each.
+    """
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    copies: dict[str, str] = {}
+    for name, kept in base.description.tied.items():
+        stands = find_name(expert.description.tied.get(name, kept), prefixes, expert.headers)
+        if stands is not None and find_name(name, prefixes, expert.headers) is None:
+            copies[name] = stands
+    return Untied(expert.checkpoint, copies) if copies else expert.checkpoint
+
+
+def _changed_apart(
+    base: Model,
+    experts: Mapping[str | None, Checkpoint],
+    models: Mapping[str | None, Model],
+    form: Literal["model", "adapter"],
+) -> tuple[str | None, tuple[str, str]] | None:
+    """The first expert that does not make the same of two tensors that the base ties, and these."""
+    for key, source in experts.items():
+        if isinstance(source, AdapterCheckpoint):
+            apart = _held_apart(base, source, form)
+        else:
+            apart = _stored_apart(base, models[key])
+        if apart is not None:
+            return key, apart
+    return None
+
+
+def _both(names: tuple[str, str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
+
+
+def _check_head(key: str | None, model: Model) -> None:
+    lacking = model.description.lacks_head
+    if lacking is not None:
+        who = "the base" if key is None else f"expert '{key}'"
+        raise InputError(
+            f"{who} ({model.checkpoint.source}) stores no '{lacking}', and its config.json ties it to no "
+            f"other tensor, so that clients would draw it at random. If it is to be the embedding, set "
+            f'"{TIED}": true in its config.json; else save the model again, with its head'
+        )
+
+
+def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -> None:
+    """Refuse experts that change tied tensors, where nobody knows which tensors these are."""
+    config = base.checkpoint.config or {}
+    if not any(part.get(TIED) is True for _, part in language_parts(config)):
+        return
+    for key, expert in experts.items():
+        adapter = isinstance(expert, AdapterCheckpoint)
+        for name, shape in _shapes(expert).items():
+            header = TensorHeader(name, shape, torch.float32)
+            role = kind_by_name(header, {name: header}).role
+            table = role is Role.EMBEDDING and rows_of(name) == "tokens" and not layer_name(name)
+            if (role is Role.OUTPUT and name not in base.headers) or (adapter and table):
+                raise InputError(
+                    f"config.json of {base.checkpoint.source} ties its output head to an embedding "
+                    f"({TIED}), and which tensors that are is not known "
+                    f"({some(base.description.notes, 1)}): what becomes of '{name}' of expert '{key}' "
+                    "cannot be told. Install transformers (pip install 'covmerge[transformers]'); if it "
+                    f'does not know the model, store its head in the base too, with "{TIED}": false in '
+                    "config.json"
+                )
+
+
+def _groups(base: Model) -> dict[str, list[str]]:
+    """Each tensor that others are tied to, with all names of the group."""
+    groups: dict[str, list[str]] = {}
+    for name, kept in base.description.tied.items():
+        groups.setdefault(kept, [kept]).append(name)
+    return groups
+
+
+def _stored_apart(base: Model, expert: Model) -> tuple[str, str] | None:
+    """Two tensors that the base ties and a full model has apart."""
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    for name, kept in base.description.tied.items():
+        one, other = (_stands_for(expert, own, prefixes) for own in (name, kept))
+        if one is None or other is None or one == other:
+            continue
+        if expert.description.source == "names":  # no config says it: copies of one tensor are one
+            expert.checkpoint.materialize()
+            if same_values(expert.checkpoint, one, other):
+                continue
+        return name, kept
+    return None
+
+
+def _stands_for(expert: Model, name: str, prefixes: Sequence[str]) -> str | None:
+    """The stored tensor of an expert that is the base's of this name, by the expert's own ties."""
+    tied = expert.description.tied
+    own = find_name(name, prefixes, expert.headers)
+    if own is None:
+        return find_name(tied[name], prefixes, expert.headers) if name in tied else None
+    return tied[own] if tied.get(own) in expert.headers else own
+
+
+def _held_apart(
+    base: Model, adapter: AdapterCheckpoint, form: Literal["model", "adapter"]
+) -> tuple[str, str] | None:
+    """Two tensors that the base ties and an adapter changes otherwise than alike."""
+    for kept, names in _groups(base).items():
+        held = {name: own for name in names if (own := _held_as(base, name, adapter)) is not None}
+        # PEFT trains biases in place (`bias`), where they stay one.
+        in_place = adapter.adapter_config.get("bias") not in (None, "none")
+        if not held or (len(held) == 1 and in_place and next(iter(held)).endswith(".bias")):
+            continue
+        apart = next((name for name in names if name not in held), None)
+        if apart is None and not (
+            form == "adapter" and any(o in adapter.low_rank for o in held.values())
+        ):
+            named = adapter.named_as(base.headers, conv1d_names(base.description))
+            first, *others = held
+            apart = next((n for n in others if not _alike(named, held[first], held[n])), None)
+            if apart is None:
+                continue
+        other = apart or next(name for name in names if name != kept)
+        return other, kept if other != kept else next(iter(held))
+    return None
+
+
+def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
+    """What an adapter calls a tensor of the base; None if it leaves it as it is."""
+    prefixes = [base.description.prefix] if base.description.prefix else []
+    info = base.description.tensors.get(name)
+    names = [name] if info is None else [name, info.parameter]
+    shapes = _shapes(adapter)
+    return next((own for n in names if (own := find_name(n, prefixes, shapes)) is not None), None)
+
+
+def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {n: own.shape for n, own in source.headers.items()}
+    if isinstance(source, AdapterCheckpoint):
+        found |= {name: own.shape for name, own in source.low_rank.items()}
+    return found
+
+
+def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
+    """Whether an adapter makes the same of two tensors that were equal."""
+    adapter.materialize()
+    if one in adapter.headers and other in adapter.headers:
+        return same_values(adapter, one, other)
+    if one not in adapter.low_rank or other not in adapter.low_rank:
+        return False
+    first, second = adapter.read_factors(one), adapter.read_factors(other)
+    return torch.equal(first.left, second.left) and torch.equal(first.right, second.right)

@@ -1,0 +1,254 @@
+"""The plan as data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from covmerge.base.code import own_version
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json, Module, Role, TensorHeader
+from covmerge.files.checkpoints.gguf_layout import GgufHead
+from covmerge.maths.methods import registry
+from covmerge.maths.registry import Origin
+from covmerge.maths.steps import registry as steps
+from covmerge.plan.planning.forms import MODEL, ModelTensor, PackedTensor, Unwritten, module_part
+from covmerge.plan.planning.operations import Count, Merge
+from covmerge.plan.planning.work import TensorPlan, WorkItem
+from covmerge.plan.recipe import Recipe, dump_recipe
+
+# Passes that an exact selection takes (`covmerge.maths.linalg.select`), and with a good guess, by compute
+# dtype.
+_PASSES = {"float32": (2, 1), "float64": (4, 3)}
+# A guess comes from this share of the entries, of surveys of so many that passes take time.
+_SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What must be known of all tensors of a method before the first is merged.
+
+    Attributes:
+        merge: one of the actions it is for; all of them have its key.
+        density: share of each expert's entries that is kept.
+        items: the work that counts, on the rows of the items that merge.
+    """
+
+    merge: Merge
+    density: float
+    items: tuple[WorkItem, ...]
+
+    @cached_property
+    def sample(self) -> tuple[WorkItem, ...]:
+        """Leading rows of every item, which tell nearly what all of them will tell.
+
+        None where the method must see whole matrices, or all of them are soon read.
+        """
+        elements = sum(prod(item.shape) for item in self.items)
+        if self.merge.layout is not None or elements < _LEAST_SAMPLED:
+            return ()
+        return tuple(item.leading(_SAMPLED) for item in self.items)
+
+    @cached_property
+    def experts(self) -> tuple[str, ...]:
+        """Whose entries are ranked."""
+        return tuple(dict.fromkeys(e for item in self.items for e in item.tensor.operands))
+
+    @staticmethod
+    def counting(items: Iterable[WorkItem], plan: int = 0) -> Iterator[WorkItem]:
+        """Yield the work of counting what items merge, for one of the plans that run together."""
+        tensor: TensorPlan | None = None
+        counted: TensorPlan | None = None  # once for all rows of a tensor, which are neighbours
+        for item in items:
+            operation = item.tensor.operation
+            if isinstance(operation, Count) and operation.plan == plan:
+                yield item
+                continue
+            if counted is None or item.tensor is not tensor:
+                tensor = item.tensor
+                merge = operation.merge if isinstance(operation, Count) else operation
+                assert isinstance(merge, Merge)
+                counted = replace(tensor, operation=Count(merge, plan), form=Unwritten())
+            yield replace(item, tensor=counted, write_bytes=0)
+
+    def passes(self, dtype: str) -> tuple[int, int]:
+        """Return how often the sample is read, and then the items, if the guess is good."""
+        usual, guessed = _PASSES[dtype]
+        return (usual, guessed) if self.sample else (0, usual)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Everything decided before the first tensor is read.
+
+    Attributes:
+        recipe: the recipe with all defaults, and a method.
+        tensors: the output's tensors in output order.
+        items: the work, in output order; task heads are copied last.
+        surveys: passes over some of the items before the work.
+        heads: per expert, tensors that are kept for it alone: name in the expert -> header.
+        family: model family, which decides family defaults.
+        notes: what a user should know before starting.
+        tied: by expert (None: the base), stored tensors that are left out because the config ties
+            them to another stored one, which stands for both.
+        metadata: for the header of every output file.
+        chosen: why the method is what it is; None: the recipe names it.
+        parameters: of an adapter, names of all tensors of the model that it is loaded over.
+        stem: what the names of a model's files begin with, so that its library finds them.
+        quantisation: what config.json says of the format that weights are packed in; None: all are plain,
+            or a GGUF file says it.
+        gguf: what a GGUF file has beside its tensors; None: the output is none.
+    """
+
+    recipe: Recipe
+    tensors: tuple[TensorPlan, ...]
+    items: tuple[WorkItem, ...]
+    heads: Mapping[str, Mapping[str, TensorHeader]]
+    family: str | None
+    surveys: tuple[Survey, ...] = ()
+    notes: tuple[str, ...] = ()
+    tied: Mapping[str | None, Mapping[str, str]] = field(
+        default_factory=dict[str | None, Mapping[str, str]]
+    )
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    chosen: str | None = None
+    parameters: tuple[str, ...] = ()
+    stem: str = "model"
+    quantisation: Mapping[str, Any] | None = None
+    gguf: GgufHead | None = None
+
+    def __repr__(self) -> str:
+        tensors, items = counted(len(self.tensors), "tensor"), counted(len(self.items), "item")
+        return f"<Plan: {some(self.recipe.experts)} by {self.recipe.method}; {tensors}, {items} of work>"
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from all checkpoints and statistics, passes of surveys and overviews included."""
+        merging = sum(
+            item.looked_at + item.read_bytes + item.statistics_bytes for item in self.items
+        )
+        return merging + sum(
+            passes * item.read_bytes
+            for survey in self.surveys
+            for passes, items in zip(
+                survey.passes(self.recipe.dtype), (survey.sample, survey.items), strict=True
+            )
+            for item in items
+        )
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the output's tensors, heads included."""
+        return sum(item.write_bytes for item in self.items)
+
+    @property
+    def parts(self) -> dict[str, list[TensorHeader]]:
+        """What is stored in each part of the output, in output order."""
+        found: dict[str, list[TensorHeader]] = {MODEL: []}
+        tensors = {item.tensor.key: item.tensor for item in self.items}
+        for tensor in tensors.values():
+            for part, headers in tensor.form.headers(tensor.output).items():
+                found.setdefault(part, []).extend(headers)
+        if self.modules and not found[MODEL]:
+            del found[MODEL]  # all weights lie in folders of modules
+        return found
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        """The modules whose weights lie in folders of their own, by part."""
+        outputs = (t.output for t in self.tensors if isinstance(t.form, ModelTensor))
+        return {module_part(own): own.module for own in outputs if own.module is not None}
+
+    @property
+    def masked(self) -> frozenset[str]:
+        """Names of the tensors that masks are written of."""
+        forms = ((tensor.name, tensor.form) for tensor in self.tensors)
+        return frozenset(n for n, form in forms if isinstance(form, ModelTensor) and form.masks)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all items."""
+        return sum(item.flops for item in self.items)
+
+    @property
+    def peak_item(self) -> WorkItem:
+        """The item that needs the most memory."""
+        return max(self.items, key=lambda item: item.memory)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Whose code the methods and steps are that are not covmerge's own."""
+        merges = [t.operation for t in self.tensors if isinstance(t.operation, Merge)]
+        methods = dict.fromkeys(merge.method for merge in merges)
+        used = dict.fromkeys(use.name for m in merges for use in (*m.before, *m.after))
+        found = [*map(registry.origin, methods), *map(steps.origin, used)]
+        return tuple(origin for origin in found if origin is not None)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype the methods compute in."""
+        return getattr(torch, self.recipe.dtype)
+
+    def by_rule(self) -> list[tuple[Role, str, int, int]]:
+        """Role, rule, number of tensors and output bytes, in order of first appearance."""
+        counts: Counter[tuple[Role, str]] = Counter()
+        sizes: Counter[tuple[Role, str]] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.role, tensor.rule] += 1
+            packed = isinstance(tensor.form, PackedTensor)
+            size = tensor.written_bytes(None) if packed else tensor.output.nbytes
+            sizes[tensor.role, tensor.rule] += size
+        return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
+
+    def digest(self, sources: Mapping[str, Json]) -> str:
+        """Hash of all that decides the output's bytes: recipe, sources, code, tensors and actions.
+
+        The experts count in their order, in which they are summed up.
+        """
+        content: dict[str, Any] = {
+            "covmerge": own_version(),
+            "recipe": dump_recipe(self.recipe),
+            "sources": sources,
+            "torch": torch.__version__,
+            "origins": [origin.as_json() for origin in self.origins],
+            "experts": list(self.recipe.experts),
+            "tensors": [
+                [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
+                + [repr(t.base), t.base_inputs, dict(t.statistics)]
+                + [[expert, repr(operand)] for expert, operand in t.operands.items()]
+                for t in self.tensors
+            ],
+            "packed": [repr(t.form) for t in self.tensors if isinstance(t.form, PackedTensor)],
+            "quantisation": self.quantisation,
+        }
+        if self.gguf is not None:
+            content["gguf"] = hashlib.sha256(self.gguf.start).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def summary(self) -> dict[str, Json]:
+        """The plan's totals as plain JSON."""
+        return {
+            "tensors": len(self.tensors),
+            "items": len(self.items),
+            "by_rule": [
+                {"role": str(role), "rule": rule, "tensors": count, "bytes": size}
+                for role, rule, count, size in self.by_rule()
+            ],
+            "heads": {expert: sorted(kept) for expert, kept in self.heads.items()},
+            "method": self.recipe.method,
+            "chosen": self.chosen,
+            "family": self.family,
+            "read_bytes": self.read_bytes,
+            "write_bytes": self.write_bytes,
+            "flops": self.flops,
+            "peak_item": {"tensor": self.peak_item.tensor.name, "bytes": self.peak_item.memory},
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,37 @@
+"""Recipes: what to merge, how, and what to do with which tensor."""
+
+from covmerge.base.sizes import format_size, parse_size
+from covmerge.plan.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
+from covmerge.plan.recipe.schema import (
+    NOTHING,
+    RANDOM,
+    Expert,
+    Output,
+    Recipe,
+    Rule,
+    Slice,
+    TensorRules,
+    json_schema,
+    output_as,
+)
+from covmerge.plan.recipe.tokenizer import TokenizerRules
+
+__all__ = [
+    "NOTHING",
+    "RANDOM",
+    "Expert",
+    "Output",
+    "Recipe",
+    "Rule",
+    "Slice",
+    "TensorRules",
+    "TokenizerRules",
+    "differing",
+    "dump_recipe",
+    "format_size",
+    "json_schema",
+    "load_recipe",
+    "output_as",
+    "parse_recipe",
+    "parse_size",
+]

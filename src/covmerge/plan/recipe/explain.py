@@ -1,0 +1,131 @@
+"""Pydantic's complaints, said in the words of the recipe: where, which key, what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.plan.recipe.run import RUN, Run
+from covmerge.plan.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
+from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
+from covmerge.plan.recipe.tokenizer import TokenizerRules, TokenRow
+
+_MARKS = ("[key]", "[number]", "[varied]")
+# What may stand in place of a mapping.
+_SHORT: Mapping[type[BaseModel], str] = {
+    Expert: "a path, org/name@revision or ",
+    TokenRow: "an expert's name, base, zero or ",
+}
+_STORED_DTYPES = ("bfloat16", "float16")
+_MOST = 50  # lines that anybody reads
+_WANTED = {
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "too_short": "a mapping with at least one entry, name: source",
+}
+
+
+def explain(error: ValidationError, origin: Origin) -> RecipeError:
+    """Return one RecipeError with a line for each of pydantic's complaints."""
+    details = error.errors(include_url=False)
+    # Pydantic puts unknown keys last; people read a file from the top.
+    details.sort(key=lambda detail: origin.line(_path(detail)))
+    lines = [_line(detail, origin) for detail in details[:_MOST]]
+    if more := len(details) - len(lines):
+        lines.append(f"{origin.name}: {more} more problems")
+    return RecipeError("\n".join(lines))
+
+
+def key_path(path: KeyPath) -> str:
+    """Return a key path as people write it.
+
+    Example:
+        >>> key_path(("rules", 0, "use")), key_path(("experts", "my model"))
+        ('rules[0].use', "experts['my model']")
+    """
+    text = ""
+    for key in path:
+        if isinstance(key, str) and re.fullmatch(r"[\w-]+", key):
+            text += f".{key}" if text else key
+        else:
+            text += f"[{key!r}]"
+    return text
+
+
+def _path(detail: ErrorDetails) -> KeyPath:
+    # Pydantic marks a complaint about a mapping's key, not its value, by a last "[key]", and the schema
+    # the forms of a weight.
+    return tuple(key for key in detail["loc"] if key not in _MARKS)
+
+
+def _line(detail: ErrorDetails, origin: Origin) -> str:
+    path = _path(detail)
+    where = origin.where(path)
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        known = _model_at(path[:-1]).model_fields
+        hint = did_you_mean(str(path[-1]), known)
+        return f"{where}: unknown key {path[-1]!r} in {_place(path[:-1])}.{hint}"
+    if kind == "invalid_key":
+        return f"{where}: the key {path[-1]!r} in {_place(path[:-1])} is not text"
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{where}: {_place(path[:-1])} is too short: it lacks entry {path[-1] + 1}"
+    if kind == "missing":
+        description = _model_at(path[:-1]).model_fields[str(path[-1])].description
+        return f"{where}: {_place(path[:-1])} lacks the key {path[-1]!r}. {description}"
+    if kind == "value_error":
+        return f"{where}: {_place(path)}: {detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
+    given = detail["input"]
+    stored = path == ("dtype",) and given in _STORED_DTYPES
+    hint = f", which is computed in; to store another pass --out-dtype {given}" if stored else ""
+    return f"{where}: {_place(path)} is {_value(given)}; it must be {_wanted(detail)}{hint}"
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    kind = detail["type"]
+    if kind in ("model_type", "model_attributes_type"):
+        model = _model_at(_path(detail))
+        short = _SHORT.get(model, "")
+        return f"{short}a mapping with the keys {', '.join(model.model_fields)}"
+    ctx: Mapping[str, Any] = detail.get("ctx", {})
+    if "expected" in ctx:
+        return str(ctx["expected"])
+    return _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
+
+
+def _model_at(path: KeyPath) -> type[BaseModel]:
+    match path:
+        case ("experts", _):
+            return Expert
+        case ("tensors",):
+            return TensorRules
+        case ("rules", _):
+            return Rule
+        case ("slices", _):
+            return Slice
+        case (key,) if key == RUN:
+            return Run
+        case ("tokenizer",):
+            return TokenizerRules
+        case ("tokenizer", "tokens", _):
+            return TokenRow
+        case ("output",):
+            return Output
+        case _:
+            return Recipe
+
+
+def _place(path: KeyPath) -> str:
+    return key_path(path) if path else "the recipe"
+
+
+def _value(value: object) -> str:
+    return "empty" if value is None else shorten(value)

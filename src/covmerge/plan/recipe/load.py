@@ -1,0 +1,321 @@
+"""Reading a recipe from a file or a mapping, and writing it back as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from covmerge.base.errors import InputError, RecipeError
+from covmerge.base.identifiers import hub_id
+from covmerge.files.stores.address import address_of, hub_address, local_path
+from covmerge.files.stores.regular_file import open_regular, read_some
+from covmerge.plan.recipe.explain import explain, key_path
+from covmerge.plan.recipe.mergekit import (
+    Document,
+    Places,
+    Told,
+    compile_mergekit,
+    in_order,
+    is_mergekit,
+)
+from covmerge.plan.recipe.run import RUN, compile_run
+from covmerge.plan.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
+from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
+
+_MAX_BYTES = 1 << 20
+
+
+def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
+    """Read a recipe file (YAML, of which JSON is a part), of covmerge or of mergekit.
+
+    Relative paths in it are relative to the file's folder; in mergekit's recipes to the working directory,
+    and then to that.
+
+    Args:
+        path: the file.
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
+
+    Raises:
+        CheckpointError: the checkpoints of a `run` are not there, or not whole.
+        RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
+            problem, with file, line, key and what is allowed.
+    """
+    data, origin = _read(Path(path))
+    if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
+        ours = compile_mergekit(theirs, origin, told or Told(), Places(Path(path).parent))
+        return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
+    folder = Path(path).parent
+    return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
+
+
+def load_stages(
+    path: str | Path, out: Path | None, told: Told | None = None, folder: Path | None = None
+) -> list[tuple[Path, Recipe]]:
+    """Read a recipe file of one or several documents: folders to be written, in order, with their recipes.
+
+    Several documents are mergekit's stages. Each that is named becomes a folder of that name, where the
+    others find it, and the one without a name is `out`.
+
+    Args:
+        path: the file.
+        out: the last one's output; where all are named, the folder that they lie in.
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
+        folder: where those that are named lie; None: in `OUT.stages`. `out` may be None with it.
+
+    Raises:
+        RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, several
+            without a name, or an output that is not given, or is beside what makes none.
+    """
+    documents = _documents(Path(path))
+    if len(documents) == 1:
+        if out is None or folder is not None:
+            raise RecipeError(
+                f"{path} has one recipe, and stages are of several: leave out --stages, and end the "
+                "command with the output folder"
+            )
+        return [(out, load_recipe(path, told))]
+    told = told or Told()
+    stages = in_order([Document(data, origin, told) for data, origin in documents])
+    inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
+    folders = {own.name: str(inside / own.name) for own in stages if own.name}
+    if stages[-1].name is None:
+        _check_apart(last, folders.values())
+    places = Places(Path(path).parent, folders)
+    return [
+        (
+            Path(folders[own.name]) if own.name else last,
+            _validate(
+                compile_mergekit(own.recipe, own.origin, told, places),
+                Origin(
+                    f"{own.origin.name}, {own.name or 'the last stage'} as a recipe of covmerge"
+                ),
+            ),
+        )
+        for own in stages
+    ]
+
+
+def _folders(file: str, out: Path | None, folder: Path | None, *, named: bool) -> tuple[Path, Path]:
+    """Where the stages lie, and the output of the one without a name."""
+    if out is None:
+        assert folder is not None
+        if not named:
+            raise RecipeError(
+                f"{file} has a recipe without a name, which makes the output, and none is given: end the "
+                "command with its folder"
+            )
+        return folder, folder
+    if not named:
+        return folder or out.with_name(f"{out.name}.stages"), out
+    if folder is not None:
+        raise RecipeError(
+            f"all recipes of {file} have names, and become folders in {folder}: none is the output {out}. "
+            "Leave it out, or the `name` of one"
+        )
+    return out, out
+
+
+def _check_apart(last: Path, folders: Iterable[str]) -> None:
+    """Refuse an output in the folder of a stage, or around it: one would be lost for the other."""
+    out = last.resolve()
+    for folder in folders:
+        stage = Path(folder).resolve()
+        if out == stage or out in stage.parents or stage in out.parents:
+            raise RecipeError(
+                f"the output {last} and the stage {folder} overlap: choose an output elsewhere, or another "
+                "folder by --stages"
+            )
+
+
+def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
+    """Return what a recipe file of mergekit's is in covmerge's words, with paths as seen from here.
+
+    Raises:
+        RecipeError: it is none, or what it says cannot be done; one line for each problem.
+    """
+    data, origin = _read(Path(path))
+    if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
+        raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
+    ours = compile_mergekit(theirs, origin, told, Places(Path(path).parent))
+    _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
+    return ours
+
+
+def _read(path: Path) -> tuple[Any, Origin]:
+    """Read a short YAML file of one document."""
+    return parse_yaml(_text(path), str(path))
+
+
+def _documents(path: Path) -> list[tuple[Any, Origin]]:
+    return parse_documents(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            content = read_some(file, _MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise RecipeError(f"{path}: larger than {_MAX_BYTES} bytes; a recipe is a short YAML file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def parse_recipe(
+    mapping: Mapping[str, Any], *, origin: str = "recipe", told: Told | None = None
+) -> Recipe:
+    """Return the recipe that a mapping describes; sources are taken as they are.
+
+    Args:
+        mapping: what a recipe file holds, as `dump_recipe` returns it; or one of mergekit's.
+        origin: a name for messages, such as "command line".
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
+
+    Raises:
+        CheckpointError: the checkpoints of a `run` are not there, or not whole.
+        RecipeError: not a recipe; one line for each problem.
+
+    Example:
+        >>> recipe = parse_recipe({"base": "org/base", "experts": {"code": "org/code@v1"}})
+        >>> recipe.method, recipe.experts["code"].weight
+        ('', 1.0)
+    """
+    data = dict(mapping)
+    if is_mergekit(data):
+        data = compile_mergekit(data, Origin(origin), told or Told())
+    return _validate(_without_run(data, Origin(origin), Path(), told), Origin(origin))
+
+
+def dump_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain JSON types with every default written out, the same each time.
+
+    Only method, steps, slices, tokenizer, chat template and the base's statistics are left out where there
+    are none, and what a rule does not say.
+    """
+    data = recipe.model_dump(mode="json")
+    data["rules"] = [
+        {key: value for key, value in rule.items() if value not in (None, {}, [])}
+        for rule in data["rules"]
+    ]
+    optional = (
+        "method",
+        "before",
+        "after",
+        "base_statistics",
+        "slices",
+        "tokenizer",
+        "chat_template",
+    )
+    return {key: value for key, value in data.items() if value or key not in optional}
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which two recipes, as `dump_recipe` gives them, do not say the same.
+
+    The order of the experts counts: sums are rounded by it, and some methods go by it.
+
+    Example:
+        >>> before = {"method": "ties", "experts": {"a": 1, "b": 2}}
+        >>> differing(before, {"method": "ties", "experts": {"b": 2, "a": 1}})
+        ['experts']
+    """
+
+    def said(recipe: Mapping[str, Any], key: str) -> object:
+        value = recipe.get(key)
+        return [*value.items()] if key == "experts" and value else value
+
+    return [key for key in {**one, **other} if said(one, key) != said(other, key)]
+
+
+def _without_run(data: Any, origin: Origin, beside: Path, told: Told | None) -> Any:
+    """Return a recipe with the checkpoints of its run as experts; any other as it is."""
+    given = cast("dict[str, Any]", data)
+    if not isinstance(data, dict) or RUN not in given:
+        return given
+    if "experts" in given:
+        raise RecipeError(
+            f"{origin.where((RUN,))}: 'run' and 'experts' both say what is merged: leave out one of them"
+        )
+    try:
+        run = WithRun.model_validate(given).run
+    except ValidationError as error:
+        raise explain(error, origin) from None
+    return compile_run(given, run, beside, (told or Told()).notes)
+
+
+def _validate(data: Any, origin: Origin) -> Recipe:
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise RecipeError(
+            f"{origin.name}: {kind}; a recipe is a mapping with the keys "
+            f"{', '.join(Recipe.model_fields)}"
+        )
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        # The complaint in the recipe's words is whole; pydantic's trace would only repeat it.
+        raise explain(error, origin) from None
+
+
+def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
+    """Return the recipe with its relative paths put under `folder`."""
+    experts = {
+        name: expert.model_copy(
+            update={
+                key: _locate(value, folder, origin, (*place, key) if key == "statistics" else place)
+                for key in ("source", "statistics")
+                if (value := getattr(expert, key)) is not None
+            }
+        )
+        for name, expert in recipe.experts.items()
+        for place in [("experts", name)]
+    }
+    of_base = {
+        key: _locate(value, folder, origin, (key,))
+        for key in ("base", "base_statistics")
+        if (value := getattr(recipe, key)) is not None
+        and not (key == "base_statistics" and value in (RANDOM, NOTHING))
+    }
+    return recipe.model_copy(update={**of_base, "experts": experts})
+
+
+def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
+    # Statistics are read by path alone.
+    of_model = key[-1] not in ("statistics", "base_statistics")
+    try:
+        if of_model and hub_address(source) is not None:
+            return source
+        if of_model and (address := address_of(source)) is not None:
+            return str(address)
+        path = local_path(source)
+    except InputError as error:
+        raise RecipeError(f"{origin.where(key)}: {key_path(key)}: {error}") from None
+    if source.startswith("~/"):
+        path = path.expanduser()
+    if path.is_absolute():
+        return str(path)
+    beside = folder / path
+    if hub_id(source) and not _exists(beside):
+        # Left alone it would be read from the working directory, which the recipe knows nothing of.
+        if _exists(path):
+            raise RecipeError(
+                f"{origin.where(key)}: {key_path(key)}: {source!r} exists in the working directory "
+                f"but not beside the recipe; write a path relative to {folder}, or add a revision "
+                "(org/name@main) if the model on the Hub is meant"
+            )
+        return source
+    # "./" marks a path, so that a missing one is not taken for a hub id.
+    return str(beside) if beside.is_absolute() or beside.parts[0] == ".." else f"./{beside}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long, a folder that may not be entered
+        return False

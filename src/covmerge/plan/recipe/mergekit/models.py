@@ -1,0 +1,156 @@
+"""References to models, as mergekit writes them, and names for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.base.identifiers import EXPERT_NAME_LENGTH
+from covmerge.base.text import shown
+from covmerge.files.stores.address import address_of
+from covmerge.plan.recipe.mergekit.reading import Part
+
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model, and an adapter of it if there is one.
+
+    Attributes:
+        model: path, or org/name@revision.
+        lora: the same of the adapter.
+    """
+
+    model: str
+    lora: str | None = None
+
+    def __str__(self) -> str:
+        """As mergekit writes it."""
+        return self.model if self.lora is None else f"{self.model}+{self.lora}"
+
+
+def reference(part: Part, key: str) -> Reference:
+    """Return the model that is named under a key: a text, or a mapping.
+
+    Raises:
+        InputError: it is an address with something in it that may be secret; recipes are printed and kept.
+    """
+    found = _reference(part, key)
+    for own in (found.model, found.lora):
+        if own is not None:
+            address_of(own)
+    return found
+
+
+def _reference(part: Part, key: str) -> Reference:
+    value = part.data.get(key)
+    if isinstance(value, str) and value:
+        return _of_text(part, key, value)
+    if not isinstance(value, Mapping):
+        part.refuse(
+            f"`{key}` is {shown(value)}; it is a path, org/name@revision, model+adapter, or a mapping with "
+            "`model` and `lora`",
+            key,
+        )
+    own = part.part(key)
+    own.check_keys(("model", "lora", "override_architecture"))
+    if "override_architecture" in own.data:
+        own.told.notes.append(
+            f"override_architecture of {shown(own.data.get('model'))} is of no meaning: covmerge goes by "
+            "the names of the tensors"
+        )
+    lora = None if own.data.get("lora") is None else _path(own, "lora")
+    return Reference(_path(own, "model"), lora)
+
+
+def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dict[Reference, str]:
+    """Return a name for each model: the last part of its path, with a number where that is taken.
+
+    Args:
+        references: the models.
+        others: names that are taken.
+
+    Example:
+        >>> list(names_of([Reference("a/x@v1"), Reference("b/x"), Reference("m", "./lora")]).values())
+        ['x', 'x-2', 'lora']
+    """
+    found: dict[Reference, str] = {}
+    taken = set(others)
+    for own in dict.fromkeys(references):
+        path = (own.lora or own.model).partition("@")[0].rstrip("/")
+        stem = _UNFIT.sub("-", path.rpartition("/")[2]).strip("-.") or "model"
+        stem = stem[: EXPERT_NAME_LENGTH - 5]
+        name, number = stem, 2
+        while name.lower() in taken:
+            name, number = f"{stem}-{number}", number + 1
+        taken.add(name.lower())
+        found[own] = name
+    return found
+
+
+def located(source: str, beside: Path | None) -> str:
+    """Return a source as covmerge reads it: a path that is there is one, and never asked for on the Hub.
+
+    Args:
+        source: as mergekit has it, which goes by the working directory.
+        beside: the recipe's folder, where it is looked for next; None: nowhere.
+    """
+    for folder in (Path(), *(() if beside is None else (beside,))):
+        path = _existing(source, folder)
+        if path is not None:
+            return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
+    return source
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where models are looked for.
+
+    Attributes:
+        beside: the recipe's folder, for paths that the working directory does not have; None: nowhere.
+        stages: what the file's other recipes make, by their names.
+    """
+
+    beside: Path | None = None
+    stages: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def located(self, source: str) -> str:
+        """Return a source as covmerge reads it; a stage before a path of the same name."""
+        return self.stages.get(source) or located(source, self.beside)
+
+
+def _of_text(part: Part, key: str, text: str) -> Reference:
+    model, *lora = text.split("+")
+    if not lora or _existing(text, Path()) is not None:
+        return Reference(text)
+    if len(lora) > 1 or not model or not lora[0]:
+        part.refuse(f"`{key}` is {text!r}; it is a model, or model+adapter", key)
+    return Reference(model, lora[0])
+
+
+def _existing(text: str, folder: Path) -> Path | None:
+    """The path of what is there; None: nothing is."""
+    with suppress(OSError, RuntimeError, ValueError):  # too long, a home that nobody has, a NUL
+        path = folder / Path(text).expanduser()
+        if path.exists():
+            return path
+    return None
+
+
+def _path(part: Part, key: str) -> str:
+    value = part.data.get(key)
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, Mapping):
+        part.refuse(f"`{key}` is {shown(value)}; it is a path, or org/name@revision", key)
+    own = part.part(key)
+    own.check_keys(("path", "revision"))
+    path, revision = own.data.get("path"), cast("Any", own.data.get("revision"))
+    if not isinstance(path, str) or not path or not (revision is None or isinstance(revision, str)):
+        own.refuse(f"{shown(dict(own.data))} is not {{path: PATH, revision: REVISION}}")
+    return path if revision is None else f"{path}@{revision}"

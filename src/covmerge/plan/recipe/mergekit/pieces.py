@@ -1,0 +1,295 @@
+"""What a mergekit recipe merges: its models, or its slices, each with its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import cast
+
+from covmerge.base.text import shown
+from covmerge.plan.recipe.mergekit.methods import METHODS, TheirMethod
+from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of, reference
+from covmerge.plan.recipe.mergekit.modules import WHOLE
+from covmerge.plan.recipe.mergekit.reading import Part
+from covmerge.plan.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
+from covmerge.plan.recipe.strict_yaml import unquoted
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in a slice, or in all of the output: its layers are then None."""
+
+    model: Reference
+    part: Part
+    layers: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is merged from the same models; `part` is the recipe's, where it has no slices.
+
+    Attributes:
+        part: the slice.
+        sources: its models.
+        start: the first of its layers in the output.
+        module: the one that it is of; None: there are no modules, or one alone.
+        outer: what stands between it and the recipe.
+    """
+
+    part: Part
+    sources: Sequence[Source]
+    start: int = 0
+    module: str | None = None
+    outer: Sequence[Part] = ()
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether a layer has another number in its model than in the output."""
+        return any(own.layers is not None and own.layers[0] != self.start for own in self.sources)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A recipe of mergekit's, read: its method, its base and its pieces.
+
+    Attributes:
+        part: all of it.
+        method: what its method is here.
+        places: where models are looked for.
+        base: `base_model`.
+        pieces: the slices; of a recipe with `models`, one without layers.
+    """
+
+    part: Part
+    method: TheirMethod
+    places: Places
+    base: Reference | None
+    pieces: Sequence[Piece]
+
+    @property
+    def name(self) -> str:
+        """What mergekit calls the method."""
+        return str(self.part.data["merge_method"])
+
+    @property
+    def is_theirs(self) -> bool:
+        """Whether the method is one of mergekit's."""
+        return self.name in METHODS
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it has slices."""
+        return self.pieces[0].sources[0].layers is not None
+
+    @property
+    def modular(self) -> bool:
+        """Whether its modules are parts of the model."""
+        return self.pieces[0].module is not None
+
+    def merged(self, piece: Piece) -> list[Source]:
+        """The models that are merged: without the base, where that is what they are differences to."""
+        one_more = self.method.base == "one_more"
+        return [own for own in piece.sources if one_more or own.model != self.base]
+
+    def around(self, piece: Piece) -> list[Part]:
+        """The `parameters` that a piece's models have in common, from the nearest place outwards."""
+        return [own.part("parameters") for own in (piece.part, *piece.outer, self.part)]
+
+    @cached_property
+    def models(self) -> dict[Reference, str]:
+        """All models that are merged, with their names."""
+        merged = [[own.model for own in self.merged(piece)] for piece in self.pieces]
+        every = self._in_order(merged) if self.modular else [own for one in merged for own in one]
+        return names_of(every, RESERVED if asks_for_tokens(self.part) else ())
+
+    def _in_order(self, merged: Sequence[Sequence[Reference]]) -> list[Reference]:
+        """One order of the models of all modules: sums are rounded in it, and random numbers drawn."""
+        after: dict[Reference, set[Reference]] = {}
+        for one in merged:
+            for place, model in enumerate(one):
+                after.setdefault(model, set()).update(one[:place])
+        try:
+            return list(TopologicalSorter(after).static_order())
+        except CycleError:
+            self.part.refuse(
+                "two modules name the same models in another order: name them in one order in all",
+                "modules",
+            )
+
+    @cached_property
+    def start(self) -> Reference | None:
+        """The base of ours: theirs, or what adapters are of.
+
+        Raises:
+            RecipeError: adapters of several models, or a base with one.
+        """
+        adapted = {model.model for model in self.models if model.lora is not None}
+        if self.base is not None:
+            adapted.add(self.base.model)
+        if len(adapted) > 1:
+            self.part.refuse(
+                f"adapters are of the base, and here of several models ({', '.join(sorted(adapted))}): "
+                "fold each into its own first (`covmerge merge --base MODEL --expert lora=ADAPTER OUT`), "
+                "and name OUT"
+            )
+        if self.base is not None and self.base.lora is not None:
+            self.part.refuse(
+                f"base_model {self.base} has an adapter: fold it into the model first (`covmerge merge "
+                f"--base {self.base.model} --expert lora={self.base.lora} OUT`), and name OUT",
+                "base_model",
+            )
+        return Reference(adapted.pop()) if adapted else None
+
+    @property
+    def base_path(self) -> str | None:
+        """Where the base of ours is."""
+        return None if self.start is None else self.places.located(self.start.model)
+
+
+def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
+    """Read models or slices, and check how many there are of what the method needs.
+
+    Raises:
+        RecipeError: neither, both, or not what the method merges.
+    """
+    way = _way(part, "models", "slices", "modules")
+    base = _base(part, way)
+    pieces = _modules(part, base) if way == "modules" else _pieces(part, base, way)
+    theirs = Theirs(part, method, places, base, pieces)
+    for piece in pieces:
+        _check(theirs, piece)
+    return theirs
+
+
+def _base(part: Part, way: str) -> Reference | None:
+    """The base of the recipe, which its slices may name in its place, or once more.
+
+    Raises:
+        RecipeError: slices with several bases, or some with one and some without.
+    """
+    said = None if part.data.get("base_model") is None else reference(part, "base_model")
+    modules = part.part("modules")
+    places = [part] if way == "slices" else [modules.part(name) for name in modules.data]
+    slices = [own for one in places if one.data.get("slices") for own in one.parts("slices")]
+    bases = [
+        said if own.data.get("base_model") is None else reference(own, "base_model")
+        for own in slices
+    ]
+    base = bases[0] if bases and said is None else said
+    for own, named in zip(slices, bases, strict=True):
+        if named != base:
+            own.refuse(
+                f"the base of this slice is {named or 'not said'}, and that of the recipe or of the first "
+                f"slice {base or 'not said'}: one base says whose config, embeddings and buffers the "
+                "output has. Make it the same in all, or the recipe's `base_model`",
+                "base_model",
+            )
+    return base
+
+
+def _way(part: Part, *known: str) -> str:
+    ways = [key for key in known if part.data.get(key) is not None]
+    if len(ways) != 1:
+        listed = " and ".join(f"`{key}`" for key in known)
+        part.refuse(f"exactly one of {listed} is needed, and there are {ways or 'none'}")
+    return ways[0]
+
+
+def _pieces(part: Part, base: Reference | None, way: str) -> list[Piece]:
+    return _slices(part) if way == "slices" else [_models(part, base)]
+
+
+def _modules(part: Part, base: Reference | None) -> list[Piece]:
+    """The pieces of all modules; one that is the whole model is as if its keys stood in the recipe."""
+    modules = part.part("modules")
+    if not modules.data:
+        part.refuse("`modules` has no module; each is a name with `models` or `slices`", "modules")
+    found: list[Piece] = []
+    for name in modules.data:
+        own = modules.part(name)
+        own.check_keys(("models", "slices", "parameters"))
+        whole = name == WHOLE and len(modules.data) == 1
+        way = _way(own, "models", "slices")
+        if way == "slices" and not whole:
+            own.refuse(
+                "layers of one of several modules are not stacked anew: write `models`, which takes each "
+                "model's own layers",
+                "slices",
+            )
+        outer = (own,)
+        found += [
+            replace(piece, module=None if whole else str(name), outer=outer)
+            for piece in _pieces(own, base, way)
+        ]
+    return found
+
+
+def _models(part: Part, base: Reference | None) -> Piece:
+    nothing = Part({}, (), part.origin, part.told)
+    sources: list[Source] = []
+    for own in part.parts("models"):
+        own.check_keys(("model", "parameters"))
+        sources.append(Source(reference(own, "model"), own, None))
+    if base is not None and base not in [source.model for source in sources]:
+        sources.append(Source(base, nothing, None))
+    return Piece(nothing, sources)
+
+
+def _slices(part: Part) -> list[Piece]:
+    found: list[Piece] = []
+    start = 0
+    for own in part.parts("slices"):
+        own.check_keys(("sources", "base_model", "parameters", "residual_weight"))
+        if "residual_weight" in own.data:
+            own.told.notes.append(
+                "`residual_weight` changes nothing: mergekit reads it and never uses it"
+            )
+        sources = [_source(source) for source in own.parts("sources")]
+        found.append(Piece(own, sources, start))
+        first, end = sources[0].layers or (0, 0)
+        start += end - first
+    return found
+
+
+def _source(part: Part) -> Source:
+    part.check_keys(("model", "layer_range", "parameters"))
+    given: object = part.data.get("layer_range")
+    layers = _range(given)
+    if layers is None:
+        part.refuse(
+            f"layer_range is {shown(given)}; it is [first, end), such as [0, 8]", "layer_range"
+        )
+    return Source(reference(part, "model"), part, layers)
+
+
+def _check(theirs: Theirs, piece: Piece) -> None:
+    models = [source.model for source in piece.sources]
+    twice = next((model for model in models if models.count(model) > 1), None)
+    if twice is not None:
+        piece.part.refuse(f"{twice} is named twice: a model is one input of a merge")
+    if theirs.method.base == "required" and theirs.base not in models:
+        what = (
+            "`base_model`, the model that the others were fine-tuned from"
+            if theirs.base is None
+            else f"the base {theirs.base} among its sources"
+        )
+        piece.part.refuse(f"{theirs.name} needs {what}")
+    least, most = theirs.method.experts
+    merged = theirs.merged(piece)
+    if len(merged) < least or (most is not None and len(merged) > most):
+        number = str(least) if least == most else f"{least} or more"
+        piece.part.refuse(
+            f"{theirs.name} merges {number} models beside a base, and there are {len(merged)}: "
+            f"{', '.join(str(source.model) for source in merged)}"
+        )
+
+
+def _range(value: object) -> tuple[int, int] | None:
+    if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
+        return None
+    first, end = map(unquoted, cast("list[object]", value))
+    if isinstance(first, bool) or isinstance(end, bool):
+        return None
+    return (first, end) if isinstance(first, int) and isinstance(end, int) else None

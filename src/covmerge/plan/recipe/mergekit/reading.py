@@ -1,0 +1,84 @@
+"""The keys of a mergekit recipe, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.text import shown
+from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
+
+_MARKS = ("merge_method", "models", "modules", "base_model")  # covmerge's recipes have none of them
+
+
+def is_mergekit(keys: Collection[str]) -> bool:
+    """Return whether these are the keys of a mergekit recipe."""
+    return any(key in keys for key in _MARKS)
+
+
+@dataclass(frozen=True)
+class Told:
+    """How strictly a recipe is read, and what there is to say of it.
+
+    Attributes:
+        lenient: whether unknown keys and parameters are left out with a warning, as mergekit leaves
+            them out without one.
+        warnings: what was left out.
+        notes: what a reader should know beside.
+    """
+
+    lenient: bool = False
+    warnings: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A mapping of the recipe, where it lies in the file, and how it is read."""
+
+    data: Mapping[str, Any]
+    path: KeyPath
+    origin: Origin
+    told: Told
+
+    def refuse(self, problem: str, *keys: str | int) -> NoReturn:
+        """Raise a RecipeError for this place, or for one below it."""
+        raise RecipeError(f"{self.origin.where((*self.path, *keys))}: {problem}")
+
+    def leave_out(self, problem: str, *keys: str | int) -> None:
+        """Refuse something that mergekit passes over, or warn of it if that is wanted."""
+        if not self.told.lenient:
+            self.refuse(f"{problem} mergekit passes over it; --lenient does, with a warning", *keys)
+        self.told.warnings.append(
+            f"{self.origin.where((*self.path, *keys))}: {problem} It is left out (--lenient)"
+        )
+
+    def check_keys(self, known: Collection[str]) -> None:
+        """Refuse keys that are not known."""
+        for key in self.data:
+            if key not in known:
+                self.leave_out(f"unknown key {key!r}.{did_you_mean(key, known)}", key)
+
+    def part(self, key: str) -> Part:
+        """Return the mapping under a key; an empty one where there is none."""
+        return self._below(self.data.get(key), key)
+
+    def parts(self, key: str) -> list[Part]:
+        """Return the mappings in the list under a key."""
+        found = self.data.get(key)
+        if not isinstance(found, list) or not found:
+            self.refuse(
+                f"`{key}` is {shown(cast('object', found))}; it is a list with at least one entry",
+                key,
+            )
+        entries = cast("Sequence[object]", found)
+        return [self._below(entry, key, number) for number, entry in enumerate(entries)]
+
+    def _below(self, value: object, *keys: str | int) -> Part:
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            self.refuse(f"{shown(value)} is not a mapping", *keys)
+        return Part(cast("Mapping[str, Any]", value), (*self.path, *keys), self.origin, self.told)

@@ -1,0 +1,246 @@
+"""Values that differ from tensor to tensor: by the depth of its layer, or by its name.
+
+Each form has a key of its own, because a plain list is taken already: in a method's parameter it is
+one value an expert, as in `density: [0.6, 0.5, 0.4]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from covmerge.base.text import shown, some
+
+BY_DEPTH, BY_NAME = "by_depth", "by_name"
+_MAX_ENTRIES = 1000
+_SPECIAL, _QUOTED = re.compile(r"[*?[]"), r"[\g<0>]"
+
+_PATTERN: dict[str, Any] = {"type": "string", "minLength": 1}
+_PATTERNS: dict[str, Any] = {"type": "array", "minItems": 1, "items": _PATTERN}
+VARIED_SCHEMA: dict[str, Any] = {
+    "description": "A value that differs from tensor to tensor.",
+    "oneOf": [
+        {
+            "type": "object",
+            "properties": {
+                BY_DEPTH: {"type": "array", "minItems": 1, "items": {"type": ["number", "boolean"]}}
+            },
+            "required": [BY_DEPTH],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                BY_NAME: {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": _MAX_ENTRIES,
+                    "items": {
+                        "type": "object",
+                        "properties": {"match": {"oneOf": [_PATTERN, _PATTERNS]}, "value": {}},
+                        "required": ["value"],
+                        "additionalProperties": False,
+                    },
+                }
+            },
+            "required": [BY_NAME],
+            "additionalProperties": False,
+        },
+    ],
+}
+
+
+class Unsaid:
+    """That nothing is said for a tensor: no entry of `by_name` matches it."""
+
+    def __repr__(self) -> str:
+        """As it is shown in messages."""
+        return "nothing"
+
+
+UNSAID = Unsaid()
+
+
+def is_varied(value: object) -> bool:
+    """Return whether a value, or an entry of its list, differs from tensor to tensor.
+
+    Example:
+        >>> is_varied({"by_depth": [0, 1]}), is_varied([0.5, {"by_depth": [0, 1]}]), is_varied([1, 2])
+        (True, True, False)
+    """
+    if isinstance(value, list | tuple):
+        return any(map(is_varied, cast("Sequence[object]", value)))
+    return isinstance(value, Mapping) and (BY_DEPTH in value or BY_NAME in value)
+
+
+def check_varied(value: object, check: Callable[[object], None] = lambda value: None) -> None:
+    """Check the form of what differs from tensor to tensor, and every value that may come of it.
+
+    Args:
+        value: any value of a recipe.
+        check: called with each value; raises ValueError for one that cannot be.
+
+    Raises:
+        ValueError: a form that cannot be read.
+
+    Example:
+        >>> check_varied({"by_depth": [0.2, "0.6"]})
+        Traceback (most recent call last):
+        ValueError: by_depth is [0.2, '0.6']; it is a list of numbers, first layer to last, or truth values
+    """
+    if isinstance(value, list | tuple):
+        for entry in cast("Sequence[object]", value):
+            check_varied(entry, check)
+    elif not is_varied(value):
+        check(value)
+    else:
+        _check_form(cast("Mapping[str, Any]", value), check)
+
+
+def value_at(value: object, name: str, depth: float) -> Any:
+    """Return the value for one tensor; `UNSAID` where nothing is said for it.
+
+    Args:
+        value: as in a recipe.
+        name: of the tensor.
+        depth: t of its layer, from 0 to 1; 0 outside all layers.
+
+    Example:
+        >>> value_at({"by_depth": [0, 1, 0.5]}, "h.3.fc", 0.75)
+        0.75
+        >>> value_at({"by_name": [{"match": "*.attn.*", "value": 1}]}, "h.0.fc", 0.0)
+        nothing
+    """
+    if isinstance(value, list | tuple):
+        return [value_at(entry, name, depth) for entry in cast("Sequence[object]", value)]
+    if not is_varied(value):
+        return value
+    form = cast("Mapping[str, Any]", value)
+    if BY_DEPTH in form:
+        return _between(form[BY_DEPTH], depth)
+    for entry in form[BY_NAME]:
+        if any(fnmatchcase(name, pattern) for pattern in patterns_of(entry)):
+            return value_at(entry["value"], name, depth)
+    return UNSAID
+
+
+def patterns_of(entry: Mapping[str, Any]) -> Sequence[str]:
+    """Return the patterns of an entry of `by_name`; a name that one of them matches has its value."""
+    match: str | Sequence[str] = entry.get("match", "*")
+    return (match,) if isinstance(match, str) else match
+
+
+def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the patterns of each entry of a recipe's `by_name`, after the key that has it.
+
+    Example:
+        >>> list(patterns_in({"weight": {"by_name": [{"match": "*.mlp.*", "value": 0}, {"value": 1}]}}))
+        [('weight', ('*.mlp.*',))]
+    """
+    if isinstance(value, Mapping):
+        own = cast("Mapping[str, object]", value)
+        for key, inner in own.items():
+            if key == BY_NAME:
+                for entry in cast("Sequence[Mapping[str, Any]]", inner):
+                    if "match" in entry:
+                        yield where, patterns_of(entry)
+            else:
+                yield from patterns_in(inner, f"{where}.{key}" if where else key)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(cast("Sequence[object]", value)):
+            yield from patterns_in(inner, f"{where}[{number}]")
+
+
+def containing(text: str) -> str:
+    """Return the pattern of names that contain a text.
+
+    Example:
+        >>> containing("attn"), containing("h[0]")
+        ('*attn*', '*h[[]0]*')
+    """
+    return f"*{_SPECIAL.sub(_QUOTED, text)}*"
+
+
+def _between(points: Sequence[float], depth: float) -> float:
+    """Interpolate between points that lie evenly from depth 0 to 1; of truth values the last passed."""
+    place = depth * (len(points) - 1)
+    before = int(place)
+    if isinstance(points[0], bool):
+        return points[before]
+    after = min(len(points) - 1, before + 1)
+    share = place - before
+    value = (1 - share) * points[before] + share * points[after]
+    whole = all(isinstance(point, int) for point in points) and value == int(value)
+    return int(value) if whole else value
+
+
+def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> None:
+    if len(form) > 1:
+        raise ValueError(f"{shown(dict(form))} has the keys {', '.join(form)}; {_one_form()}")
+    if BY_DEPTH in form:
+        points: object = form[BY_DEPTH]
+        if (
+            not isinstance(points, list | tuple)
+            or not points
+            or not _of_one_kind(cast("Sequence[object]", points))
+        ):
+            raise ValueError(
+                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, first layer to "
+                "last, or truth values"
+            )
+        for point in cast("Sequence[object]", points):
+            check(point)
+        return
+    entries: object = form[BY_NAME]
+    if not isinstance(entries, list | tuple) or not entries:
+        raise ValueError(
+            f"{BY_NAME} is {_shown(form[BY_NAME])}; it is a list of {{match: PATTERN, value: VALUE}}"
+        )
+    count = len(cast("Sequence[object]", entries))
+    if count > _MAX_ENTRIES:
+        raise ValueError(
+            f"{BY_NAME} has {count} entries, and may have {_MAX_ENTRIES}: one pattern may be for many names"
+        )
+    for number, entry in enumerate(cast("Sequence[object]", entries)):
+        _check_entry(entry, f"{BY_NAME}[{number}]", check)
+
+
+def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> None:
+    own = cast("Mapping[str, object]", entry)
+    if not isinstance(entry, Mapping) or not {"value"} <= set(own) <= {"match", "value"}:
+        raise ValueError(
+            f"{where} is {shown(own)}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for "
+            "all other tensors"
+        )
+    match = own.get("match", "*")
+    several = cast("Sequence[object]", match) if isinstance(match, list | tuple) else [match]
+    patterns = several or [""]
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"{where}.match is {shown(cast('object', match))}; it is a pattern of names, such as "
+            "'*.mlp.*', or a list of them"
+        )
+    if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
+        raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
+    check_varied(own["value"], check)
+
+
+def _shown(value: object) -> str:
+    """A value for a message; of a long list the first few."""
+    if not isinstance(value, list | tuple):
+        return shown(value)
+    return f"[{some(map(shown, cast('Sequence[object]', value)))}]"
+
+
+def _one_form() -> str:
+    return f"write {{{BY_DEPTH}: [...]}} or {{{BY_NAME}: [...]}}"
+
+
+def _of_one_kind(points: Sequence[object]) -> bool:
+    return all(map(_is_number, points)) or all(isinstance(point, bool) for point in points)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

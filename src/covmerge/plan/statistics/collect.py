@@ -1,0 +1,501 @@
+"""From an expert and examples to a statistics file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, cast, get_args
+
+import torch
+from typing_extensions import Unpack
+
+from covmerge.base.errors import InputError, ResourceError, did_you_mean
+from covmerge.base.text import some
+from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.stores.address import local_path
+from covmerge.plan.statistics.begin import begin
+from covmerge.plan.statistics.blocks import Blocks
+from covmerge.plan.statistics.confidence import Confidence
+from covmerge.plan.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
+from covmerge.plan.statistics.file import About, Kind
+from covmerge.plan.statistics.fisher import FisherCollector, Labels
+from covmerge.plan.statistics.generated import Generated
+from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.model import RunningModel, check_start, load_model
+from covmerge.plan.statistics.needed import (
+    check_memory,
+    fits,
+    memory_by_block,
+    memory_needed,
+    memory_of_batches,
+    texts_at_once,
+)
+from covmerge.plan.statistics.reactions import Reactions
+from covmerge.plan.statistics.write import (
+    Contents,
+    GrowingFile,
+    Statistic,
+    check_output,
+    files_in,
+    write_statistics,
+)
+from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written
+
+_SHARED = (
+    "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
+    "by them, name --base and each --other expert, or, if these are classifiers, pass --by-confidence",
+)
+_RANDOM = (
+    "all models are shown these inputs: those of the base are for base_statistics (--base-stats); where "
+    "C_t of all experts are equal, a merge by theirs is their mean",
+)
+
+_NOTHING = "there is no example: pass one batch or more"
+
+SMALLER = "collect on a larger machine; the file may be used on any"
+
+
+class Progress(Protocol):
+    """Called as examples go through a model."""
+
+    def start(self, total: int | None) -> None:
+        """Collecting begins; `total` examples will pass, None where nobody knows."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """So many examples have passed."""
+        ...
+
+    def finish(self) -> None:
+        """Collecting is over, well or badly."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was written.
+
+    Attributes:
+        path: the statistics file.
+        tensors: kind -> number of tensors it speaks of.
+        stored: kind -> number of tensors stored: layers with the same input share one.
+        rows: kind -> fewest and most layer inputs, or examples, behind a tensor.
+        examples: examples that were seen.
+        nbytes: size of the file.
+        seconds: time that loading, running and writing took.
+        notes: what a user should know.
+    """
+
+    path: Path
+    tensors: dict[str, int]
+    stored: dict[str, int]
+    rows: dict[str, tuple[int, int]]
+    examples: int
+    nbytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def collect(
+    expert: str | Path | Checkpoint,
+    examples: Examples | Generated,
+    out: str | Path,
+    *,
+    kinds: Sequence[str] = ("gram",),
+    labels: str = "model",
+    seed: int = 0,
+    base: str | Path | None = None,
+    others: Sequence[str | Path] = (),
+    by_confidence: bool = False,
+    device: str | torch.device = "cpu",
+    max_memory: int | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    **reading: Unpack[ReadingOptions],
+) -> Collected:
+    """Run examples through an expert and write what its layers see to a statistics file.
+
+    Gram: E[z zᵀ] over all inputs z of a linear layer, uncentred (RegMean, Jin et al. 2023, §3).
+    Fisher: see `FisherCollector`.
+
+    Args:
+        expert: folder of the model, or a repository of the Hub, or either as it was opened.
+        examples: a file of texts (`.txt`, `.jsonl`, `.json`, `.csv`), or batches of tensors as the
+            model takes them; `labels` in them are kept from the model. Or `Generated`: what the expert,
+            a language model, writes itself, or what is drawn for another, so that nobody's data is
+            needed.
+        out: the file to write, `*.covstats.safetensors`.
+        kinds: `gram`, `fisher`, or both.
+        labels: whose labels the Fisher information is of: `model` or `data`.
+        seed: of the labels drawn from the model.
+        base: of the expert: inputs that are generated then count by how strongly the expert reacts to
+            them, see `Reactions`. Drawn inputs are the same for all experts: without this their files
+            give the mean, but for what each expert makes of the inputs on the way, and can only be a
+            prior or a metric. Of texts that start from the base, what writes their beginnings, and
+            nothing is weighed.
+        others: the experts that it is to be merged with, without itself: its reaction is then held
+            against the mean of theirs. They are read layer by layer.
+        by_confidence: inputs that are generated count by how sure the expert's own head is of them, see
+            `Confidence`; instead of `base`.
+        device: where the model runs.
+        max_memory: bytes that the process may take; None: what is free. Texts that a model writes come in
+            batches that fit it, other batches are supposed to be small. A model that does not fit is run
+            block by block where Gram matrices alone are asked for, and it writes nothing.
+        progress: called for every batch.
+        overwrite: replace a statistics file.
+        **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
+            `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.
+
+    Raises:
+        InputError: anything wrong with the model, the examples or the output; nothing is left
+            behind.
+        ResourceError: the model with its sums does not fit the memory, or the disk is full.
+
+    Departs from the paper: nowhere. A Gram matrix is `(d_in, d_in)`, Fisher information of the shape
+    of its tensor, both means in float32.
+
+    Example:
+        collect("./code", "code.jsonl", "code.covstats.safetensors", kinds=("gram", "fisher"))
+    """
+    start = time.perf_counter()
+    out = local_path(out).expanduser()
+    chosen = _checked_kinds(kinds)
+    source = _checked_labels(labels)
+    generated = isinstance(examples, Generated)
+    if generated:
+        check_generated(reading)
+        if source == "data":
+            raise InputError("what is generated has no labels: pass --labels model")
+    if source == "data" and "fisher" not in chosen:
+        raise InputError(
+            "--labels data is for Fisher information, and none is asked for: leave it out, or pass --kind "
+            "fisher"
+        )
+    begins = isinstance(examples, Generated) and examples.start == "base"
+    _check_base(base, others, chosen, generated=generated, begins=begins)
+    _check_confidence(chosen, asked=by_confidence, generated=generated, base=base, begins=begins)
+    check_output(out, overwrite=overwrite)
+    how = Reading(**reading)
+    with ExitStack() as opened:
+
+        def opening(source: str | Path) -> Checkpoint:
+            return opened.enter_context(closing(open_checkpoint(source)))
+
+        opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
+        writing = False
+        if isinstance(examples, Generated):
+            writing = check_start(opened_expert, examples, how)
+        if chosen == ("gram",) and base is None and not (writing or by_confidence):
+            whole = fits(memory_needed(opened_expert), max_memory)
+            drawn = isinstance(examples, Generated)
+            if not whole or (drawn and examples.start == "random"):
+                needed = memory_by_block(opened_expert, how.wanted if drawn else 0)
+                check_memory(
+                    needed, max_memory, f"a block of {opened_expert.source} and its sums", SMALLER
+                )
+                try:
+                    about = _block_by_block(
+                        opened_expert,
+                        examples,
+                        how,
+                        out,
+                        device,
+                        max_memory,
+                        progress,
+                        overwrite=overwrite,
+                    )
+                    return collected(out, about, time.perf_counter() - start)
+                except ResourceError:
+                    raise
+                except InputError:  # such as of models that change their weights as they are run
+                    if not whole:
+                        raise
+        needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
+        check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
+        smaller: list[str] = []
+        if writing and isinstance(examples, Generated):
+            how, smaller = fitting(opened_expert, examples, how, needed, max_memory)
+        if base is not None and begins and isinstance(examples, Generated):
+            opened_base = opening(base)
+            needed = memory_needed(opened_base, grams=False)
+            check_memory(needed, max_memory, f"{opened_base.source} and what it writes", SMALLER)
+            with reported(progress, how.wanted) as advance:
+                examples = begin(opened_base, examples, how, device, advance)
+        head = "fisher" in chosen or by_confidence
+        model = load_model(opened_expert, device, head=head, writing=generated)
+        on_ends = _on_ends(model, examples, how) if isinstance(examples, Generated) else []
+        weights: Reactions | Confidence | None = None
+        if by_confidence:
+            weights = Confidence(model)
+        elif base is not None and not begins:
+            weights = Reactions(model, opening(base), [opening(other) for other in others])
+        grams = GramCollector(model.layers(), weights) if "gram" in chosen else None
+        fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
+        batches, total = model.batches(examples, how, labels=source == "data")
+        if isinstance(weights, Confidence):
+            batches = (one for batch in batches for one in weights.each(batch))
+        with reported(progress, total) as advance:
+            seen = _run(model, batches, advance, grams, fisher)
+        if isinstance(weights, Confidence):
+            weights.check()
+        found = _contents(model, seen, grams, fisher)
+        if isinstance(examples, Generated):
+            made = examples.made_for(model.whole, model.checkpoint.source)
+            recorded = {**made.as_json(how), **(weights.as_json() if weights else {})}
+            notes = weights.notes() if weights else _on_shared(examples, made.shared, chosen)
+            notes = [*found.notes, *smaller, *on_ends, *notes]
+            found = replace(found, generated=recorded, notes=notes)
+        about = write_statistics({out: found}, overwrite=overwrite)[out]
+    return collected(out, about, time.perf_counter() - start)
+
+
+def _block_by_block(
+    expert: Checkpoint,
+    examples: Examples | Generated,
+    how: Reading,
+    out: Path,
+    device: str | torch.device,
+    max_memory: int | None,
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+) -> About:
+    """Collect Gram matrices, and write those of a block when all inputs have gone through it.
+
+    One block at a time is in memory, with all inputs.
+    """
+    blocks = Blocks(expert, device)
+    model = blocks.model
+    layers = model.layers()
+    grams = GramCollector(layers)
+    batches = list(model.batches(examples, how)[0])
+    seen = sum(map(size_of, batches))
+    if not seen:
+        raise InputError(_NOTHING)
+    generated, notes = None, list[str]()
+    if not fits(memory_needed(expert), max_memory):
+        notes.append("run block by block: as a whole it does not fit the memory")
+    if isinstance(examples, Generated):
+        made = examples.made_for(model.whole, expert.source)
+        generated = made.as_json(how)
+        notes += _on_shared(examples, made.shared, ("gram",))
+    else:
+        what = f"a block of {expert.source} and {seen} examples on their way"
+        otherwise = "pass fewer --max-examples, or a smaller --max-length"
+        check_memory(memory_of_batches(expert, batches), max_memory, what, otherwise)
+    with (
+        files_in(out.parent, overwrite=overwrite) as place,
+        closing(GrowingFile(place(out), expert, ("gram",), [y.name for y in layers])) as file,
+        reported(progress, seen * (1 + blocks.count)) as advance,
+    ):
+        for complete in blocks.run(batches, grams.watching, lambda b: advance(size_of(b))):
+            for statistic in grams.take(complete):
+                file.add("gram", statistic)
+        notes = [*grams.notes(), *packed_note(model), *notes]
+        return file.finish(seen, generated=generated, notes=notes)
+
+
+def _on_ends(model: RunningModel, generated: Generated, how: Reading) -> list[str]:
+    """What a user should know of the ends of texts, before the model writes any."""
+    made = generated.made_for(model.whole, model.checkpoint.source)
+    return made.notes(model, how) if isinstance(made, Written) else []
+
+
+def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tuple[str, ...]:
+    """What a user should know of Gram matrices of inputs that all models are shown."""
+    if not shared or "gram" not in kinds:
+        return ()
+    return _RANDOM if examples.start == "random" else _SHARED
+
+
+def collected(path: Path, about: About, seconds: float) -> Collected:
+    """Say what was written."""
+    rows: dict[str, list[int]] = {kind: [] for kind in about.totals}
+    stored = dict.fromkeys(rows, 0)
+    for key, count in about.rows.items():
+        kind = key.partition("/")[0]
+        rows[kind].append(count)
+        stored[kind] += key not in about.aliases
+    return Collected(
+        path=path,
+        tensors={kind: len(counts) for kind, counts in rows.items()},
+        stored=stored,
+        rows={kind: (min(counts), max(counts)) for kind, counts in rows.items()},
+        examples=about.examples,
+        nbytes=path.stat().st_size,
+        seconds=seconds,
+        notes=tuple(about.notes),
+    )
+
+
+def _checked_kinds(kinds: Sequence[str]) -> tuple[Kind, ...]:
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise InputError(
+                f"there is no statistic '{kind}'." + did_you_mean(kind, get_args(Kind))
+            )
+    chosen = tuple(kind for kind in get_args(Kind) if kind in kinds)
+    if not chosen:
+        raise InputError("no kind of statistics is asked for: pass gram, fisher or both")
+    return chosen
+
+
+@contextmanager
+def reported(progress: Progress | None, total: int | None) -> Generator[Callable[[int], None]]:
+    """Start a progress, give out its `advance`, and finish it, well or badly."""
+    if progress is None:
+        yield lambda count: None
+        return
+    progress.start(total)
+    try:
+        yield progress.advance
+    finally:
+        progress.finish()
+
+
+def _checked_labels(labels: str) -> Labels:
+    if labels not in get_args(Labels):
+        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
+    return cast("Labels", labels)
+
+
+def check_generated(reading: ReadingOptions) -> None:
+    """Refuse what belongs to examples of a file, rather than pass over it."""
+    for name in ("text_column", "pair_column", "label_column"):
+        if name in reading:
+            raise InputError(
+                f"--{name.replace('_', '-')} is for a file of examples, and --inputs generated reads none: "
+                "leave it out"
+            )
+
+
+def fitting(
+    model: Checkpoint, generated: Generated, how: Reading, needed: int, max_memory: int | None
+) -> tuple[Reading, list[str]]:
+    """Return how many texts are written at once so that they fit, and what a user should know of it.
+
+    Args:
+        model: a language model that writes them.
+        generated: what it writes.
+        how: with the number that is asked for, if one is.
+        needed: bytes of the model and its sums.
+        max_memory: bytes that the process may take; None: what is free.
+
+    Raises:
+        ResourceError: not one text fits, or not as many as are asked for.
+    """
+    turns = 2 if generated.start == "user" else 1
+    tokens = turns * (generated.tokens or Written.tokens) + (
+        BEGUN if generated.start == "base" else 0
+    )
+    wanted = min(how.batch_size or WRITTEN_AT_ONCE, how.wanted)
+    most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
+    if most < wanted and (how.batch_size or not most):
+        otherwise = f"pass --batch-size {most}, or fewer --tokens" if most else SMALLER
+        raise ResourceError(
+            f"{model.source} and {wanted} texts that it writes at once do not fit the memory: "
+            f"{otherwise}"
+        )
+    note = f"{most} texts were written at once, and not {wanted}, to fit the memory"
+    return replace(how, batch_size=most), [note] if most < wanted else []
+
+
+def _check_confidence(
+    kinds: Sequence[Kind],
+    *,
+    asked: bool,
+    generated: bool,
+    base: str | Path | None,
+    begins: bool,
+) -> None:
+    if not asked:
+        return
+    if not generated:
+        raise InputError("--by-confidence is for --inputs generated: leave it out, or pass that")
+    if begins:
+        raise InputError(
+            "--start base is for language models, and --by-confidence for classifiers, which write "
+            "nothing: leave out one of them"
+        )
+    if base is not None:
+        raise InputError(
+            "--base and --by-confidence weigh inputs, each its own way: pass one of them"
+        )
+    if "gram" not in kinds:
+        raise InputError(
+            "--by-confidence weighs the inputs of Gram matrices, and none is asked for: pass --kind gram"
+        )
+
+
+def _check_base(
+    base: str | Path | None,
+    others: Sequence[str | Path],
+    kinds: Sequence[Kind],
+    *,
+    generated: bool,
+    begins: bool,
+) -> None:
+    if begins:
+        if base is None:
+            raise InputError("--start base needs --base, which begins the texts: name it")
+        if others:
+            raise InputError(
+                "--other weighs inputs, and with --start base none is weighed: leave it out"
+            )
+        return
+    if others and base is None:
+        raise InputError("--other needs --base, which reactions are measured from: name it")
+    if base is not None and not generated:
+        raise InputError("--base is for --inputs generated: leave it out, or pass that")
+    if base is not None and "gram" not in kinds:
+        raise InputError(
+            "--base weighs the inputs of Gram matrices, and none is asked for: leave it out, or pass "
+            "--kind gram"
+        )
+
+
+def _run(
+    model: RunningModel,
+    batches: Iterable[Batch],
+    advance: Callable[[int], None],
+    grams: GramCollector | None,
+    fisher: FisherCollector | None,
+) -> int:
+    """Show every batch to the collectors; return the number of examples."""
+    seen = 0
+    for batch in batches:
+        if grams is not None:
+            with grams.watching(batch), torch.no_grad():
+                model.run(batch)
+        if fisher is not None:
+            fisher.add(batch)
+        seen += size_of(batch)
+        advance(size_of(batch))
+    if not seen:
+        raise InputError(_NOTHING)
+    return seen
+
+
+def _contents(
+    model: RunningModel, seen: int, grams: GramCollector | None, fisher: FisherCollector | None
+) -> Contents:
+    statistics: dict[Kind, list[Statistic]] = {}
+    notes: list[str] = []
+    if grams is not None:
+        statistics["gram"] = grams.statistics()
+        notes += grams.notes() + packed_note(model)
+    if fisher is not None:
+        statistics["fisher"] = fisher.statistics()
+        notes += fisher.notes()
+    labels = "" if fisher is None else fisher.labels
+    return Contents(model.checkpoint, statistics, seen, labels=labels, notes=notes)
+
+
+def packed_note(model: RunningModel) -> list[str]:
+    """Say which linear layers cannot be watched."""
+    packed = model.packed_layers()
+    why = "packed with others in the model, so without a Gram matrix"
+    return [f"{some(packed, 1, quoted=True)}: {why}"] if packed else []

@@ -1,0 +1,238 @@
+"""Mean Gram matrices E[z zᵀ] of the inputs of linear layers, one batch after another."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import some
+from covmerge.plan.statistics.confidence import ROUNDING
+from covmerge.plan.statistics.examples import Batch, masks_of
+from covmerge.plan.statistics.model import Layer
+from covmerge.plan.statistics.write import Statistic
+
+
+class Weights(Protocol):
+    """How much each input of a layer counts."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether the weights are relative to something; else they are brought to mean 1."""
+        ...
+
+    def of(self, layer: Layer, inputs: Tensor) -> Tensor:
+        """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
+        ...
+
+
+class GramCollector:
+    """Watches layers and keeps one float64 sum per distinct input.
+
+    Layers whose first inputs are one and the same tensor (q, k and v; gate and up) share a sum, and
+    are held to it from then on. Inputs at padding positions do not count, where the mask tells them:
+    for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. Where inputs have weights, which
+    each layer has of its own, every layer has a sum of its own.
+
+    Args:
+        layers: what to watch.
+        weights: of the inputs; None: all count alike.
+
+    Example:
+        >>> layer = nn.Linear(2, 3)
+        >>> grams = GramCollector([Layer("fc.weight", layer, 2)])
+        >>> with grams.watching({}):
+        ...     _ = layer(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> grams.statistics()[0].mean.tolist()
+        [[1.0, 1.0], [1.0, 2.0]]
+    """
+
+    def __init__(self, layers: Sequence[Layer], weights: Weights | None = None) -> None:
+        self._layers = layers
+        self._weights = weights
+        self._sums: dict[str, _Sum] = {}
+        self._calls: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._of_input: dict[int, _Sum] = {}
+        self._masks: list[Tensor] = []
+
+    @contextmanager
+    def watching(self, batch: Batch, layers: Sequence[Layer] | None = None) -> Generator[None]:
+        """Count the inputs of the layers, or of some of them, while this batch runs."""
+        self._masks = masks_of(batch)
+        handles = [
+            layer.module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            for layer in (self._layers if layers is None else layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._of_input.clear()
+
+    def of(self, name: str) -> Statistic | None:
+        """Return the statistic of one layer, None if it saw nothing."""
+        total = self._sums.get(name)
+        if total is None or not total.rows:
+            return None
+        return self._statistic((name,), total)
+
+    def statistics(self, layers: Sequence[Layer] | None = None) -> list[Statistic]:
+        """Return the statistics of layers, in their order; those with the same input are one.
+
+        Args:
+            layers: some of them; None: all.
+
+        Raises:
+            InputError: layers that shared an input at first had different ones later.
+        """
+        groups: dict[str, list[str]] = {}
+        for layer in self._layers if layers is None else layers:
+            if self._rows(layer):
+                leader = self._sums[layer.name].leader
+                groups.setdefault(leader, []).append(layer.name)
+                if self._calls[layer.name] != self._calls[leader]:
+                    raise _diverged(layer.name, leader)
+        found: list[Statistic] = []
+        for leader, names in groups.items():
+            found.append(self._statistic(tuple(names), self._sums[leader]))
+        return found
+
+    def take(self, layers: Sequence[Layer]) -> Iterator[Statistic]:
+        """Yield the statistics of some layers, which must not be called again, and let go of each sum.
+
+        Raises:
+            InputError: as `statistics`.
+        """
+        self._taken.update(layer.name for layer in layers)
+        for statistic in self.statistics(layers):
+            yield statistic
+            total = self._sums[statistic.names[0]]
+            # A layer outside all blocks may have the input of one in a block.
+            if all(name in self._taken for name, own in self._sums.items() if own is total):
+                total.let_go()
+
+    def notes(self) -> list[str]:
+        """Say which layers saw nothing, or too little."""
+        unseen = [layer.name for layer in self._layers if not self._rows(layer)]
+        few = [layer for layer in self._layers if 0 < self._rows(layer) < layer.d_in]
+        notes: list[str] = []
+        if unseen:
+            notes.append(
+                f"{some(unseen, 1, quoted=True)}: never called on these examples, so without a Gram matrix"
+            )
+        if few:
+            notes.append(
+                f"{some((layer.name for layer in few), 1, quoted=True)}: {self._rows(few[0])} inputs for "
+                f"{few[0].d_in} dimensions, so the Gram matrix is singular; collect more examples"
+            )
+        return notes
+
+    def _statistic(self, names: tuple[str, ...], total: _Sum) -> Statistic:
+        to_mean_one = self._weights is not None and not self._weights.relative
+        if to_mean_one and total.weight <= ROUNDING * total.rows:
+            raise InputError(
+                f"all inputs of '{names[0]}' are of weight 0: pass more --max-examples, or leave out "
+                "--by-confidence"
+            )
+        return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
+
+    def _rows(self, layer: Layer) -> int:
+        return self._sums[layer.name].rows if layer.name in self._sums else 0
+
+    def _hook(self, layer: Layer) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = (*args, *kwargs.values())
+            inputs = next((value for value in given if isinstance(value, Tensor)), None)
+            if inputs is None or inputs.shape[-1] != layer.d_in:
+                shape = None if inputs is None else list(inputs.shape)
+                raise InputError(
+                    f"'{layer.name}' takes inputs of {layer.d_in} dimensions, and its "
+                    f"{type(module).__name__} was called with {shape}: covmerge does not know it"
+                )
+            self._add(layer, inputs)
+
+        return see
+
+    def _add(self, layer: Layer, inputs: Tensor) -> None:
+        name = layer.name
+        if name in self._taken:
+            raise InputError(
+                f"'{name}' is called again behind other blocks: the model runs a block several times"
+            )
+        if name not in self._sums:
+            first = self._of_input.get(id(inputs))
+            alike = self._weights is None
+            shared = alike and first is not None and first.calls == 1 and first.saw(inputs)
+            self._sums[name] = first if first is not None and shared else _Sum(name, inputs)
+        current = self._sums[name]
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if current.leader == name:
+            rows = self._rows_that_count(name, inputs)
+            weights = None if self._weights is None else self._weights.of(layer, rows)
+            current.add(inputs, rows, weights)
+            self._of_input[id(inputs)] = current
+        elif not current.saw(inputs):
+            raise _diverged(name, current.leader)
+
+    def _rows_that_count(self, name: str, inputs: Tensor) -> Tensor:
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+        fitting = [mask for mask in self._masks if _fits(mask, inputs)]
+        if any(not torch.equal(mask, fitting[0]) for mask in fitting[1:]):
+            raise InputError(
+                f"'{name}' has inputs {list(inputs.shape)}, and the padding masks of encoder and "
+                "decoder both have that shape: pad the two to different lengths, or pass batches of "
+                "one example"
+            )
+        return rows[fitting[0].reshape(-1).to(rows.device)] if fitting else rows
+
+
+class _Sum:
+    """Σ w z zᵀ of one input, and the layer that is first called with it."""
+
+    def __init__(self, leader: str, inputs: Tensor) -> None:
+        d_in = inputs.shape[-1]
+        self.leader = leader
+        self.value = torch.zeros(d_in, d_in, dtype=torch.float64, device=inputs.device)
+        self.rows = 0
+        self.weight = 0.0
+        self.calls = 0
+        self._latest = weakref.ref(inputs)
+        self._version = inputs._version
+
+    def add(self, inputs: Tensor, rows: Tensor, weights: Tensor | None) -> None:
+        if weights is None:
+            self.value += rows.mT @ rows
+        else:
+            self.value += (rows.mT * weights) @ rows
+            self.weight += float(weights.double().sum())
+        self.rows += len(rows)
+        self.calls += 1
+        self._latest, self._version = weakref.ref(inputs), inputs._version
+
+    def let_go(self) -> None:
+        """Give the memory of the sum back."""
+        self.value = self.value.new_empty(0)
+
+    def saw(self, inputs: Tensor) -> bool:
+        """Whether this is, unchanged, the tensor that was added last."""
+        return self._latest() is inputs and self._version == inputs._version
+
+
+def _fits(mask: Tensor, inputs: Tensor) -> bool:
+    if inputs.ndim == 3:
+        return inputs.shape[:2] == mask.shape
+    return inputs.ndim == 2 and inputs.shape[0] == mask.numel()
+
+
+def _diverged(name: str, leader: str) -> InputError:
+    return InputError(
+        f"'{name}' and '{leader}' have the same input in some calls and different ones in others: "
+        "covmerge cannot collect such a model"
+    )

@@ -1,0 +1,377 @@
+"""An expert as a running model, and where in it the stored tensors are.
+
+transformers builds and loads it, from the local folder of the checkpoint: no code and no download
+of a stranger's choosing. Which parameter a stored tensor becomes is known from the skeleton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from covmerge.base.errors import InputError, panics_as_errors
+from covmerge.base.types import Role
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.folder import PREFERRED
+from covmerge.files.quantised import Dequantised
+from covmerge.files.stores.address import local_path
+from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short
+from covmerge.plan.statistics.examples import (
+    LABELS,
+    Batch,
+    Examples,
+    Reading,
+    Text,
+    checked,
+    read_texts,
+    tokenized,
+)
+from covmerge.plan.statistics.generated import Generated
+from covmerge.plan.statistics.unread import is_placeholder, placeholder, unread
+from covmerge.plan.statistics.written import TEMPLATED, check_template, writes
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
+
+INSTALL = "install it with: pip install 'covmerge[transformers]'"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer to observe.
+
+    Attributes:
+        name: its stored weight.
+        module: the module that holds the weight.
+        d_in: size of its inputs.
+        transposed: whether the weight is stored as `(d_in, d_out)`.
+    """
+
+    name: str
+    module: nn.Module
+    d_in: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class RunningModel:
+    """A loaded expert.
+
+    Attributes:
+        checkpoint: where its weights are stored.
+        skeleton: which parameter each stored tensor is.
+        whole: the model with its head, in float32, not training.
+        backbone: the model below the head.
+    """
+
+    checkpoint: Checkpoint
+    skeleton: Skeleton
+    whole: Any
+    backbone: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.whole.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Stored name -> parameter of the backbone; tied ones once, under their first name."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        held = dict(self.whole.named_parameters(remove_duplicate=False))
+        for name in self.checkpoint.headers:
+            place = self.skeleton.places.get(name)
+            if place is None or place.parameter in self.skeleton.outside:
+                continue
+            # Not a buffer, and not one of the pieces that the loader makes a parameter of.
+            parameter = held.get(place.parameter) if place.expected == self._shape(name) else None
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[name] = parameter
+        return found
+
+    def packed_parameters(self) -> list[str]:
+        """Stored names in the backbone that the loader changes into other parameters."""
+        return [
+            name
+            for name, place in self.skeleton.places.items()
+            if place.expected != self._shape(name) and place.parameter not in self.skeleton.outside
+        ]
+
+    def layers(self) -> list[Layer]:
+        """Return the linear layers of the backbone that have a module of their own."""
+        layers: list[Layer] = []
+        for name in self._linear():
+            place = self.skeleton.places[name]
+            path, _, leaf = place.parameter.rpartition(".")
+            module = self.whole.get_submodule(path)
+            if leaf == "weight" and module.weight.ndim == 2:
+                transposed = place.kind.transposed
+                d_in = self._shape(name)[0 if transposed else 1]
+                layers.append(Layer(name, module, d_in, transposed))
+        return layers
+
+    def packed_layers(self) -> list[str]:
+        """Return the names of the others: experts of a mixture that the model packs."""
+        own = {layer.name for layer in self.layers()}
+        return [name for name in self._linear() if name not in own]
+
+    def _linear(self) -> list[str]:
+        return [
+            name
+            for name, place in self.skeleton.places.items()
+            if place.kind.role in (Role.LINEAR, Role.CONV1D)
+            and place.parameter not in self.skeleton.outside
+        ]
+
+    def batches(
+        self, examples: Examples | Generated, reading: Reading, *, labels: bool = False
+    ) -> tuple[Iterator[Batch], int | None]:
+        """Return batches on the CPU, and how many examples they hold where that is known."""
+        if isinstance(examples, Generated):
+            made = examples.made_for(self.whole, self.checkpoint.source)
+            return made.batches(self, reading), reading.wanted
+        if not isinstance(examples, str | Path):
+            return checked(examples, reading.max_examples), None
+        path = local_path(examples).expanduser()
+        read = read_texts(path, reading)
+        if getattr(self.whole.config, "is_encoder_decoder", False):
+            raise InputError(
+                f"{self.checkpoint.source} reads with an encoder and writes with a decoder: a file of "
+                "texts has no decoder inputs. Pass batches with both from Python"
+            )
+        return self._tokenized(path, read, reading, labels), len(read)
+
+    def _tokenized(
+        self, path: Path, texts: list[Text], reading: Reading, labels: bool
+    ) -> Iterator[Batch]:
+        tokenizer = self.tokenizer(reading)
+        tokenizer.padding_side = "right"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
+        if tokenizer.pad_token is None and reading.at_once > 1:
+            raise InputError(
+                f"the tokenizer of {self.checkpoint.source} has no token to pad with: pass "
+                "--batch-size 1"
+            )
+        try:
+            yield from tokenized(texts, tokenizer, self.whole.config, reading, labels=labels)
+        except InputError as error:
+            raise InputError(f"{path}, {error}") from error
+
+    def tokenizer(self, reading: Reading) -> Any:
+        """Return the tokenizer that is asked for, or the model's own.
+
+        Raises:
+            InputError: there is none that transformers can load.
+        """
+        return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
+
+    def run(self, batch: Batch, *, head: bool = False) -> Any:
+        """Run the backbone, or the whole model; labels are left out."""
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items() if name != LABELS}
+        model = self.whole if head else self.backbone
+        try:
+            return model(**inputs)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise InputError(
+                f"{self.checkpoint.source} cannot run on these examples "
+                f"({', '.join(f'{n} {list(t.shape)}' for n, t in inputs.items())}): "
+                f"{in_short(error)}"
+            ) from error
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.headers[name].shape
+
+
+def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) -> bool:
+    """Refuse a start that a language model's tokenizer lacks, before the model is fetched and loaded.
+
+    Returns:
+        Whether it is a language model that writes, as far as that can be told from its config.
+
+    Raises:
+        InputError: it has no chat template, or cannot be loaded.
+    """
+    config = checkpoint.config or {}
+    named: Any = config.get("architectures")
+    names = cast("list[object]", named) if isinstance(named, list) else []
+    model_class: Any = getattr(require_transformers(), str(next(iter(names), None)), None)
+    # What is no language model that writes is refused as one, when it is built.
+    try:
+        can_write = getattr(model_class, "can_generate", bool)()
+    except ImportError:  # stands for a class whose own libraries are missing
+        return False
+    if not can_write:
+        return False
+    read = getattr(model_class.config_class, "is_encoder_decoder", False)
+    if config.get("is_encoder_decoder", read):
+        return False
+    if generated.start in TEMPLATED:
+        folder = Path(reading.tokenizer or checkpoint.companions() or "")
+        check_template(_tokenizer(folder), str(folder), generated.start)
+    return generated.start != "random"
+
+
+def _tokenizer(folder: Path) -> Any:
+    transformers = require_transformers()
+    if not folder.is_dir():  # which transformers would take for a name on the Hub
+        raise InputError(f"{folder} is no folder: pass the folder of a tokenizer with --tokenizer")
+    try:
+        with panics_as_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        named: Mapping[str, str] = tokenizer.vocab_files_names
+        # transformers makes an empty vocabulary rather than say that there is none.
+        known = not named or any((folder / n).is_file() for n in (*_VOCABULARIES, *named.values()))
+        problem = "" if known else "there is no vocabulary"
+    except Exception as error:  # a stranger's files can make it fail in any way
+        tokenizer, problem = None, in_short(error)
+    if problem:
+        raise InputError(
+            f"{folder} has no tokenizer that transformers can load ({problem}): put its files there, or "
+            "pass the folder of one with --tokenizer to covmerge collect"
+        )
+    return tokenizer
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    device: str | torch.device,
+    *,
+    head: bool,
+    writing: bool = False,
+    by_block: bool = False,
+) -> RunningModel:
+    """Load an expert with the class that its config names.
+
+    Args:
+        checkpoint: a folder, or a repository of the Hub.
+        device: where it shall run.
+        head: whether its head must be there too.
+        writing: whether that of a language model must, because it is to write.
+        by_block: whether what `unread` names has placeholders in place of values, for `Blocks`.
+
+    Raises:
+        InputError: transformers is missing, the model is of no class of it, its weights are
+            quantised or incomplete.
+    """
+    transformers = require_transformers()
+    checkpoint.materialize()
+    source, config = checkpoint.source, checkpoint.config
+    if isinstance(checkpoint, AdapterCheckpoint):
+        raise InputError(
+            f"{source} is an adapter, and what is run is a model: fold it into its base first "
+            f"(`covmerge merge --base BASE --expert a={source} FOLDED --out-dtype float32`), then "
+            "collect on FOLDED, and name FOLDED as the expert where the statistics are used"
+        )
+    if checkpoint.folder is None or config is None:
+        raise InputError(
+            f"{source} has no config.json, by which the model could be built: pass the folder of a "
+            "model as transformers saves it"
+        )
+    if config.get("quantization_config"):
+        raise InputError(f"{source} stores quantised weights: dequantise and save it first")
+    try:
+        skeleton = build_skeleton(checkpoint.headers, config)
+        later = unread(skeleton, checkpoint.headers) if by_block else {}
+        model, missing = _load(transformers, skeleton, checkpoint, later)
+    except SkeletonUnavailable as reason:
+        raise InputError(f"{source} cannot be run: {reason}") from reason
+    except Exception as error:  # a stranger's config can make it fail in any way
+        raise InputError(f"{source} cannot be loaded: {in_short(error)}") from error
+    head = head or (writing and writes(model))
+    backbone = getattr(model, skeleton.prefix or "", model)
+    missing = sorted(name for name in missing if head or name not in skeleton.outside)
+    pooler = getattr(backbone, "pooler", None)
+    if missing and not head and pooler is not None and missing == _under(pooler, model):
+        # Saved without one (`add_pooling_layer=False`), which a config does not tell.
+        backbone.pooler, missing = None, []
+    if missing:
+        raise InputError(
+            f"{source} lacks {len(missing)} tensors of {skeleton.architecture}, such as "
+            f"'{missing[0]}': they would be random"
+        )
+    for name in later:  # a device would make room for what takes none
+        parameter = model.get_parameter(skeleton.places[name].parameter)
+        if is_placeholder(parameter):  # and not tied to what was read
+            parameter.data = placeholder(parameter.shape, device)
+    model = model.to(device).eval()
+    model.config.use_cache = False  # for generation
+    return RunningModel(checkpoint, skeleton, model, backbone)
+
+
+def _under(module: Any, model: Any) -> list[str]:
+    """Return the names that a module's parameters have in the model."""
+    own = set(map(id, module.parameters()))
+    return sorted(name for name, value in model.named_parameters() if id(value) in own)
+
+
+def _load(
+    transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint, later: Collection[str]
+) -> tuple[Any, set[str]]:
+    """Return the model, with placeholders for what is read later, and the parameters not stored."""
+    model_class = getattr(transformers, skeleton.architecture)
+    source, given = checkpoint.folder, dict[str, Any]()
+    as_read = isinstance(checkpoint, Dequantised) or not _holds_weights(checkpoint.folder)
+    if later or as_read:
+        config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
+        weights = {
+            name: placeholder(header.shape) if name in later else checkpoint.read(name)
+            for name, header in checkpoint.headers.items()
+        }
+        source, given = None, {"config": config, "state_dict": weights}
+    with quiet(transformers):
+        model, info = model_class.from_pretrained(
+            source,
+            **given,
+            local_files_only=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+            # What a config asks for here may be code of the Hub's.
+            attn_implementation="eager",
+        )
+    found = cast("Mapping[str, Any]", info)
+    return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
+
+
+def _holds_weights(folder: Path | None) -> bool:
+    """Whether a folder has weights that transformers loads; others lie elsewhere or are in shards."""
+    return folder is not None and any((folder / name).is_file() for name in PREFERRED)
+
+
+@contextmanager
+def quiet(transformers: Any) -> Generator[None]:
+    """Keep transformers' bars and advice off the screen."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def require_transformers(why: str = "collecting runs the model") -> Any:
+    """Return transformers.
+
+    Args:
+        why: what asks for it.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise InputError(f"{why}, which needs transformers: {INSTALL}") from None

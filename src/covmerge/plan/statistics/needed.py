@@ -1,0 +1,253 @@
+"""What it takes to run models and to keep the sums of their layers, known before they are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import torch
+
+from covmerge.base.errors import ResourceError
+from covmerge.base.memory import allowance
+from covmerge.base.types import Role
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.stores.disk import free_bytes
+from covmerge.files.tensors import describe_checkpoint, matrix_shapes
+from covmerge.files.tensors.remembered import remembered_skeleton
+from covmerge.files.tensors.skeleton import SkeletonUnavailable
+from covmerge.plan.statistics.examples import MADE, Batch, size_of
+from covmerge.plan.statistics.sequences import LONG
+from covmerge.plan.statistics.unread import OUTSIDE, unread
+
+_BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
+_SUM = torch.float64.itemsize
+_VALUE = torch.float32.itemsize
+_HELD = 4  # tensors of the size of a batch's hidden states, while it waits
+_AROUND = 8  # tokens at most, before a text and behind it
+_TEMPLATE = 64  # tokens of a chat template, usually
+_LOGITS = 3  # as they come, as the sampling changes them, as probabilities
+_GIB = 2**30
+_MOST = 2**40
+
+
+def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False) -> int:
+    """Return what running models for their layers' inputs takes beside the process, from above.
+
+    Their weights as they are stored and in float32, and a sum for every layer: layers with one input share
+    theirs, but which these are shows when they are called. A batch is taken to be small.
+
+    Args:
+        *models: that are in memory together.
+        grams: whether each layer's Gram matrix is summed.
+        fisher: whether each weight's Fisher information is, of gradients.
+    """
+    total = _BESIDE
+    for model in models:
+        total += sum(h.nbytes + h.numel * _VALUE for h in model.headers.values())
+        if grams:
+            total += sum(_SUM * d_in**2 for _, d_in in _inputs(model))
+        if fisher:
+            total += sum(h.numel * (_SUM + _VALUE) for h in model.headers.values())
+    return total
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a model takes that is run block by block.
+
+    Attributes:
+        always: bytes of what is in no block, with its sums.
+        block: bytes of the largest block, with its sums, and of what one batch adds to a sum.
+        width: of what goes from block to block.
+    """
+
+    always: int
+    block: int
+    width: int
+
+
+def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
+    """Return what running a model block by block takes beside the process, from above; see `Blocks`.
+
+    The weights and the sums of the largest block, of what is in none, what one batch adds to a sum, and
+    all inputs on their way: whatever is drawn for a model.
+
+    Args:
+        model: that is run.
+        examples: that are drawn.
+    """
+    try:
+        parts = _parts(model)
+    except SkeletonUnavailable:  # which running it will say
+        return memory_needed(model)
+    on_the_way = examples * _VALUE * _values(model.config or {}, parts.width)
+    return _BESIDE + parts.always + parts.block + on_the_way
+
+
+def memory_of_batches(model: Checkpoint, batches: Sequence[Batch]) -> int:
+    """Return what is still missing where all but blocks and batches on their way is in memory.
+
+    Args:
+        model: that is run block by block.
+        batches: that go through it together.
+    """
+    try:
+        parts = _parts(model)
+    except SkeletonUnavailable:
+        return _BESIDE
+    each = _values(model.config or {}, parts.width)
+    values = 0
+    for batch in batches:
+        ids = batch.get("input_ids")
+        values += size_of(batch) * each if ids is None else ids.numel() * _HELD * parts.width
+    return _BESIDE + parts.block + _VALUE * values
+
+
+def _parts(model: Checkpoint) -> _Parts:
+    skeleton = remembered_skeleton(model.headers, model.config or {})
+    later = unread(skeleton, model.headers)
+    of_block: Counter[str] = Counter()
+    always, widest, width = 0, 0, 0
+    for name, header in model.headers.items():
+        block = later.get(name)
+        if block is None:
+            always += header.nbytes + header.numel * _VALUE
+        else:
+            of_block[block] += header.nbytes + header.numel * _VALUE
+    for name, d_in in _inputs(model):
+        block = later.get(name)
+        if block is None:
+            always += _SUM * d_in**2
+        else:
+            of_block[block] += _SUM * d_in**2
+        if block != OUTSIDE:
+            widest = max(widest, d_in)
+            width = max(width, min(model.headers[name].shape[-2:]))
+    del of_block[OUTSIDE]
+    return _Parts(always, max(of_block.values(), default=0) + _VALUE * widest**2, width)
+
+
+def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
+    """Return what a text takes while a language model writes it and is then watched on it, about.
+
+    Keys and values of all layers, one layer's states, attention of all tokens to all, and the odds of a
+    token. What a config does not say counts for nothing.
+
+    Args:
+        config: of the model.
+        tokens: of the text.
+    """
+    width, layers = (
+        _number(config, "hidden_size", "n_embd"),
+        _number(config, "num_hidden_layers", "n_layer"),
+    )
+    inner = _number(config, "intermediate_size") or 4 * width
+    states = 2 * layers * width + 2 * _HELD * width + _HELD * inner
+    heads = _number(config, "num_attention_heads", "n_head")
+    scores = 2 * heads * tokens**2
+    return _VALUE * (tokens * states + scores + _LOGITS * _number(config, "vocab_size"))
+
+
+def texts_at_once(
+    config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int
+) -> int:
+    """Return how many texts a language model writes at once within the memory; none, where not one fits.
+
+    Args:
+        config: of the model.
+        tokens: that it is to write for each, beside what a chat template says.
+        needed: bytes of the model and its sums.
+        max_memory: bytes that the process may take; None: what is free.
+        most: texts, if they fit.
+    """
+    each = memory_of_text(config, tokens + _TEMPLATE)
+    count = most
+    while count and not fits(needed + count * each, max_memory):
+        count //= 2
+    return count
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """A size that a config has, or that of its text; a stranger's may be anything."""
+    within: Any = config.get("text_config")
+    places = [config, cast("Mapping[str, Any]", within)] if isinstance(within, dict) else [config]
+    for place in places:
+        for name in names:
+            value = place.get(name)
+            if isinstance(value, int) and 0 < value < _MOST:
+                return value
+    return 0
+
+
+def disk_needed(model: Checkpoint) -> int:
+    """Return the bytes of a file with the Gram matrices of all layers, from above: none shared."""
+    return sum(_VALUE * d_in**2 for _, d_in in _inputs(model))
+
+
+def _inputs(model: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Yield the linear layers of the backbone, and the size of their inputs."""
+    described = describe_checkpoint(model).tensors
+    for name, header in model.headers.items():
+        info = described[name]
+        if info.role in (Role.LINEAR, Role.CONV1D) and not info.outside_backbone:
+            yield name, matrix_shapes(header.shape, info.layout)[0][1]
+
+
+def _values(config: Mapping[str, Any], width: int) -> int:
+    """Numbers that are kept of one input on its way through a model."""
+    side, patch = config.get("image_size"), config.get("patch_size", 1)
+    first = config.get("embed_dim", width)  # of models whose pictures shrink on the way
+    if isinstance(side, int) and isinstance(patch, int) and isinstance(first, int) and patch > 0:
+        return 3 * side**2 + _HELD * ((side // patch) ** 2 + 1) * first
+    return _HELD * (sum(LONG) // len(LONG) + _AROUND) * width
+
+
+def fits(needed: int, max_memory: int | None) -> bool:
+    """Return whether something fits, of so many bytes beside what the process has."""
+    allowed = allowance(max_memory)
+    return needed + (psutil.Process().memory_info().rss if allowed.in_all else 0) <= allowed.size
+
+
+def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:
+    """Refuse what does not fit.
+
+    Args:
+        needed: bytes beside what the process has.
+        max_memory: bytes that the process may take; None: what is free.
+        what: takes them, for the message.
+        otherwise: what to do, for the message.
+
+    Raises:
+        ResourceError: it does not fit.
+    """
+    if not fits(needed, max_memory):
+        allowed = allowance(max_memory)
+        if allowed.in_all:
+            needed += psutil.Process().memory_info().rss
+        raise ResourceError(
+            f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
+            f"{allowed.given}: {otherwise}"
+        )
+
+
+def check_disk(needed: int, folder: Path, otherwise: str) -> None:
+    """Refuse a file that there is no room for.
+
+    Args:
+        needed: bytes of it.
+        folder: that it is written to, and which may not exist yet.
+        otherwise: what to do, for the message.
+
+    Raises:
+        ResourceError: the disk has not so much room.
+    """
+    free = free_bytes(folder)
+    if needed > free:
+        raise ResourceError(
+            f"{folder} has {free / _GIB:.3g} GiB free, and up to {needed / _GIB:.3g} GiB are written to "
+            f"it: {otherwise}"
+        )

@@ -1,0 +1,292 @@
+"""Write statistics files: whole, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import InputError
+from covmerge.base.types import TensorHeader
+from covmerge.base.version import __version__
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.header import LENGTH_BYTES
+from covmerge.files.checkpoints.layout import plan_shard
+from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.stores.disk import disk_errors, fsync_path
+from covmerge.files.stores.scratch import scratch_folder
+from covmerge.maths.linalg.finite import all_finite
+from covmerge.plan.statistics.file import (
+    ABOUT_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    SUFFIX,
+    VERSION_KEY,
+    About,
+    Kind,
+    Protocol,
+    StatisticsFile,
+    probe,
+)
+
+_ROOM = 2**18  # bytes for what a file says of itself beside its tensors
+_PIECE = 2**22  # numbers that are formed at once
+_NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One collected statistic.
+
+    Attributes:
+        names: the tensors that it belongs to, more than one where layers have the same input.
+        total: the sum over all rows, of any floating dtype, on any device.
+        rows: layer inputs, or examples, that it is the sum of.
+        weight: of all rows together; None: each counts 1.
+    """
+
+    names: tuple[str, ...]
+    total: Tensor
+    rows: int
+    weight: float | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """The statistic: formed when asked for, because the sums fill the memory as they are."""
+        return self.total / self._count
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the statistic as it is stored, in float32 on the CPU, one piece of it after another."""
+        for part in torch.split(self.total.flatten(), _PIECE):
+            yield (part / self._count).to("cpu", torch.float32)
+
+    @property
+    def _count(self) -> float:
+        return self.rows if self.weight is None else self.weight
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into one file."""
+
+    checkpoint: Checkpoint
+    statistics: Mapping[Kind, Sequence[Statistic]]
+    examples: int
+    protocol: Protocol = "inputs"
+    labels: str = ""
+    generated: Mapping[str, str | int | float] | None = None
+    notes: Sequence[str] = ()
+
+
+def check_output(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output before any work is done for it.
+
+    Raises:
+        InputError: another suffix, a missing folder, or a file that is there and may not be
+            replaced; only statistics files ever are.
+    """
+    if not out.name.endswith(SUFFIX):
+        raise InputError(f"the output {out} does not end with {SUFFIX}: name it so")
+    if not out.parent.is_dir():
+        raise InputError(f"there is no folder {out.parent} to write {out.name} to: create it")
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not overwrite:
+        raise InputError(f"{out} exists: choose another output, or pass --overwrite")
+    try:
+        StatisticsFile.open(out).close()
+    except InputError as error:
+        raise InputError(
+            f"{out} is not replaced, because it is no statistics file ({error}): choose another "
+            "output"
+        ) from error
+
+
+class GrowingFile:
+    """A statistics file that is written one statistic after another.
+
+    What its header says only the end knows, so room is left for it: a header may end in spaces.
+
+    Args:
+        path: of a file that nobody sees before it is finished.
+        checkpoint: the model.
+        kinds: of statistics; none may be without any.
+        names: all tensors that it may speak of.
+    """
+
+    def __init__(
+        self, path: Path, checkpoint: Checkpoint, kinds: Iterable[Kind], names: Iterable[str]
+    ) -> None:
+        self._path = path
+        self._checkpoint = checkpoint
+        self._totals: dict[Kind, float] = dict.fromkeys(kinds, 0.0)
+        self._headers: list[TensorHeader] = []
+        self._rows: dict[str, int] = {}
+        self._aliases: dict[str, str] = {}
+        self._content = hashlib.sha256()
+        self._room = _ROOM + len(self._totals) * sum(map(_room_of, (*names, checkpoint.source)))
+        with disk_errors(path):
+            self._file = path.open("wb")
+            self._file.seek(LENGTH_BYTES + self._room)
+
+    def add(self, kind: Kind, statistic: Statistic) -> None:
+        """Write a statistic.
+
+        Raises:
+            InputError: it is not finite.
+            ResourceError: the disk is full.
+        """
+        keys = [f"{kind}/{name}" for name in statistic.names]
+        header = TensorHeader(keys[0], tuple(statistic.total.shape), torch.float32)
+        self._content.update(keys[0].encode())
+        for part in statistic.parts():
+            if not all_finite(part):
+                raise InputError(
+                    f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on "
+                    "these examples. Do they fit it?"
+                )
+            data = part.view(torch.uint8).numpy().data
+            with disk_errors(self._path, header.nbytes):
+                self._file.write(data)
+            self._content.update(data)
+            self._totals[kind] += len(keys) * float(part.double().square().sum())
+        self._headers.append(header)
+        self._rows |= dict.fromkeys(keys, statistic.rows)
+        self._aliases |= dict.fromkeys(keys[1:], keys[0])
+
+    def finish(
+        self,
+        examples: int,
+        protocol: Protocol = "inputs",
+        labels: str = "",
+        generated: Mapping[str, str | int | float] | None = None,
+        notes: Sequence[str] = (),
+    ) -> About:
+        """Write what it says of itself, which is as in `About`, and return it.
+
+        Raises:
+            InputError: there is nothing of a kind, or too much is said.
+            ResourceError: the disk is full.
+        """
+        found = {key.partition("/")[0] for key in self._rows}
+        if found != self._totals.keys():
+            raise InputError(
+                f"{self._checkpoint.source}: none of its layers was called with an input, so there "
+                "is nothing to write: are the examples of the kind that the model takes?"
+            )
+        about = About(
+            source=self._checkpoint.source,
+            probe=probe(self._checkpoint),
+            protocol=protocol,
+            examples=examples,
+            labels=labels,
+            generated=None if generated is None else dict(generated),
+            rows=self._rows,
+            aliases=self._aliases,
+            totals={kind: math.sqrt(total) for kind, total in self._totals.items()},
+            content=f"sha256:{self._content.hexdigest()}",
+            notes=list(notes),
+        )
+        metadata = {
+            FORMAT_KEY: FORMAT,
+            VERSION_KEY: __version__,
+            ABOUT_KEY: dumps(about.model_dump(exclude_none=True), what="statistics"),
+        }
+        shard = plan_shard(self._path.name, self._headers, metadata)
+        header = shard.header[LENGTH_BYTES:].ljust(self._room)
+        if len(header) > self._room:
+            raise InputError(
+                f"what {self._path.name} says of itself takes {len(header)} bytes, and {self._room} were "
+                "left for it: its notes, or how its examples were made, are too long"
+            )
+        with disk_errors(self._path):
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return about
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        with suppress(OSError):  # of what was not written, and is not wanted any more
+            self._file.close()
+
+
+def _room_of(name: str) -> int:
+    """Bytes that a header may need for a tensor: its name four times, twice escaped, and numbers."""
+    return 4 * len(json.dumps(json.dumps(name))) + _NUMBERS
+
+
+@contextmanager
+def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
+    """Give out where files of a folder are written; all of them appear at the end, or none.
+
+    Yields:
+        What returns, for the path that a file will have, the one to write it to.
+
+    Raises:
+        InputError: see `check_output`, which is asked again before they appear.
+        ResourceError: the disk is full.
+    """
+    with ExitStack() as stack:
+        with disk_errors(folder):
+            unfinished = stack.enter_context(scratch_folder(folder, ".covstats-"))
+        outs: list[Path] = []
+
+        def place(out: Path) -> Path:
+            outs.append(out)
+            return unfinished / out.name
+
+        yield place
+        for out in outs:
+            check_output(out, overwrite=overwrite)
+        with disk_errors(folder), _all_or_none(outs):
+            for out in outs:
+                (unfinished / out.name).replace(out)
+            fsync_path(folder)
+
+
+def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
+    """Write files of one folder, and return what they say of themselves.
+
+    Raises:
+        InputError: a statistic is not finite, or as `files_in`.
+        ResourceError: the disk is full.
+    """
+    abouts: dict[Path, About] = {}
+    with files_in(next(iter(files)).parent, overwrite=overwrite) as place:
+        for out, contents in files.items():
+            found = contents.statistics
+            names = [n for group in found.values() for statistic in group for n in statistic.names]
+            with closing(GrowingFile(place(out), contents.checkpoint, found, names)) as file:
+                for kind, group in found.items():
+                    for statistic in group:
+                        file.add(kind, statistic)
+                abouts[out] = file.finish(
+                    contents.examples,
+                    contents.protocol,
+                    contents.labels,
+                    contents.generated,
+                    contents.notes,
+                )
+    return abouts
+
+
+@contextmanager
+def _all_or_none(outs: Iterable[Path]) -> Generator[None]:
+    new = [out for out in outs if not out.exists()]
+    try:
+        yield
+    except BaseException:
+        for out in new:
+            out.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,409 @@
+"""Text that a language model writes itself, as the examples that its layers are watched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import InputError, did_you_mean
+from covmerge.base.text import some
+from covmerge.files.checkpoints.json_file import read_object, shorten
+from covmerge.files.tensors.skeleton import in_short
+from covmerge.plan.statistics.examples import Batch, Reading, longest_text
+
+if TYPE_CHECKING:
+    from covmerge.plan.statistics.model import RunningModel
+
+Start = Literal["bos", "chat", "user", "base"]
+
+_random: Any = torch.random  # its annotations are partial
+
+# These go on from a chat template.
+TEMPLATED: tuple[Start, ...] = ("chat", "user")
+# Each token costs a reading of all weights, for however many texts: 32 take 0.4 times as long as 4 times 8.
+WRITTEN_AT_ONCE = 32
+BEGUN = 16  # tokens that a base writes, for its experts to go on with
+_LEAST_TEMPERATURE = 1e-6  # below it numbers of float32 that are divided by it overflow
+_ENDS = "eos_token_id"
+_SAID = "What the user says stands here."
+
+
+def writes(model: Any) -> bool:
+    """Whether a model of transformers writes one text: with an encoder beside it, it reads another."""
+    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What another model wrote first, for this one to go on with.
+
+    Attributes:
+        by: whose it is.
+        tokens: most that it wrote of each.
+        texts: the tokens of each, the last of which ends none.
+        rows: of its embedding.
+        words: what these tokens are, as far as its tokenizer knows them.
+    """
+
+    by: str
+    tokens: int
+    texts: tuple[tuple[int, ...], ...]
+    rows: int
+    words: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Text that a language model writes, from its start to its end.
+
+    Attributes:
+        start: what it goes on from: `bos`, the token that texts begin with; `chat`, its chat template
+            with nothing said by the user, so that it answers; `user`, the template as far as what the
+            user says, so that it asks, and where its question ends, answers; `base`: what the base began.
+        tokens: most that it adds to that, and `user` once more for an answer; a text is over earlier
+            where the model ends it.
+        temperature: of the sampling, from the whole vocabulary.
+        seed: of the sampling, which also depends on the size of the batches.
+        begun: what it goes on from, where that is the base's.
+        shared: whether all experts are shown the same: each writes its own.
+
+    Raises:
+        InputError: there is no such start, or a number is out of range.
+    """
+
+    shared: ClassVar[bool] = False
+
+    start: Start = "bos"
+    tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    begun: Begun | None = None
+
+    def __post_init__(self) -> None:
+        if self.start not in get_args(Start):
+            raise InputError(
+                f"a model cannot start from '{self.start}'."
+                + did_you_mean(self.start, get_args(Start))
+            )
+        if self.tokens < 1:
+            raise InputError(f"tokens is {self.tokens}: pass a positive number")
+        if not 0.0 < self.temperature < float("inf"):
+            raise InputError(f"temperature is {self.temperature}: pass a positive number")
+        if self.temperature < _LEAST_TEMPERATURE:
+            raise InputError(
+                f"temperature is {self.temperature}: pass {_LEAST_TEMPERATURE} or more, where the "
+                "likeliest token follows already"
+            )
+
+    def as_json(self, reading: Reading) -> dict[str, str | int | float]:
+        """What a statistics file says of it."""
+        said: dict[str, str | int | float] = {
+            "start": self.start,
+            "tokens": self.tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "batch_size": reading.at_once,
+        }
+        if self.begun is not None:
+            said |= {"begun_by": self.begun.by, "begun_tokens": self.begun.tokens}
+        return said
+
+    def notes(self, model: RunningModel, reading: Reading) -> list[str]:
+        """Name what is said to end texts and never will: the model has no such token."""
+        ends, where = _stated_ends(model, model.tokenizer(reading))
+        rows = rows_of(model)
+        beyond = [str(end) for end in ends if not 0 <= end < rows]
+        if not beyond:
+            return []
+        return [
+            f"{_ENDS} of {where} has {some(beyond)}, and the model {rows} tokens: no text ends there"
+        ]
+
+    def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
+        """Yield batches of texts.
+
+        Raises:
+            InputError: there is nothing to start from, it is not of the model's vocabulary, there is no
+                room to write, or the model cannot.
+        """
+        from transformers import GenerationConfig
+
+        whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
+        starts = self._starts(model, tokenizer, reading.wanted)
+        longest = max(map(len, starts))
+        limit = reading.max_length or longest_text(tokenizer, whole.config)
+        room = self.tokens if limit is None else min(self.tokens, limit - longest)
+        if room < 1:
+            raise InputError(
+                f"{source}: the start '{self.start}' has {longest} tokens and a text at most {limit}: "
+                "pass another --start, or a larger --max-length"
+            )
+        reply = _reply(tokenizer, source) if self.start == "user" else None
+        _check_tokens(model, tokenizer, reply or ())
+        ends = ends_of(model, tokenizer)
+        pad = ends[0] if ends else 0  # masked, so any token will do
+        # What a checkpoint asks for beside (penalties, words that may not be written) has no part in it.
+        whole.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=self.temperature,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            use_cache=True,
+        )
+        for number, first in enumerate(range(0, reading.wanted, reading.at_once)):
+            prompts = starts[first : first + reading.at_once]
+            with _random.fork_rng([whole.device] if whole.device.type == "cuda" else []):
+                _random.manual_seed(self.seed + number)
+                texts = _continued(model, prompts, room)
+                if reply is not None:
+                    texts = self._answered(model, texts, reply, limit)
+            ids, mask = _padded(texts, pad)
+            yield {"input_ids": ids, "attention_mask": mask}
+
+    def _starts(self, model: RunningModel, tokenizer: Any, wanted: int) -> list[list[int]]:
+        """What every text goes on from."""
+        if self.start != "base":
+            first = _start(tokenizer, model.checkpoint.source, self.start)
+            _check_tokens(model, tokenizer, first)
+            return [first] * wanted
+        if self.begun is None or len(self.begun.texts) < wanted:
+            raise InputError(
+                "the start 'base' goes on from what the base began: collect with the base named"
+            )
+        _check_begun(self.begun, model, tokenizer)
+        return [list(text) for text in self.begun.texts[:wanted]]
+
+    def _answered(
+        self, model: RunningModel, texts: list[list[int]], reply: list[int], limit: int | None
+    ) -> list[list[int]]:
+        """Let the model answer the questions that it brought to an end, where there is room."""
+        ends: list[int] = model.whole.generation_config.eos_token_id or []
+        questions = [text[:-1] + reply if text[-1] in ends else [] for text in texts]
+        longest = max(map(len, questions))
+        room = self.tokens if limit is None else min(self.tokens, limit - longest)
+        if not longest or room < 1:
+            return texts
+        answers = iter(_continued(model, [question for question in questions if question], room))
+        return [
+            next(answers) if question else text
+            for text, question in zip(texts, questions, strict=True)
+        ]
+
+
+def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list[list[int]]:
+    """Return each prompt with what the model adds to it, up to the token that ends it."""
+    from transformers import LogitsProcessorList
+
+    source, how = model.checkpoint.source, model.whole.generation_config
+    ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
+
+    def checked(_: Tensor, logits: Tensor) -> Tensor:
+        # Of a row with NaN the largest is NaN. A token that a model never writes may have -inf.
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise InputError(
+                f"{source} writes nothing, because what it gives for a next token is not finite: its "
+                "weights hold NaN or are too large, correct them"
+            )
+        return logits
+
+    checks: Any = LogitsProcessorList([checked])
+    try:
+        with torch.no_grad():
+            written: Any = model.whole.generate(
+                ids, attention_mask=mask, max_new_tokens=room, logits_processor=checks
+            )
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # transformers' code around a stranger's model can fail in any way
+        if "memory" in str(error):  # what to do about that is said elsewhere
+            raise
+        raise InputError(
+            f"{source} cannot write ({in_short(error)}): pass a file of examples"
+        ) from error
+    added: list[list[int]] = written[:, ids.shape[1] :].tolist()
+    ends: list[int] = how.eos_token_id or []
+    over = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in added]
+    return [p + row[:end] for p, row, end in zip(prompts, added, over, strict=True)]
+
+
+def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask `(batch, longest)`."""
+    longest = max(map(len, texts))
+    missing = [longest - len(text) for text in texts]
+    ids = [[pad] * n + t if left else t + [pad] * n for t, n in zip(texts, missing, strict=True)]
+    mask = [
+        [0] * n + [1] * len(t) if left else [1] * len(t) + [0] * n
+        for t, n in zip(texts, missing, strict=True)
+    ]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def check_template(tokenizer: Any, source: str, start: Start) -> None:
+    """Refuse a start of a chat template where there is none.
+
+    Args:
+        tokenizer: of transformers.
+        source: where it is from.
+        start: one of `TEMPLATED`.
+
+    Raises:
+        InputError: there is none.
+    """
+    problem = _lacks_template(tokenizer)
+    if problem:
+        other = "a file of examples" if _first(tokenizer) is None else "--start bos"
+        raise InputError(
+            f"{source}: its tokenizer has {problem}, which --start {start} goes on from: pass {other}, or "
+            "with --tokenizer the folder of one that has it"
+        )
+
+
+def _lacks_template(tokenizer: Any) -> str:
+    """What is missing of a chat template; nothing where there is one, even one that is empty."""
+    # The classes of mistral-common have none to be asked for, and fill theirs in themselves.
+    found: Any = getattr(tokenizer, "chat_template", "")
+    if found is None:
+        return "no chat template (neither chat_template.jinja nor one in tokenizer_config.json)"
+    if isinstance(found, dict) and "default" not in found:
+        names = some(sorted(map(str, cast("dict[object, object]", found))), 3, quoted=True)
+        return "no chat template called 'default'" + (f" (but {names})" if found else "")
+    return ""
+
+
+def _first(tokenizer: Any) -> int | None:
+    """The token that a text begins with; else that between two texts, as GPT-2 has it."""
+    first = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if first is None else first
+
+
+def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
+    """The tokens that every text begins with."""
+    if start == "bos":
+        first = _first(tokenizer)
+        if first is None:
+            other = "" if _lacks_template(tokenizer) else "--start chat, or "
+            raise InputError(
+                f"the tokenizer of {source} has no token that a text begins with: pass {other}a file of "
+                "examples"
+            )
+        return [first]
+    check_template(tokenizer, source, start)
+    if start == "chat":
+        text = _filled(tokenizer, source, "", prompting=True)
+    else:
+        text = _turn(tokenizer, source)[0]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"the chat template of {source} is empty: pass --start bos")
+    return ids
+
+
+def _reply(tokenizer: Any, source: str) -> list[int]:
+    """The tokens between what the user says and the answer."""
+    return tokenizer(_turn(tokenizer, source)[1], add_special_tokens=False)["input_ids"]
+
+
+def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
+    """What the chat template puts before and behind what the user says."""
+    before, turn, _ = _filled(tokenizer, source, _SAID, prompting=False).partition(_SAID)
+    if not turn:
+        raise InputError(
+            f"the chat template of {source} leaves out what the user says: pass --start bos"
+        )
+    return before, _filled(tokenizer, source, _SAID, prompting=True).partition(_SAID)[2]
+
+
+def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
+    """The chat template where the user says this, and where asked with the beginning of an answer."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=prompting
+        )
+    except Exception as error:  # a stranger's template may do anything
+        raise InputError(
+            f"the tokenizer of {source} has no chat template that works ({in_short(error)}): pass "
+            "--start bos"
+        ) from error
+
+
+def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
+    """The tokens that end a text, as far as the model has them.
+
+    Raises:
+        InputError: what is stated is no token.
+    """
+    rows = rows_of(model)
+    return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
+
+
+def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
+    """What the checkpoint has as the tokens that end a text, else the tokenizer; and where this stands."""
+    folder = Path(model.checkpoint.folder or "")
+    file = folder / "generation_config.json"
+    if file.is_file():
+        given: Any = read_object(file).get(_ENDS)
+    else:
+        file, given = folder / "config.json", model.whole.generation_config.eos_token_id
+    where = str(file)
+    if given is None:
+        where, given = f"the tokenizer of {folder}", tokenizer.eos_token_id
+    if given is None:
+        return [], where
+    said = shorten(given)
+    ends = cast("list[object]", given) if isinstance(given, list) else [given]
+    if not all(type(end) is int for end in ends):  # a truth value is an int to Python
+        raise InputError(
+            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {rows_of(model) - 1}: "
+            "correct it, because texts end there"
+        )
+    return cast("list[int]", ends), where
+
+
+def rows_of(model: RunningModel) -> int:
+    """How many tokens a model of text takes."""
+    return model.whole.get_input_embeddings().num_embeddings
+
+
+def words_of(tokenizer: Any) -> dict[int, str]:
+    """Token -> what it is."""
+    found: dict[str, int] = tokenizer.get_vocab()
+    return {number: word for word, number in found.items()}
+
+
+def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) -> None:
+    """Refuse what a tokenizer gives and the model has no row for."""
+    rows, beyond = rows_of(model), max(tokens, default=0)
+    if beyond >= rows:
+        word = words_of(tokenizer).get(beyond, "")
+        raise InputError(
+            f"{model.checkpoint.source} has an embedding of {rows} rows, and what its texts go on from has "
+            f"the token {beyond} ({shorten(word)}) of its tokenizer: correct the tokenizer, or pass the "
+            "folder of another with --tokenizer"
+        )
+
+
+def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
+    """Refuse what a base began in tokens that the model does not have, or that are others to it."""
+    rows, source = rows_of(model), model.checkpoint.source
+    otherwise = "leave out --start base, or name the base that the expert was made of"
+    beyond = max(max(text) for text in begun.texts)
+    if beyond >= rows:
+        raise InputError(
+            f"{begun.by}, whose embedding has {begun.rows} rows, began a text with the token {beyond}, and "
+            f"that of {source} has {rows} rows: {otherwise}"
+        )
+    own = words_of(tokenizer)
+    for number, word in begun.words:
+        if own.get(number) != word:
+            other = shorten(own[number]) if number in own else "none"
+            raise InputError(
+                f"the token {number} is {shorten(word)} to {begun.by}, and {other} to {source}, which "
+                f"cannot go on from it: {otherwise}"
+            )

@@ -1,0 +1,263 @@
+"""What a recipe says of tokens, decided: the rows of its sources, and the output's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import some
+from covmerge.base.types import Json
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.tensors import find_name
+from covmerge.plan.recipe.tokenizer import BASE, UNION, TokenizerRules
+from covmerge.plan.vocabulary.chat import chosen_template
+from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
+from covmerge.plan.vocabulary.retokenized import Retokenized
+from covmerge.plan.vocabulary.rows import Source, Vocabulary, vocabulary
+from covmerge.plan.vocabulary.tables import Tables, tables_of
+from covmerge.plan.vocabulary.tokens import Added, Reader, Tokenizer, hashes_of, read_files
+
+
+@dataclass(frozen=True)
+class Text:
+    """The output's tokens and chat template.
+
+    Attributes:
+        vocabulary: the rows of the sources; None: they are taken as they are.
+        tables: by source, what has these rows.
+        files: of its tokenizer; None: the base's.
+        notes: what a user should know.
+    """
+
+    vocabulary: Vocabulary | None = None
+    tables: Mapping[str | None, Tables] = field(default_factory=dict[str | None, Tables])
+    files: TokenizerFiles | None = None
+    notes: tuple[str, ...] = ()
+
+    def identity(self) -> dict[str, Json]:
+        """What tells it from another, for the digest of a plan."""
+        found: dict[str, Json] = {}
+        if self.vocabulary is not None:
+            found["vocabulary"] = self.vocabulary.as_json()
+        if self.files is not None:
+            found["tokenizer"] = {**self.files.hashes, "template": self.files.template}
+        return found
+
+    def check_masks(self, names: Collection[str]) -> None:
+        """Refuse masks of tensors that have other rows in the base as it is stored.
+
+        Raises:
+            InputError: one has.
+        """
+        own = self.tables.get(None)
+        if self.vocabulary is None or own is None or own.names.isdisjoint(names):
+            return
+        if not self.vocabulary.keeps(None, own.rows):
+            raise InputError(
+                "masks are laid over the base's own rows (covmerge.load_expert), and `tokenizer` gives it "
+                "others: leave embeddings and head to the base by `tensors: {embeddings: base, "
+                "output_head: base}`, or take another method"
+            )
+
+    def seen(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
+        """Return the sources as they look under its vocabulary; the base's key is None.
+
+        Raises:
+            InputError: an adapter updates rows that are others now.
+        """
+        if self.vocabulary is None:
+            return dict(sources)
+        base = self.tables.get(None)
+        for key, adapter in sources.items():
+            if isinstance(adapter, AdapterCheckpoint) and base is not None:
+                _check_adapter(str(key), adapter, base, self.vocabulary)
+        models = {key: sources[key] for key in self.tables}
+        views = {key: Retokenized(key, models, self.tables, self.vocabulary) for key in models}
+        return {key: views.get(key, own) for key, own in sources.items()}
+
+
+def decide(
+    rules: TokenizerRules | None, template: str | None, sources: Mapping[str | None, Checkpoint]
+) -> Text:
+    """Read the sources' tokenizers and decide on the output's.
+
+    Args:
+        rules: of the recipe, if it has any.
+        template: the chat template that it asks for.
+        sources: the base, whose key is None, then the experts in their order.
+
+    Raises:
+        InputError: a tokenizer is missing or cannot be read, or a rule asks for what no model has.
+    """
+    if rules is None and template is None:
+        return Text()
+    models = [key for key, own in sources.items() if _is_model(own)]
+    folders = {key: sources[key].companions() for key in models}
+    text = Text()
+    if rules is not None:
+        text = _vocabulary(rules, {key: sources[key] for key in models}, folders)
+    if template is None:
+        return text
+    files = text.files or _as_it_is(models[0], folders[models[0]])
+    chosen, whose = chosen_template(template, _of_all(sources, folders))
+    note = f"chat template of {whose}" if chosen is not None else f"no chat template: {whose}"
+    return replace(text, files=replace(files, template=chosen), notes=(*text.notes, note))
+
+
+def _is_model(checkpoint: Checkpoint) -> bool:
+    """Whether a source has embeddings of its own; an adapter has those of the base."""
+    return not isinstance(checkpoint, AdapterCheckpoint)
+
+
+def _of_all(
+    sources: Mapping[str | None, Checkpoint], folders: Mapping[str | None, Path | None]
+) -> dict[str | None, Path | None]:
+    return {key: folders.get(key, folders.get(None)) for key in sources}
+
+
+def _as_it_is(key: str | None, folder: Path | None) -> TokenizerFiles:
+    own = {} if folder is None else read_files(folder)
+    if folder is None or not own:
+        raise InputError(
+            f"{_called(key)} has no tokenizer that a chat template could belong to: leave out "
+            "`chat_template`, or save the model with its tokenizer"
+        )
+    return TokenizerFiles(folder, hashes_of(own))
+
+
+def _called(key: str | None) -> str:
+    return "the base" if key is None else f"expert '{key}'"
+
+
+def _vocabulary(
+    rules: TokenizerRules,
+    models: Mapping[str | None, Checkpoint],
+    folders: Mapping[str | None, Path | None],
+) -> Text:
+    first = next(iter(models))
+    owner = first if rules.source in (UNION, BASE) else rules.source
+    if owner not in models:
+        raise InputError(
+            f"tokenizer.source: '{owner}' is an adapter, which has the base's tokenizer: name the base"
+        )
+    tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
+    reader = Reader()
+    found = {key: reader.read(folder) for key, folder in folders.items()}
+    notes: list[str] = []
+    sources: dict[str | None, Source] = {}
+    for key, tokenizer in found.items():
+        if tokenizer is None:
+            tokenizer = _of_first(key, tables, first, found[first])
+            notes.append(
+                f"{_called(key)} has no tokenizer, and is taken to have {_called(first)}'s"
+            )
+        sources[key] = Source(tokenizer, tables[key].rows)
+    own = sources[owner].tokenizer
+    more = list(_more(rules, own, sources))
+    ids, extended = own.extended(more) if more else (own.ids, None)
+    decided, told = vocabulary(ids, max(own.end, max(ids.values()) + 1), rules, sources)
+    if more:
+        notes.append(
+            f"{len(more)} tokens are added to the tokenizer of {_called(owner)}, the first "
+            f"{more[0].content!r} as {ids[more[0].content]}"
+        )
+    pieces = [
+        one.content for one in more if one.content not in rules.tokens and _is_piece(one, sources)
+    ]
+    if pieces:
+        notes.append(
+            f"{len(pieces)} of the added tokens are pieces of other models' words "
+            f"({some(pieces, 3, quoted=True)}). A tokenizer looks for added tokens first, inside words "
+            f"too, so that texts may be read otherwise than by {_called(owner)}; `source: base`, or of one "
+            "expert, leaves a model's reading as it is"
+        )
+    folder = folders[owner]
+    if folder is None or found[owner] is None:
+        raise InputError(f"{_called(owner)} has no tokenizer: name another `source` in `tokenizer`")
+    of_another = owner != first
+    if of_another and (folder / MORE_TEMPLATES).is_dir():
+        notes.append(f"not copied from {folder}: {MORE_TEMPLATES}/")
+    files = TokenizerFiles(
+        folder,
+        own.hashes,
+        rows=decided.rows,
+        extended=extended,
+        added={ids[one.content]: one for one in more},
+        special=models[owner].config if of_another else None,
+        generation=_generation(folder) if of_another else None,
+    )
+    return Text(decided, tables, files, (*told, *notes))
+
+
+def _of_first(
+    key: str | None,
+    tables: Mapping[str | None, Tables],
+    first: str | None,
+    tokenizer: Tokenizer | None,
+) -> Tokenizer:
+    """The tokenizer of a model that comes without one: as many rows must mean the same tokens."""
+    if tables[key].rows != tables[first].rows:
+        raise InputError(
+            f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
+            f"{_called(first)} has {tables[first].rows}: save the model with its tokenizer, or leave out "
+            "`tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`"
+        )
+    if tokenizer is None:
+        raise InputError(
+            f"{_called(key)} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`"
+        )
+    return tokenizer
+
+
+def _more(
+    rules: TokenizerRules, own: Tokenizer, sources: Mapping[str | None, Source]
+) -> Iterator[Added]:
+    """Tokens that the output's tokenizer lacks, in the order in which they are added."""
+    known = set(own.ids)
+    wanted: list[str] = []
+    if rules.source == UNION:
+        for source in sources.values():
+            ids = source.tokenizer.ids
+            wanted += sorted((t for t in ids if source.row(t) >= 0), key=ids.__getitem__)
+    for token in dict.fromkeys((*wanted, *rules.tokens)):
+        if token not in known:
+            yield _as_added(token, sources)
+
+
+def _is_piece(token: Added, sources: Mapping[str | None, Source]) -> bool:
+    """Whether a token was added to no tokenizer: models of texts were trained to have it."""
+    own = (source.tokenizer for source in sources.values())
+    return not any(one.ids.get(token.content, -1) in one.added for one in own)
+
+
+def _as_added(token: str, sources: Mapping[str | None, Source]) -> Added:
+    """A token as the first model that added it has it; else one that is found wherever its text stands."""
+    for source in sources.values():
+        own = source.tokenizer.added.get(source.tokenizer.ids.get(token, -1))
+        if own is not None:
+            return own
+    return Added(token)
+
+
+def _generation(folder: Path) -> Mapping[str, Any] | None:
+    path = safe_child(folder, "generation_config.json")
+    return read_object(path) if path.is_file() else None
+
+
+def _check_adapter(
+    name: str, adapter: AdapterCheckpoint, base: Tables, decided: Vocabulary
+) -> None:
+    prefixes = [base.prefix] if base.prefix else []
+    held = {*adapter.low_rank, *adapter.headers}
+    touched = [own for own in sorted(base.names) if find_name(own, prefixes, held) is not None]
+    if touched and not decided.keeps(None, base.rows):
+        raise InputError(
+            f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "
+            f"other tokens in the output: fold it into its base first (`covmerge merge --base BASE "
+            f"--expert {name}=ADAPTER OUT`)"
+        )

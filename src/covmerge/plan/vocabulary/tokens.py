@@ -1,0 +1,294 @@
+"""A model's tokenizer, as transformers loads it: its tokens, and which of them were added."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from covmerge.base.errors import InputError, panics_as_errors
+from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.regular_file import read_regular
+from covmerge.files.tensors.skeleton import in_short
+from covmerge.plan.statistics.model import quiet, require_transformers
+from covmerge.plan.vocabulary.stated import (
+    ADDED_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    check_added,
+    check_listed,
+    check_numbers,
+)
+
+# A SentencePiece model under a name that mistral-common alone knows.
+_MISTRALS = "*.model.v[0-9]*"
+# Whatever belongs to a tokenizer, at the top of a folder.
+TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    ADDED_TOKENS,
+    "vocab*.json",
+    "vocab*.txt",
+    "vocab*.bpe",
+    "merges.txt",
+    "bpe.codes",
+    "tekken.json",
+    "*.model",
+    _MISTRALS,
+    "*.spm",
+    "*.tiktoken",
+    "chat_template*.jinja",
+    "chat_template*.json",
+)
+# By one of these transformers knows the tokens.
+_VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tiktoken")
+# Tells the kind of tokenizer where nothing else does.
+_CONFIG, _KIND = "config.json", ("model_type",)
+_MOST_HOLES = 1024
+_SENTENCEPIECE = (".model", ".spm")
+INSTALL_SENTENCEPIECE = "pip install 'covmerge[sentencepiece]'"
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token that was added to a tokenizer, and how it is found in a text."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer.
+
+    Attributes:
+        folder: where it lies.
+        files: its files, as they were read.
+        hashes: of the files.
+        ids: the number of every token.
+        added: tokens that were added to its model, by number.
+    """
+
+    folder: Path
+    files: Mapping[str, bytes] = field(repr=False)
+    hashes: Mapping[str, str]
+    ids: Mapping[str, int] = field(repr=False)
+    added: Mapping[int, Added]
+
+    @cached_property
+    def end(self) -> int:
+        """One more than the largest number of a token.
+
+        Raises:
+            InputError: so many numbers below it are of no token that no embedding has as many rows.
+        """
+        end = max(self.ids.values(), default=-1) + 1
+        if end > 2 * len(self.ids) + _MOST_HOLES:
+            raise InputError(
+                f"{self.folder}: its tokenizer has {len(self.ids)} tokens, and one of them the number "
+                f"{end - 1}: correct {TOKENIZER}"
+            )
+        return end
+
+    def extended(self, more: Sequence[Added]) -> tuple[dict[str, int], bytes]:
+        """Return the numbers of its tokens and of more, and the tokenizer.json that has them all.
+
+        Raises:
+            InputError: a token cannot be added.
+        """
+        tokenizer, transformers = _loaded(self.folder, self.files)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(
+                f"{self.folder}: tokens cannot be added to a {type(tokenizer).__name__}: save the model "
+                f"with a {TOKENIZER}, or take another `tokenizer: {{source: ...}}`"
+            )
+        tokenizer.add_tokens([transformers.AddedToken(**vars(one)) for one in more])
+        ids = dict(tokenizer.get_vocab())
+        lost = [one.content for one in more if one.content not in ids]
+        moved = [token for token, number in self.ids.items() if ids.get(token) != number]
+        if lost or moved or len(set(ids.values())) < len(ids):
+            raise InputError(
+                f"{self.folder}: the token {[*lost, *moved, more[0].content][0]!r} cannot be added to its "
+                "tokenizer without moving others: take another `tokenizer: {source: ...}`"
+            )
+        own = self._appended(ids, more)
+        content = json.loads(backend.to_str()) if own is None else own
+        return ids, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def _appended(self, ids: Mapping[str, int], more: Sequence[Added]) -> dict[str, Any] | None:
+        """Its own tokenizer.json with more tokens; None: there is none, or it would not have them so.
+
+        What transformers makes of it may be another, such as that of the class which a config names.
+        """
+        if TOKENIZER not in self.files:
+            return None
+        content = parse_object(self.files[TOKENIZER], str(self.folder / TOKENIZER))
+        told = [{"id": ids[one.content], **asdict(one)} for one in more]
+        content["added_tokens"] = [*(content.get("added_tokens") or []), *told]
+        tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
+        made = tokenizers.Tokenizer.from_str(json.dumps(content))
+        return content if made.get_vocab(with_added_tokens=True) == ids else None
+
+
+class Reader:
+    """Reads tokenizers, each only once however many models have it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
+
+    def read(self, folder: Path | None) -> Tokenizer | None:
+        """Return the tokenizer in a folder; None: there is none.
+
+        Raises:
+            InputError: it cannot be read, or transformers is missing.
+            CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+        """
+        files = {} if folder is None else read_files(folder)
+        if folder is None or not files:
+            return None
+        hashes = hashes_of(files)
+        key = tuple(sorted(hashes.items()))
+        if key not in self._seen:
+            self._seen[key] = _read(folder, files, hashes)
+        known = self._seen[key]
+        return replace(known, folder=folder)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer with their content; none where there is no vocabulary.
+
+    Raises:
+        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+        InputError: its tokens are in a file that transformers does not know, or numbers of them are none.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if any(_matches(name, _VOCABULARIES) for name in names):
+        return dict(_read_files(folder))
+    for name in names:
+        if fnmatchcase(
+            name, _MISTRALS
+        ):  # a model without its tokens would be taken to have others'
+            plain, _, _ = name.rpartition(".v")
+            raise InputError(
+                f"{folder / name} is the only file with the tokens of this model, and transformers reads "
+                f"none of this name: copy it to {plain} beside it, or save the model with a {TOKENIZER}"
+            )
+    return {}
+
+
+def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of each file."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.iterdir()):
+        own = _matches(path.name, TOKENIZER_FILES)
+        if not path.is_file() or not (own or path.name == _CONFIG):
+            continue
+        content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
+        # What is parsed again by others is looked at first: they are less careful.
+        value = parse_object(content, str(path)) if path.suffix == ".json" else {}
+        if path.name == ADDED_TOKENS:
+            check_added(path, value)
+        if path.name == TOKENIZER_CONFIG:
+            check_listed(path, value)
+        if not own:
+            content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
+        yield path.name, content
+
+
+def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -> Tokenizer:
+    tokenizer, _ = _loaded(folder, files)
+    names = tuple(Added.__dataclass_fields__)
+    added = {
+        int(number): Added(**{name: getattr(token, name) for name in names})
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    ids = dict(tokenizer.get_vocab())
+    check_numbers(folder, files, ids)
+    return Tokenizer(folder, files, hashes, ids, added)
+
+
+def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
+    """A tokenizer of transformers', made of bytes that were checked, and transformers."""
+    transformers = require_transformers("a merge of vocabularies reads tokenizers")
+    with TemporaryDirectory(prefix="covmerge-tokenizer-") as name:
+        for file, content in files.items():
+            (Path(name) / file).write_bytes(content)
+        try:
+            with quiet(transformers), panics_as_errors():
+                tokenizer = _load(transformers, Path(name), files)
+        except Exception as error:  # a stranger's files can make it fail in any way
+            why = _why_no_sentencepiece(files) or (
+                "transformers cannot load its tokenizer without running code of its own "
+                f"({in_short(error)}): save it with a plain {TOKENIZER}"
+            )
+            raise InputError(f"{folder}: {why}") from error
+    count = len(tokenizer.get_vocab())
+    if count <= len(tokenizer.added_tokens_decoder):
+        # What a class makes of a file that it cannot read: a pointer of Git LFS, mostly.
+        why = _why_no_sentencepiece(files) or (
+            f"transformers reads no token of its tokenizer but {count} that a {type(tokenizer).__name__} "
+            "has anyhow: fetch its files again"
+        )
+        raise InputError(f"{folder}: {why}")
+    return tokenizer, transformers
+
+
+def _why_no_sentencepiece(files: Mapping[str, bytes]) -> str | None:
+    """Why a SentencePiece model is not read, which transformers then takes for one of tiktoken's.
+
+    None: there is none, or sentencepiece reads it.
+    """
+    models = [name for name in files if name.endswith(_SENTENCEPIECE)]
+    if TOKENIZER in files or not models:
+        return None
+    try:
+        package: Any = importlib.import_module("sentencepiece")
+    except ImportError:
+        return (
+            f"its tokenizer is {models[0]} without a {TOKENIZER}, and to read a SentencePiece model takes "
+            f"the package sentencepiece: {INSTALL_SENTENCEPIECE}, or save it with a plain {TOKENIZER}"
+        )
+    for name in models:
+        try:
+            if not files[name]:
+                raise ValueError("it is empty")
+            package.SentencePieceProcessor(model_proto=files[name])
+        except Exception as error:
+            return (
+                f"{name} is no SentencePiece model ({in_short(error)}): fetch it again, or save it with a "
+                f"plain {TOKENIZER}"
+            )
+    return None
+
+
+def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:
+    try:
+        with panics_as_errors():
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception:  # a class, or a kind of model, that transformers does not know
+        if TOKENIZER not in files:
+            raise
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

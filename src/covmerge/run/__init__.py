@@ -1,0 +1,1 @@
+"""What carries a plan out, and what judges, compares and verifies models."""

@@ -1,0 +1,502 @@
+"""Many methods on the same experts, in one reading pass."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from math import sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from covmerge.base.errors import RecipeError
+from covmerge.base.findings import Fit
+from covmerge.base.notebook import paragraph, table_html
+from covmerge.base.table import Table, Tabular
+from covmerge.base.text import some
+from covmerge.base.types import Json
+from covmerge.base.version import __version__
+from covmerge.files.checkpoints import Staging, check_not_input
+from covmerge.files.stores.address import local_path
+from covmerge.maths.measures.retention import overall
+from covmerge.maths.methods import Method, registry
+from covmerge.plan.planning import OF_BASE, Plan, Settings
+from covmerge.plan.recipe import Recipe, dump_recipe
+from covmerge.plan.statistics.file import StatisticsFile
+from covmerge.run.engine import (
+    Contents,
+    Context,
+    Figures,
+    Hashes,
+    MemoryPlan,
+    NoOutput,
+    Output,
+    RunOptions,
+    RunResult,
+    peak_memory,
+    room_for,
+    run,
+    torch_threads,
+)
+from covmerge.run.export import write_manifest
+from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.output import OutputFiles
+from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.unsaid import looks_at_base
+
+# Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
+# and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
+# upper bound, in copies of what is read for the layer.
+_SHARED_COPIES = 5
+# Methods that minimise what the prediction sums up, so that it is near 1 for them by construction:
+# as a measure it is spent on them.
+SPENT = ("actmat", "wudi")
+_LABEL = re.compile(r"[\w.=+-]{1,150}")  # what a folder can be called anywhere
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's line in the comparison.
+
+    Attributes:
+        label: what it is called here, and its folder: the method's name, and parameters where several
+            entries are of one method.
+        method: its name.
+        parameters: all of its parameters; those of the recipe's rules are in the manifest.
+        norm: ‖W̄ − W_0‖_F over all merged tensors.
+        cosines: cosine between the merged update and each expert's, over all merged tensors.
+        stable_rank: ‖M‖²_F/σ₁² of the merged update's matrices, mean; None if there are none.
+        retention: by expert, the share of its contribution that is predicted to survive
+            (`covmerge.maths.measures.retention`).
+        retention_by_layer: the same of every matrix; None where the expert did not change it.
+        seconds: its own mathematics; reading, surveys and writing serve all.
+        workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
+        folder: its model; None if none was written.
+    """
+
+    label: str
+    method: str
+    parameters: Mapping[str, Json]
+    norm: float
+    cosines: Mapping[str, float]
+    stable_rank: float | None
+    retention: Mapping[str, float]
+    retention_by_layer: Mapping[str, Mapping[str, float | None]] = field(repr=False)
+    seconds: float
+    workspace: int
+    folder: str | None
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
+    """What a comparison found.
+
+    Attributes:
+        path: the folder with a model per method; None if none were written.
+        rows: one per method, in the order they were given.
+        update_norms: ‖Δ_t‖_F by expert, over all merged tensors.
+        left_out: methods that were asked for by `all` and cannot run here, and why.
+        run: seconds and memory of the whole.
+        notes: what a reader should know.
+        warnings: what may make the results worse, and what to do.
+        adapters: those of the experts that are adapters, of which predictions do not agree with accuracy.
+    """
+
+    path: Path | None
+    rows: tuple[Row, ...]
+    update_norms: Mapping[str, float]
+    left_out: Mapping[str, str]
+    run: Figures
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+    @property
+    def recommended(self) -> str | None:
+        """The entry whose worst served expert keeps most, by prediction.
+
+        Of equal ones that of the highest mean. Not one of `SPENT`. None where nothing is predicted,
+        and for adapters, where predictions did not agree with accuracy (docs/report.md).
+        """
+        if self.adapters:
+            return None
+        served = {
+            row.label: (min(row.retention.values()), fmean(row.retention.values()))
+            for row in self.rows
+            if row.retention and row.method not in SPENT
+        }
+        return max(served, key=served.__getitem__) if served else None
+
+    def __repr__(self) -> str:
+        labels, best = some([row.label for row in self.rows]), self.recommended
+        where = "" if self.path is None else f", in {self.path}"
+        advice = "" if best is None else f"; recommended: {best}"
+        return f"<Comparison: {labels} of {some(self.update_norms)}{where}{advice}>"
+
+    def table(self) -> Table:
+        """One row for each entry: parameters, size, cost, and by expert cosine and retention."""
+        experts = list(self.update_norms)
+        columns = ("label", "method", "parameters", "norm", "stable_rank", "seconds", "workspace")
+        by_expert = [f"{what} {name}" for what in ("cosine", "retention") for name in experts]
+        return Table(
+            (*columns, *by_expert),
+            tuple(
+                (
+                    row.label,
+                    row.method,
+                    json.dumps(row.parameters),
+                    row.norm,
+                    row.stable_rank,
+                    row.seconds,
+                    row.workspace,
+                    *(row.cosines[name] for name in experts),
+                    *(row.retention.get(name) for name in experts),
+                )
+                for row in self.rows
+            ),
+        )
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        said = [("warning", text) for text in self.warnings]
+        said += [(f"no {name}", why) for name, why in self.left_out.items()]
+        table = self.table()
+        drawn = {
+            name for name in table.columns if name.startswith(("norm", "seconds", "retention"))
+        }
+        return "".join(
+            [
+                paragraph(repr(self)),
+                *(paragraph(f"{label}: {text}") for label, text in said),
+                table_html(table, drawn=drawn, most=len(self.rows)),
+            ]
+        )
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        return {
+            "path": None if self.path is None else str(self.path),
+            "methods": [asdict(row) for row in self.rows],
+            "recommended": self.recommended,
+            "update_norms": dict(self.update_norms),
+            "left_out": dict(self.left_out),
+            "run": cast("Mapping[str, Json]", dict(self.run)),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a comparison to be.
+
+    Attributes:
+        method: registered name.
+        parameters: those that are not at their defaults.
+        label: what its row and its folder are called: the method, and the parameters where these tell it
+            from other entries of the method.
+    """
+
+    method: str
+    parameters: Mapping[str, Any]
+    label: str
+
+
+# A method's name, or with parameters of its own: several entries may be of one method.
+Wanted = str | tuple[str, Mapping[str, Any]]
+
+
+def choose_methods(
+    wanted: str | Sequence[Wanted],
+    parameters: Mapping[str, Mapping[str, Any]],
+    statistics: Mapping[str, StatisticsFile],
+) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """Return what is compared, and the methods of `all` that cannot run, with the reason.
+
+    Raises:
+        RecipeError: an unknown method, an entry that is named twice, or parameters of a method that
+            is not compared.
+    """
+    left_out: dict[str, str] = {}
+    if wanted == "all":
+        reasons = {method.name: _cannot_run(method, statistics) for method in registry}
+        left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+        left_out |= registry.broken
+        given: Sequence[Wanted] = [name for name in reasons if name not in left_out]
+    else:
+        given = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not given:
+        raise RecipeError("no methods to compare: name some, or `all`")
+    names = [(one if isinstance(one, str) else one[0]).strip() for one in given]
+    entries = tuple(
+        _entry(one, parameters, alone=names.count(name) == 1)
+        for name, one in zip(names, given, strict=True)
+    )
+    labels = [entry.label for entry in entries]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise RecipeError(f"method '{label}' is named twice: name it once")
+    for name in parameters:
+        if name not in names:
+            raise RecipeError(f"parameters for '{name}', which is not compared: {names}")
+    return entries, left_out
+
+
+def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]], *, alone: bool) -> Entry:
+    """Resolve an entry; `alone`: its method has no other."""
+    nothing: Mapping[str, Any] = {}
+    name, own = (wanted, nothing) if isinstance(wanted, str) else wanted
+    method = registry.get(name.strip())
+    values = {**parameters.get(method.name, {}), **own}
+    resolved = method.resolve(values)
+    told = [] if alone else [f"{key}={resolved[key]}" for key in own]
+    label = "-".join([method.name, *told])
+    if not _LABEL.fullmatch(label):
+        raise RecipeError(
+            f"'{label}' cannot name a folder: give these values by `parameters` (--set {name}.KEY=VALUE)"
+        )
+    return Entry(method.name, values, label)
+
+
+def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str | None:
+    if method.writes_masks:
+        return "gives a model per expert, not one for all"
+    if method.sees == "weights":
+        return "sees the models' weights and not their updates: name it to have it compared"
+    if method.data == "none":
+        return None
+    usable = [
+        file.protocol == method.protocol and bool(file.names(method.data))
+        for expert, file in statistics.items()
+        if expert != OF_BASE
+    ]
+    if usable and all(usable):
+        return None
+    return f"needs statistics ({method.data}, protocol '{method.protocol}') of every expert"
+
+
+@dataclass(frozen=True)
+class CompareJob:
+    """A recipe, the methods that take its method's place, and the options of one run.
+
+    Attributes:
+        recipe: base, experts, rules, dtypes; its method and parameters are replaced.
+        methods: what to compare, names or pairs of a name and parameters; `all` is every method that can
+            run.
+        parameters: by method, for those that are not to run at their defaults.
+        out: a folder for the models, one each; None writes none.
+        options: how it is done.
+    """
+
+    recipe: Recipe
+    methods: str | Sequence[Wanted] = "all"
+    parameters: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
+    out: Path | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def run(self, checkpoints: OpenCheckpoints) -> Comparison:
+        """Merge by every method.
+
+        Raises:
+            InputError: anything wrong with the inputs; nothing is left behind.
+            CheckFailed: one of the models failed its verification.
+        """
+        entries, left_out = choose_methods(self.methods, self.parameters, checkpoints.statistics)
+        recipes = [
+            self.recipe.model_copy(
+                update={"method": entry.method, "parameters": dict(entry.parameters)}
+            )
+            for entry in entries
+        ]
+        labels = [entry.label for entry in entries]
+        if self.out is not None:  # before the base is run
+            local_path(self.out)
+            check_not_input(self.out, checkpoints.paths())
+            Staging(self.out, overwrite=self.options.overwrite).check()
+        plans, checkpoints = checkpoints.plans_to_run(recipes, self.options, whole=True)
+        plans = [_of_its_method(plan) for plan in plans]
+        memory = self.options.memory(plans, shared=_SHARED_COPIES)
+        if self.out is None:
+            checkpoints.materialize()
+            none = [NoOutput() for _ in plans]
+            done, _ = self._execute(plans, none, checkpoints, memory, {})
+            fit = check_fit(plans[0], done[0].items, checkpoints)
+            return self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
+        return self._to_disk(self.out, labels, plans, checkpoints, memory, left_out)
+
+    def _to_disk(
+        self,
+        out: Path,
+        labels: Sequence[str],
+        plans: Sequence[Plan],
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        left_out: Mapping[str, str],
+    ) -> Comparison:
+        if not self.options.overwrite:
+            room_for(plans, out).check()
+        # Without a journal a comparison that is interrupted leaves nothing.
+        with Staging(out, overwrite=self.options.overwrite) as staging:
+            checkpoints.materialize()
+            models: list[OutputFiles] = []
+            for label, plan in zip(labels, plans, strict=True):
+                models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
+            outputs = [model.output for model in models]
+            contents = checkpoints.contents()
+            done, hashes = self._execute(plans, outputs, checkpoints, memory, contents)
+            sources = checkpoints.recorded(hashes)
+            fit = check_fit(plans[0], done[0].items, checkpoints)
+            notes: list[str] = []
+            for name, plan, model, own in zip(labels, plans, models, done, strict=True):
+                # To give the base is a failure of one merge; of a comparison it is a result.
+                looks = looks_at_base(plan.recipe)
+                result = model.finish(
+                    own,
+                    {
+                        key: one
+                        for key, one in sources.items()
+                        if looks or key != f"statistics {OF_BASE}"
+                    },
+                    memory,
+                    staging.out.output.inside(name),
+                    fit=fit,
+                    may_equal_base=True,
+                )
+                if result.verification is not None and not result.verification.ok:
+                    notes.append(f"method '{name}' gives the base")
+            comparison = self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
+            comparison = replace(comparison, notes=(*comparison.notes, *notes))
+            write_manifest(
+                staging.store,
+                {
+                    "covmerge": __version__,
+                    "recipe": dump_recipe(self.recipe),
+                    "sources": sources,
+                    "comparison": comparison.as_json(),
+                },
+            )
+            staging.commit()
+        return comparison
+
+    def _execute(
+        self,
+        plans: Sequence[Plan],
+        outputs: Sequence[Output],
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        contents: Contents,
+    ) -> tuple[list[RunResult], Hashes]:
+        checkpoints.check_ties(plans[0])
+        options = self.options
+        executor = options.executor(memory, checkpoints.opener)
+        with (
+            naming_lost(checkpoints.experts),
+            torch_threads(options.threads),
+            closing(executor),
+            executor.hashing(contents) as hashing,
+        ):
+            done = run(
+                list(zip(plans, outputs, strict=True)),
+                checkpoints.sources(),
+                Context(plans[0].compute_dtype, options.torch_device, compare=True),
+                executor=executor,
+                progress=options.shown_progress,
+                follow=hashing.follow,
+            )
+            return done, hashing.result()
+
+    def _comparison(
+        self,
+        labels: Sequence[str],
+        plans: Sequence[Plan],
+        done: Sequence[RunResult],
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        left_out: Mapping[str, str],
+        fit: Fit,
+    ) -> Comparison:
+        together = zip(labels, plans, done, strict=True)
+        rows = tuple(_row(label, plan, own, self.out) for label, plan, own in together)
+        first = done[0]
+        return Comparison(
+            path=self.out,
+            rows=rows,
+            update_norms=_norms(first.items),
+            left_out=left_out,
+            run={
+                "seconds": first.seconds,
+                "survey_seconds": first.survey_seconds,
+                "read_seconds": first.read_seconds,
+                "compute_seconds": sum(own.compute_seconds for own in done),
+                "write_seconds": first.write_seconds,
+                "peak_memory": peak_memory(),
+                "expected_peak_memory": memory.peak,
+            },
+            warnings=fit.warnings,
+            notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
+            adapters=checkpoints.adapters,
+        )
+
+
+def _of_its_method(plan: Plan) -> Plan:
+    """The plan as its method alone has it: without the base's inputs, if it does not look at them."""
+    if looks_at_base(plan.recipe):
+        return plan
+    return replace(plan, recipe=plan.recipe.model_copy(update={"base_statistics": None}))
+
+
+def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
+    items = [cast("Mapping[str, Any]", item) for item in done.items if "merged" in item]
+    norm = sqrt(sum(item["merged"] for item in items))
+    sizes = _norms(done.items)
+    dots = {name: sum(item["dots"].get(name, 0.0) for item in items) for name in sizes}
+    ranks = [rank for item in items for rank in item.get("stable_ranks", ())]
+    name = plan.recipe.method
+    layers = _retention_by_layer(plan, done.items)
+    return Row(
+        label=label,
+        method=name,
+        parameters=Settings(registry.get(name), plan.recipe.parameters, plan.family).shown(),
+        norm=norm,
+        cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
+        stable_rank=fmean(ranks) if ranks else None,
+        retention={
+            expert: kept
+            for expert in sizes
+            if (kept := overall(layer[expert] for layer in layers.values())) is not None
+        },
+        retention_by_layer=layers,
+        seconds=done.compute_seconds,
+        workspace=max(item.workspace for item in plan.items),
+        folder=None if out is None else str(out / label),
+    )
+
+
+def _retention_by_layer(
+    plan: Plan, done: Sequence[Mapping[str, Json]]
+) -> dict[str, Mapping[str, float | None]]:
+    """What every matrix retains of each expert; of a tensor that holds several, each with its place."""
+    found: dict[str, list[Mapping[str, float | None]]] = {}
+    for item, stats in zip(plan.items, done, strict=True):
+        if "retention" in stats:
+            kept = cast("list[Mapping[str, float | None]]", stats["retention"])
+            found.setdefault(item.tensor.name, []).extend(kept)
+    return {
+        name if len(own) == 1 else f"{name}[{place}]": matrix
+        for name, own in found.items()
+        for place, matrix in enumerate(own)
+    }
+
+
+def _norms(items: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    """‖Δ_t‖_F by expert over all items."""
+    squares: dict[str, float] = {}
+    for item in items:
+        for expert, square in cast("Mapping[str, float]", item.get("updates", {})).items():
+            squares[expert] = squares.get(expert, 0.0) + square
+    return {expert: sqrt(square) for expert, square in squares.items()}

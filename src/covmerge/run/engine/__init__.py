@@ -1,0 +1,144 @@
+"""Carry a plan out: read ahead, compute, write behind, within a memory budget.
+
+inputs     what an item reads, and the updates it becomes
+layer      the updates of some rows, and what methods make of them
+lots       neighbouring items of one shape that are merged in one batch, fixed by the plan
+together   the layers of a lot through their method
+encode     a merged update in the form that the plan asks for
+pack       merged rows as a quantised format stores them
+look       what an inspection says of some rows
+worker     one function: the operands of some rows in, what becomes of them out
+measures   what a comparison says of merged updates
+selection  what surveys look for: the reduction of the work of counting
+survey     passes before the merge: thresholds over all tensors
+hashing    the hashes of the sources, taken while these are merged
+reading    the finished output, read once more file by file
+outputs    where results go: memory, or files at planned places
+executor   what carries work out: batches in, what was done out
+workers    how many processes a merge is worth
+threads    the executor that reads, computes and writes in threads
+processes  the executor whose processes open the sources for themselves
+cluster    the executor of a Ray cluster
+serving    one batch from its operands to its bytes, in processes that do one after the other
+ranks      the executor of equal processes that were started by somebody else
+portable   errors that go from one process to another
+run        one run: surveys, then what is not finished, and the journal
+budget     bytes that may be alive at once
+progress   what is called as a run advances: an object, a function, a class of bars
+devices    which device a process computes on: of several of a machine a GPU each
+device_room  whether what is computed at once has room on a GPU
+staging    two pinned buffers through which what was read goes to a GPU while another item is computed
+options    how a run is done: device, threads, memory, resume, progress
+hardware   machines as somebody describes them
+forecast   what a merge would take on them
+room       disk space an output needs
+advice     merged updates that were blown up, in words, with what to do
+losses     what rounding to a quantised format left of the update, by layer
+entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
+ties       tied tensors that are stored twice
+thread_count  cores that there are, and threads that torch computes with
+"""
+
+from covmerge.run.engine.advice import account_of_lengths
+from covmerge.run.engine.budget import MemoryPlan, plan_memory
+from covmerge.run.engine.devices import usable_device
+from covmerge.run.engine.entries import not_counted, seen_in, tensor_entries, totals
+from covmerge.run.engine.executor import Batch, Done, Executor, Span, Task
+from covmerge.run.engine.forecast import Forecast, forecast
+from covmerge.run.engine.hardware import Hardware, parse_hardware
+from covmerge.run.engine.hashing import Contents, Hashes
+from covmerge.run.engine.inputs import Sizes, Sources, is_compared, read_inputs
+from covmerge.run.engine.layer import Change, Context, Layer
+from covmerge.run.engine.look import look_cost
+from covmerge.run.engine.losses import account_of_losses
+from covmerge.run.engine.options import RunOptions, with_executor
+from covmerge.run.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
+from covmerge.run.engine.peak import peak_memory
+from covmerge.run.engine.processes import Opener, Processes
+from covmerge.run.engine.progress import AnyProgress, Progress, Silent, as_progress
+from covmerge.run.engine.ranks import (
+    Gathering,
+    LeaderGoneError,
+    Rank,
+    Ranks,
+    Session,
+    find_rank,
+    help_reading,
+)
+from covmerge.run.engine.reading import FileLook, ReadFiles, read_files
+from covmerge.run.engine.room import Room, room_for
+from covmerge.run.engine.run import Figures, RunResult, run, run_part
+from covmerge.run.engine.survey import find_thresholds
+from covmerge.run.engine.thread_count import torch_threads, use_threads
+from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.ties import check_ties
+from covmerge.run.engine.worker import work
+from covmerge.run.engine.workers import AUTO, Workers
+
+__all__ = [
+    "AUTO",
+    "AnyProgress",
+    "Batch",
+    "Change",
+    "Contents",
+    "Context",
+    "Done",
+    "Executor",
+    "Figures",
+    "FileLook",
+    "FileOutput",
+    "Forecast",
+    "Gathering",
+    "Hardware",
+    "Hashes",
+    "Layer",
+    "LeaderGoneError",
+    "MemoryOutput",
+    "MemoryPlan",
+    "NoOutput",
+    "Opener",
+    "Output",
+    "Processes",
+    "Progress",
+    "Rank",
+    "Ranks",
+    "ReadFiles",
+    "Room",
+    "RunOptions",
+    "RunResult",
+    "Session",
+    "Silent",
+    "Sizes",
+    "Sources",
+    "Span",
+    "Task",
+    "Threads",
+    "Workers",
+    "account_of_lengths",
+    "account_of_losses",
+    "as_progress",
+    "check_ties",
+    "find_rank",
+    "find_thresholds",
+    "forecast",
+    "help_reading",
+    "is_compared",
+    "look_cost",
+    "not_counted",
+    "parse_hardware",
+    "peak_memory",
+    "plan_memory",
+    "read_files",
+    "read_inputs",
+    "room_for",
+    "run",
+    "run_part",
+    "seen_in",
+    "tensor_entries",
+    "torch_threads",
+    "totals",
+    "usable_device",
+    "use_threads",
+    "with_executor",
+    "work",
+]

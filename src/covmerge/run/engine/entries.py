@@ -1,0 +1,159 @@
+"""What covmerge.json says of a finished run: items joined to tensors, tensors to totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+from typing import Any, cast
+
+from covmerge.base.errors import InputError
+from covmerge.base.noticed import Seen
+from covmerge.base.types import Json
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.maths.methods import registry
+from covmerge.plan.planning import Merge, PackedTensor, Plan, TensorPlan
+from covmerge.run.engine.losses import losses_of, quantised_entry
+
+
+def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
+    """Return one entry per output tensor, of what was measured of the plan's items.
+
+    `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
+    merged update lost to the output dtype, `matrices` what the method noticed in each matrix,
+    `adapter` what it became in an adapter; `left_out` where it has no place there; `quantised` what
+    it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
+    (`covmerge.run.engine.losses`).
+    """
+    items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
+    rounded: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
+    for item, facts in zip(plan.items, done, strict=True):
+        if "packed" in facts:
+            rounded[item.tensor.key].append(cast("Mapping[str, Any]", facts["packed"]))
+        if "merged" in facts:
+            items[item.tensor.key].append(cast("Mapping[str, Any]", facts))
+    entries: dict[str, dict[str, Json]] = {}
+    for tensor in plan.tensors:
+        entry: dict[str, Json] = {
+            "role": str(tensor.role),
+            "why": tensor.why,
+            "rule": tensor.rule,
+            "dtype": str(tensor.output.dtype).removeprefix("torch."),
+            "shape": list(tensor.output.shape),
+        }
+        parts, change = items[tensor.name], None
+        if parts:
+            merged = change = _root(part["merged"] for part in parts)
+            rounding = _root(part["rounding"] for part in parts)
+            entry["update_norm"] = {
+                expert: _root(part["updates"][expert] for part in parts)
+                for expert in parts[0]["updates"]
+            }
+            entry["merged_norm"] = merged
+            entry["rounding_loss"] = rounding / merged if merged else 0.0
+            if arithmetic := _half_precision(tensor):
+                entry["arithmetic"] = arithmetic
+            matrices = [matrix for part in parts for matrix in part.get("matrices", [])]
+            if matrices:
+                entry["matrices"] = matrices
+            entry |= {key: parts[0][key] for key in ("adapter", "left_out") if key in parts[0]}
+        if isinstance(tensor.form, PackedTensor):
+            update = None if plan.recipe.base is None else change
+            entry["quantised"] = quantised_entry(tensor.form.format, rounded[tensor.name], update)
+        entries[tensor.name] = entry
+    return entries
+
+
+def seen_in(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[Seen, ...]:
+    """Return what methods noticed in a merge, each as its own type.
+
+    Args:
+        plan: of the merge.
+        entries: of its tensors, as in covmerge.json; an older one may lack some.
+
+    Raises:
+        InputError: an entry is not what its method writes.
+    """
+    found: list[Seen] = []
+    for tensor in plan.tensors:
+        merge, entry = tensor.operation, entries.get(tensor.name, {})
+        if isinstance(merge, Merge) and "matrices" in entry:
+            kind = registry.get(merge.method).noticed
+            try:
+                own = tuple(map(kind.from_json, entry["matrices"]))
+            except ValueError as error:
+                raise InputError(
+                    f"tensors.{tensor.name}.matrices of covmerge.json is not what method "
+                    f"'{merge.method}' writes: {shorten(str(error))}; merge again"
+                ) from error
+            experts = tuple(entry["update_norm"])
+            found.append(Seen(tensor.name, merge.parameters, experts, own))
+    return tuple(found)
+
+
+def totals(
+    entries: Mapping[str, Mapping[str, Any]], noticed: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Return what a reader wants first: counts by rule, totals of what methods noticed, rounding."""
+    by_rule: dict[tuple[str, str], int] = {}
+    for entry in entries.values():
+        key = (entry["role"], entry["rule"])
+        by_rule[key] = by_rule.get(key, 0) + 1
+    merged = [entry for entry in entries.values() if "merged_norm" in entry]
+    change = _root(entry["merged_norm"] ** 2 for entry in merged)
+    lost = _root((entry["merged_norm"] * entry["rounding_loss"]) ** 2 for entry in merged)
+    arithmetic = sorted({entry["arithmetic"] for entry in merged if "arithmetic" in entry})
+    return {
+        "by_rule": [
+            {"role": role, "rule": rule, "tensors": count}
+            for (role, rule), count in by_rule.items()
+        ],
+        "matrices": sum(len(entry.get("matrices", ())) for entry in entries.values()),
+        **noticed,
+        "merged_norm": change,
+        **_of_adapter(merged, change),
+        **losses_of(entries),
+        "rounding_loss": lost / change if change else 0.0,
+        **({"arithmetic": arithmetic} if arithmetic else {}),
+    }
+
+
+def not_counted(totals: Mapping[str, Any]) -> str:
+    """What `rounding_loss` leaves out: the rounding of a method's own steps in half precision; or "".
+
+    Example:
+        >>> not_counted({"arithmetic": ["bfloat16"]})[:71]
+        '; not counted is what the merge lost before: it computed in bfloat16, a'
+    """
+    dtypes = totals.get("arithmetic", ())
+    if not dtypes:
+        return ""
+    return (
+        f"; not counted is what the merge lost before: it computed in {' and '.join(dtypes)}, and each "
+        "step rounded the weights. To lose less, merge with `dtype: float32` in the mergekit recipe, and "
+        f"`out_dtype: {dtypes[0]}` to store as now"
+    )
+
+
+def _half_precision(tensor: TensorPlan) -> str | None:
+    """The dtype that a tensor's method computes in, where that is half precision."""
+    merge = tensor.operation
+    found = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+    return found if found in ("float16", "bfloat16") else None
+
+
+def _of_adapter(merged: Sequence[Mapping[str, Any]], change: float) -> dict[str, Json]:
+    """Return shares of the merged update's energy that an adapter does not have."""
+    if not any("adapter" in entry for entry in merged):
+        return {}
+    outside = sum(entry["merged_norm"] ** 2 for entry in merged if "left_out" in entry)
+    truncated = sum(
+        entry["merged_norm"] ** 2 * entry["adapter"].get("discarded_energy", 0.0)
+        for entry in merged
+        if "adapter" in entry
+    )
+    energy = change**2 or 1.0
+    return {"left_out_energy": outside / energy, "discarded_energy": truncated / energy}
+
+
+def _root(squares: Iterable[float]) -> float:
+    return sqrt(sum(squares))

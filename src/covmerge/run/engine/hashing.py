@@ -1,0 +1,134 @@
+"""The hashes of the sources, which covmerge.json records, taken while these are merged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Protocol
+
+from covmerge.files.checkpoints import Content
+from covmerge.files.checkpoints.content import at_once
+
+# What is hashed of each source, by its key.
+Contents = Mapping[str, Sequence[Content]]
+# Hashes by source and name.
+Hashes = Mapping[str, Mapping[str, str]]
+
+
+class Hashing(Protocol):
+    """Hashes of the sources that are being taken; a context manager, at whose end that stops."""
+
+    def __enter__(self) -> Hashing:
+        """Begin."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Stop: a run that failed does not wait for hashes."""
+        ...
+
+    def follow(self, share: float) -> None:
+        """Note that so much of the sources has been read by the last pass."""
+        ...
+
+    def result(self) -> Hashes:
+        """Wait for the hashes.
+
+        Raises:
+            CovmergeError: a source changed, or cannot be read.
+        """
+        ...
+
+
+class InStep:
+    """Hashes taken by this process, a source each in a thread, in step with the reader of the merge.
+
+    It reads the files for itself, in their order, but never a larger share of a source than the
+    merge has read. Files in the base's order are then in the page cache when their turn comes, also
+    where the sources are larger than the memory; of another order, some are read from the disk twice.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._changed = threading.Condition()
+        self._share = 0.0
+        self._stopped = False
+        self._pool = ThreadPoolExecutor(max(1, len(contents)), "covmerge-hash")
+
+    def __enter__(self) -> InStep:
+        """See `Hashing`."""
+        try:
+            self._hashing = {
+                key: self._pool.submit(self._hash, own) for key, own in self._contents.items()
+            }
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `Hashing`."""
+        self._stop()
+        self._pool.shutdown()
+
+    def follow(self, share: float) -> None:
+        """See `Hashing`."""
+        with self._changed:
+            self._share = share
+            self._changed.notify_all()
+
+    def result(self) -> Hashes:
+        """See `Hashing`."""
+        self.follow(1.0)
+        found = {key: hashing.result() for key, hashing in self._hashing.items()}
+        return in_order(
+            self._contents,
+            {(key, name): one for key, own in found.items() for name, one in own.items()},
+        )
+
+    def _hash(self, contents: Sequence[Content]) -> dict[str, str]:
+        """Hash one source."""
+        total, before = sum(content.size for content in contents), 0
+        found: dict[str, str] = {}
+
+        def pace(done: int) -> None:
+            self._wait(min(1.0, (before + done) / total) if total else 1.0)
+
+        for content in sorted(contents, key=lambda content: not content.early):
+            found[content.name] = content.hash(pace)
+            before += content.size
+        return found
+
+    def _wait(self, share: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or share <= self._share)
+            if self._stopped:
+                raise CancelledError("hashing the sources was stopped")
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+def to_share(contents: Contents) -> list[tuple[str, Content]]:
+    """Return what is worth being hashed by several processes: what is read, with the key of its source."""
+    return [(key, content) for key, own in contents.items() for content in own if content.size]
+
+
+def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
+    """Return the hashes of all sources in their order; what was not found costs nothing, and is taken here.
+
+    Args:
+        contents: of all sources.
+        found: hashes by key of the source and name.
+
+    Raises:
+        CovmergeError: a source changed, or cannot be read.
+    """
+
+    def taken(key: str, content: Content) -> str:
+        known = found.get((key, content.name))
+        return content.hash(at_once) if known is None else known
+
+    return {key: {one.name: taken(key, one) for one in own} for key, own in contents.items()}

@@ -1,0 +1,416 @@
+"""What the work on some rows reads, and the updates it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import NotFiniteError, TensorError
+from covmerge.base.types import Json, LowRank, Measured
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.remote import RemoteCheckpoint
+from covmerge.files.quantised import Dequantised
+from covmerge.maths.linalg.lapack import dot, square_norm
+from covmerge.maths.measures.rounding import rounded_to
+from covmerge.plan.planning import (
+    OF_BASE,
+    Copy,
+    Count,
+    Look,
+    Merge,
+    Operand,
+    PackedTensor,
+    Statistics,
+    WorkItem,
+)
+from covmerge.run.engine.thread_count import use_threads
+
+# Of a stack of matrices, an adapter has factors of each.
+Stored = Tensor | LowRank | tuple[LowRank, ...]
+# None: the expert has nothing for these rows, which counts as unchanged.
+Update = Stored | None
+
+_AT_ONCE = 8  # sources of other machines that are read at once
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the tensors of a run come from.
+
+    Attributes:
+        checkpoints: by key, as operands name them.
+        statistics: by expert; of the base under `OF_BASE`.
+    """
+
+    checkpoints: Mapping[str, Checkpoint]
+    statistics: Statistics = field(default_factory=dict[str, Any])
+
+    def read(self, operand: Operand, rows: range | None) -> Update:
+        """Read the rows of an operand; of an adapter the factors of its update."""
+        if operand.tensor is None:
+            return None
+        checkpoint = self.checkpoints[operand.source]
+        if isinstance(checkpoint, AdapterCheckpoint) and operand.tensor in checkpoint.low_rank:
+            return checkpoint.read_update(operand.tensor, rows)
+        return checkpoint.read(operand.tensor, operand.held(rows))
+
+    def read_rows(self, operand: Operand, rows: range | None) -> Tensor:
+        """Read the rows of an operand that has weights of its own."""
+        assert operand.tensor is not None
+        return self.checkpoints[operand.source].read(operand.tensor, rows)
+
+    def together(self, reads: Sequence[tuple[str, Callable[[], Update]]]) -> list[Update]:
+        """Carry out reads of sources, which are given by key; those of other machines' files at once.
+
+        A link has room for more than some rows of one source. What lies here, or is dequantised as it is
+        read, is read one after the other: the plan has counted the workspace of one.
+        """
+        far = [isinstance(self.checkpoints.get(key), RemoteCheckpoint) for key, _ in reads]
+        if sum(far) < 2:
+            return [read() for _, read in reads]
+        with ThreadPoolExecutor(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
+            begun = [
+                pool.submit(read) if own else None
+                for own, (_, read) in zip(far, reads, strict=True)
+            ]
+            return [
+                read() if own is None else own.result()
+                for own, (_, read) in zip(begun, reads, strict=True)
+            ]
+
+    def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
+        """Read what the base stores of the rows of an item that is packed as there."""
+        form, base = item.tensor.form, item.tensor.base
+        assert isinstance(form, PackedTensor)
+        assert base is not None
+        model = self.checkpoints[base.source]
+        assert isinstance(model, Dequantised)
+        stored = [model.seen.read(place.tensor, place.rows) for place in item.places]
+        return form.packing.taken(stored, item.rows)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Stored rows of one work item, on the CPU, or on the device already (`covmerge.run.engine.staging`).
+
+    The computation empties `experts` as it goes, so that stored rows and their updates are not all
+    alive together.
+
+    Attributes:
+        base: rows of the base; without content (on the meta device) where they were not read.
+        experts: rows by expert; of an adapter the factors of its update.
+        merged: those of a merged model that is looked at.
+        measured: by kind of statistic, by expert.
+        base_inputs: the Gram matrix of the layer's inputs in the base, where a method looks at it.
+        known: by expert, what an overview of its whole tensor says of these rows.
+        sources: where whoever looks a tensor over reads it; nothing of it was read here.
+        packed: what the base stores of these rows, where the output is packed in the same way.
+    """
+
+    base: Tensor
+    experts: dict[str, Update]
+    measured: Mapping[str, Mapping[str, Measured]] = field(
+        default_factory=dict[str, Mapping[str, Measured]]
+    )
+    merged: Update = None
+    base_inputs: Tensor | None = None
+    known: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sources: Sources | None = None
+    packed: tuple[Tensor, ...] = ()
+
+    def stored_dtypes(self) -> dict[str, torch.dtype]:
+        """In which dtype the experts' weights are stored; adapters have none of their own."""
+        return {name: own.dtype for name, own in self.experts.items() if isinstance(own, Tensor)}
+
+    def rounded_to(self) -> dict[str, torch.dtype]:
+        """To which dtype the experts' weights were rounded; adapters have none of their own."""
+        return {n: rounded_to(own) for n, own in self.experts.items() if isinstance(own, Tensor)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long the updates of some rows are, and how far along the base; sums, which add up.
+
+    Attributes:
+        updates: ‖Δ_t‖² by expert.
+        along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
+        base: ‖W_0‖²; 0 where no expert's weights are held against it.
+    """
+
+    updates: dict[str, float]
+    along: dict[str, float]
+    base: float
+
+    def as_json(self) -> dict[str, Json]:
+        """What the statistics of an item have of it."""
+        return {**vars(self)}
+
+
+def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
+    """Read the operands of the work on some rows, in the stored dtypes; one item for each plan."""
+    first = items[0]
+    if first.overview:
+        return Inputs(torch.empty(0), {}, sources=sources)
+    merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
+    reading = merging or [item for item in items if is_compared(item)]
+    base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
+    alike = next((item for item in items if is_as_base(item)), None)
+    packed = () if alike is None else sources.read_packed(alike)
+    as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
+
+    def read_base() -> Tensor:
+        if base is None or as_stored:
+            return torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+        return sources.read_rows(base, first.rows)
+
+    operands: Mapping[str, Operand] = reading[0].tensor.operands if reading else {}
+    own, *updates = sources.together(
+        [
+            ("" if base is None or as_stored else base.source, read_base),
+            *((o.source, partial(sources.read, o, first.rows)) for o in operands.values()),
+        ]
+    )
+    assert isinstance(own, Tensor)
+    rows = dict(zip(operands, updates, strict=True))
+    if not merging:
+        return Inputs(own, rows, packed=packed)
+    tensor = merging[0].tensor
+    look = tensor.operation
+    merged = (
+        sources.read(look.merged, first.rows) if isinstance(look, Look) and look.merged else None
+    )
+    measured: dict[str, dict[str, Measured]] = {}
+    for item in merging:
+        kind = _data_of(item)
+        if item.tensor.statistics and kind not in measured:
+            measured[kind] = {
+                expert: _read_measured(kind, sources, expert, name, item)
+                for expert, name in item.tensor.statistics.items()
+            }
+    seen = next((item.tensor.base_inputs for item in merging if item.tensor.base_inputs), None)
+    base_inputs = None if seen is None else sources.statistics[OF_BASE].read("gram", seen)
+    return Inputs(own, rows, measured, merged, base_inputs, packed=packed)
+
+
+def is_compared(item: WorkItem) -> bool:
+    """Whether an item is copied from the base, and the experts' rows are held against it."""
+    return isinstance(item.tensor.operation, Copy) and item.tensor.operation.compared
+
+
+def is_as_base(item: WorkItem) -> bool:
+    """Whether what an item becomes is packed as the base packs it."""
+    form = item.tensor.form
+    return isinstance(form, PackedTensor) and form.as_base
+
+
+def _data_of(item: WorkItem) -> str:
+    """The kind of statistics that the method of an item needs."""
+    operation = item.tensor.operation
+    merge = operation.merge if isinstance(operation, Count) else operation
+    return merge.procedure.data if isinstance(merge, Merge) else "none"
+
+
+def in_parts(
+    item: WorkItem, inputs: Inputs, device: torch.device
+) -> Iterator[tuple[WorkItem, Inputs]]:
+    """Divide an item and its inputs into the rows that are merged at once.
+
+    An accelerator gets the item whole: it has no cache to stay in, and every call costs it time.
+    """
+    rows, step = item.rows, item.at_once
+    if device.type != "cpu" or rows is None or step is None or step >= len(rows):
+        yield item, inputs
+        return
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        experts: dict[str, Update] = {}
+        for expert, stored in inputs.experts.items():
+            assert stored is None or isinstance(stored, Tensor), "the plan divides tensors only"
+            experts[expert] = None if stored is None else stored[part]
+        measured = {
+            kind: {expert: replace(own, value=own.value[part]) for expert, own in found.items()}
+            for kind, found in inputs.measured.items()
+        }
+        yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
+
+
+def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:
+    return None if rows is None else range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
+
+
+def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: WorkItem) -> Measured:
+    file = sources.statistics[expert]
+    # A Gram matrix belongs to the whole tensor, Fisher information to each of its elements.
+    rows = _held(item.rows, file.header(kind, name).shape) if kind == "fisher" else None
+    return Measured(file.read(kind, name, rows), file.rows(kind, name), file.total(kind))
+
+
+def take_updates(
+    item: WorkItem,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    device: torch.device,
+    models: dict[str, Tensor] | None = None,
+    *,
+    keep: bool = True,
+) -> tuple[dict[str, Update], Sizes]:
+    """Turn the stored rows of the experts into updates, with their sizes.
+
+    Args:
+        item: the work.
+        inputs: its rows; the experts' are taken out.
+        dtype: of the computation.
+        device: where it runs.
+        models: what gets the experts' own weights W_t, where a method sees them.
+        keep: whether updates are asked for; else they are measured and let go.
+
+    Raises:
+        NotFiniteError: NaN or Inf in them.
+        TensorError: weights that are nothing in the dtype.
+    """
+    base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
+    updates: dict[str, Update] = {}
+    squares: dict[str, float] = {}
+    along: dict[str, float] = {}
+    for expert in list(inputs.experts):
+        stored = inputs.experts.pop(expert)
+        if models is not None and isinstance(stored, Tensor):
+            models[expert] = _weights(stored, base, dtype, device)
+            update = models[expert] - base
+        else:
+            update = None if stored is None else _update(stored, base, dtype, device)
+            if models is not None:
+                whole = None if update is None else dense(update, base, dtype, device)
+                models[expert] = base if whole is None else base + whole
+        updates[expert] = update if keep else None
+        squares[expert] = _square(update)
+        if stored is not None and not isfinite(squares[expert]):
+            _name_what_is_not_finite(
+                item, inputs.base, expert, stored, dtype, in_place=update is stored
+            )
+        if not squares[expert] and isinstance(stored, Tensor):
+            _check_not_lost(item, expert, stored, dtype)
+        if isinstance(update, Tensor):
+            along[expert] = dot(update, base)
+        del stored, update
+    return updates, Sizes(squares, along, dot(base, base) if along else 0.0)
+
+
+def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.device) -> Stored:
+    """Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
+    if isinstance(stored, tuple):
+        return tuple(matrix.to(device).to(dtype) for matrix in stored)
+    update = stored.to(device).to(dtype)
+    if isinstance(update, LowRank):
+        return update
+    if update.shape == base.shape:
+        # A fresh tensor from the reader, or one just cast: nobody else sees the subtraction.
+        return update.sub_(base)
+    padded = torch.zeros_like(base)
+    torch.sub(update, base[: len(update)], out=padded[: len(update)])
+    return padded
+
+
+def seen_of(
+    stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device, *, weights: bool
+) -> Tensor:
+    """Return some rows of an expert as a method sees them, its weights or its update."""
+    if not weights:
+        return dense(
+            None if stored is None else _update(stored, base, dtype, device), base, dtype, device
+        )
+    assert stored is None or isinstance(stored, Tensor), "adapters are merged whole"
+    return base if stored is None else _weights(stored, base, dtype, device)
+
+
+def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """W_t, with the base's rows where the expert's table lacks them."""
+    own = stored.to(device).to(dtype)
+    return own if own.shape == base.shape else torch.cat([own, base[len(own) :]])
+
+
+def _square(update: Update) -> float:
+    """‖Δ‖²_F."""
+    if update is None:
+        return 0.0
+    if isinstance(update, tuple):
+        return sum(matrix.square_norm() for matrix in update)
+    return update.square_norm() if isinstance(update, LowRank) else square_norm(update)
+
+
+def dense(update: Update, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an update as a tensor of the base's shape."""
+    if update is None:
+        return torch.zeros(base.shape, dtype=dtype, device=device)
+    if isinstance(update, Tensor):
+        return update
+    return _multiplied_out(update).view(base.shape)
+
+
+def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
+    if isinstance(update, LowRank):
+        return update.dense()
+    return torch.stack([matrix.dense() for matrix in update])
+
+
+def _check_not_lost(item: WorkItem, expert: str, stored: Tensor, dtype: torch.dtype) -> None:
+    """Refuse float64 weights that are all so small that a narrower dtype takes them for zero."""
+    if stored.dtype != torch.float64 or dtype == torch.float64 or not stored.numel():
+        return
+    largest = max(map(abs, map(float, torch.aminmax(stored))))
+    if 0.0 < largest < torch.finfo(dtype).tiny:
+        raise TensorError(
+            f"'{item.tensor.name}': the weights of expert '{expert}' are {largest:.2g} at most, which is "
+            f"nothing in {str(dtype).removeprefix('torch.')}: compute in float64 (--dtype float64)"
+        )
+
+
+def _name_what_is_not_finite(
+    item: WorkItem,
+    base: Tensor,
+    expert: str,
+    stored: Stored,
+    dtype: torch.dtype,
+    *,
+    in_place: bool,
+) -> None:
+    """Raise for the first NaN or Inf; its norm says that there is one.
+
+    `in_place`: the update took the place of the stored weights.
+    """
+    start = 0 if item.rows is None else item.rows.start
+    own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
+    read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]
+    name = item.tensor.name
+    for source, values in (*read, (expert, own)):
+        bad = ~torch.isfinite(values.double())
+        if in_place and source is not None and isinstance(stored, Tensor):
+            # Finite weights overflow only over a base as long as half a step of the largest number.
+            limit = torch.finfo(dtype).max * torch.finfo(dtype).eps / 4
+            bad &= ~(values.isinf() & (base.to(values.device).abs() >= limit))
+        if bad.any():
+            where = [int(axis) for axis in bad.nonzero()[0]] or [0]
+            where[0] += start
+            of_base = source is None  # what it holds is in the output whatever a rule says
+            kept = f", or leave the tensor to the base with the rule {{match: '{name}', use: base}}"
+            raise NotFiniteError(
+                name,
+                source,
+                f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
+                f"checkpoint again{'' if of_base else kept}.",
+            )
+    raise NotFiniteError(
+        name,
+        expert,
+        "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
+        f"leave the tensor to the base with the rule {{match: '{name}', use: base}}."
+        if dtype == torch.float64
+        else "gives an update that overflows the compute dtype; compute in float64 (--dtype float64).",
+    )

@@ -1,0 +1,386 @@
+"""The updates of some rows, and what methods make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import ResourceError, TensorError
+from covmerge.base.noticed import Noticed
+from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
+from covmerge.files.tensors import MatrixLayout, matrices, write_matrices
+from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.linalg.metric import norm_seen
+from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.methods import Method, registry
+from covmerge.maths.methods.factored import MergedFactors, merge_factors, survey_factors
+from covmerge.plan.planning import Copy, Count, Merge, TensorPlan, WorkItem
+from covmerge.run.engine.inputs import Inputs, dense, take_updates
+from covmerge.run.engine.measures import Measures
+
+_ROWS = 64  # that are widened at once
+
+
+def registered(name: str) -> Method:
+    """Return the method of a name; a function of a module, which pickles by its name."""
+    return registry.get(name)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the work on an item needs beside its tensors.
+
+    Attributes:
+        dtype: dtype of the computation.
+        device: where it runs.
+        thresholds: what the surveys found, a plan: `Merge.key` -> expert -> threshold.
+        compare: several methods run on each item: keep what they share, and measure their results.
+        method: what carries out a method of a name.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
+    compare: bool = False
+    method: Callable[[str], Method] = registered
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a method makes of some rows, before the base is added.
+
+    Attributes:
+        delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
+            the method is exact on them.
+        matrices: what the method noticed, a matrix, as JSON.
+        masks: by expert, from methods that write masks.
+        weights: the merged weights themselves, from methods that see weights.
+    """
+
+    delta: Tensor | MergedFactors
+    matrices: Sequence[Mapping[str, Json]]
+    masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    weights: Tensor | None = None
+
+    def dense(self, item: WorkItem, merge: Merge) -> Tensor:
+        """The merged update in the stored shape."""
+        if isinstance(self.delta, Tensor):
+            return self.delta
+        product = self.delta.delta.dense()
+        transposed = merge.layout is not None and merge.layout.transposed
+        stored = product.mT.contiguous() if transposed else product
+        return stored.view(item.shape)
+
+
+class Layer:
+    """The updates of some rows, or the experts' weights, and what several methods share on them."""
+
+    def __init__(self, items: Sequence[WorkItem], inputs: Inputs, context: Context) -> None:
+        """Turn the stored rows into updates; at least one of the items is not a copy."""
+        self._inputs = inputs
+        self._context = context
+        self._item = next(i for i in items if not isinstance(i.tensor.operation, Copy))
+        operands = self._item.tensor.operands
+        self._weights = tuple(operand.weight for operand in operands.values())
+        merges = list(filter(None, map(_merge_of, items)))
+        ranked = any(merge.layout is not None for merge in merges)
+        self._rounded_to = inputs.rounded_to() if ranked else {}
+        sees = {merge.around(context.method(merge.method)).sees for merge in merges}
+        self._models: dict[str, Tensor] = {}
+        self._given, self.sizes = take_updates(
+            self._item,
+            inputs,
+            context.dtype,
+            context.device,
+            self._models if "weights" in sees else None,
+            keep="updates" in sees or context.compare,
+        )
+        self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
+        self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
+
+    def change(
+        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> Change:
+        """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
+        groups = self.groups(item, merge, thresholds)
+        if groups is not None:
+            return self.change_of(item, merge, groups)
+        method = merge.around(self._context.method(merge.method))
+        factors = self._factors(merge, method)
+        assert factors is not None
+        limits = thresholds.get(merge.key)
+        surveyed = None if limits is None else [limits[expert] for expert in self._given]
+        measured = self._measured(item.tensor, method)
+        seen = self._base_inputs(item.tensor)
+        sizes = self._base_sizes(item.tensor, merge.layout, method, len(factors), seen)
+        with naming(item.tensor):
+            found = [
+                merge_factors(
+                    method, own, self._weights, merge.parameters, surveyed, measured, seen, *size
+                )
+                for own, size in zip(factors, sizes, strict=True)
+            ]
+        found = [own.times(merge.scale) for own in found]
+        noticed = [merged.stats for merged in found]
+        if merge.layout is None or not merge.layout.stacked:
+            return Change(found[0], noticed)
+        stack = self._empty()
+        write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
+        return Change(stack, noticed)
+
+    def groups(
+        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> list[LinearGroup] | None:
+        """The tensor, or each of its matrices, as the method sees it; None: it is given their factors."""
+        method = merge.around(self._context.method(merge.method))
+        if self._factors(merge, method) is not None:
+            return None
+        return list(self._groups(item, merge, method, thresholds.get(merge.key)))
+
+    def change_of(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        groups: Sequence[LinearGroup],
+        done: Sequence[Merged | None] = (),
+    ) -> Change:
+        """Run the merge's method on `groups`; `done`: what a batch has made of some of them."""
+        method = merge.around(self._context.method(merge.method))
+        with naming(item.tensor):
+            results = [
+                (method(group, **merge.parameters) if own is None else own).times(
+                    merge.scale, group.base
+                )
+                for group, own in zip_longest(groups, done)
+            ]
+        noticed = [result.stats for result in results]
+        if merge.layout is None:
+            masks = dict(zip(self._given, results[0].masks, strict=False))
+            # Of tensors of any shape, and of parts of them, only what has words is kept.
+            kept = noticed if method.noticed is not Noticed else []
+            if results[0].weights is not None:
+                return Change(results[0].delta, kept, masks, results[0].weights)
+            return Change(_owned(results[0], self._updates), kept, masks)
+        like = next(iter(self._updates.values()))
+        if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
+            return Change(_owned(results[0], self._updates).view_as(like), noticed)
+        merged = torch.empty_like(like)
+        write_matrices(merged, merge.layout, [result.delta for result in results])
+        return Change(merged, noticed)
+
+    def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
+        """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""
+        method = merge.procedure
+        factors = self._factors(merge, method)
+        if factors is not None:
+            for own in factors:
+                vectors = survey_factors(method, own, self._weights, merge.parameters)
+                yield from zip(self._given, vectors, strict=True)
+            return
+        for group in self._groups(item, merge, method, None):
+            vectors = method.surveyed_vectors(group, merge.parameters)
+            yield from zip(self._given, vectors, strict=True)
+
+    @cached_property
+    def _updates(self) -> dict[str, Tensor]:
+        """The updates as tensors; those of adapters multiplied out, where a method asks for them."""
+        context = self._context
+        return {
+            expert: dense(update, self._inputs.base, context.dtype, context.device)
+            for expert, update in self._given.items()
+        }
+
+    @cached_property
+    def measures(self) -> Measures:
+        """What a comparison says of a merged update of them."""
+        return Measures(self._updates, self._item.matrices)
+
+    def _factors(self, merge: Merge, method: Method) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented.
+
+        None: the method must see them as tensors, or (one that takes any shape) may as well.
+        """
+        if not method.factored_for(merge.parameters):
+            return None
+        if merge.layout is None and not self._inputs.base.is_meta:
+            return None
+        return self._by_factors(merge.layout)
+
+    def _by_factors(self, layout: MatrixLayout | None) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented; None: some came multiplied out."""
+        if layout is not None and layout.parts is not None:
+            return None
+        stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
+        found: dict[str, tuple[LowRank, ...]] = {}
+        for expert, update in self._given.items():
+            own = update if isinstance(update, tuple) else (update,)
+            factors = tuple(matrix for matrix in own if isinstance(matrix, LowRank))
+            if len(factors) == len(own) and isinstance(update, tuple) == stacked:
+                found[expert] = factors
+            elif update is not None:
+                return None
+        if not found:
+            return None
+        nothing = tuple(matrix.zero() for matrix in next(iter(found.values())))
+        together = zip(*(found.get(expert, nothing) for expert in self._given), strict=True)
+        return [[u.mT if transposed else u for u in matrix] for matrix in together]
+
+    def _empty(self) -> Tensor:
+        context = self._context
+        return torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
+
+    def base(self) -> Tensor:
+        """Return W_0 in the dtype of the computation."""
+        return self._inputs.base.to(self._context.device).to(self._context.dtype)
+
+    def _bases(self, layout: MatrixLayout | None) -> Sequence[Tensor]:
+        """The base's matrices, oriented as the updates are."""
+        return [self.base()] if layout is None else matrices(self.base(), layout)
+
+    def _groups(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        method: Method,
+        thresholds: Mapping[str, float] | None,
+    ) -> Iterator[LinearGroup]:
+        layout = merge.layout
+        if method.sees == "weights":
+            views = [tuple(self._models.values())]
+        elif layout is None:
+            views = [tuple(self._updates.values())]
+        else:
+            views = list(zip(*(matrices(u, layout) for u in self._updates.values()), strict=True))
+        shared = self._shared.setdefault(
+            layout, [{} if self._context.compare else None for _ in views]
+        )
+        errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
+        factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
+        bases = self._bases(layout) if method.needs_base else [None] * len(views)
+        seen = self._base_inputs(item.tensor)
+        sizes = self._base_sizes(item.tensor, layout, method, len(views), seen)
+        each = zip(views, shared, errors, factors, bases, sizes, strict=True)
+        for tensors, kept, rounding, own, base, size in each:
+            updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
+            yield LinearGroup(
+                updates,
+                self._weights,
+                models=models,
+                streams=tuple(
+                    item.tensor.stream(expert, item.first_element) for expert in self._given
+                )
+                if method.seeded
+                else (),
+                measured=self._measured(item.tensor, method),
+                thresholds=tuple(thresholds[expert] for expert in self._given)
+                if thresholds
+                else None,
+                shared=kept,
+                factors=tuple(own),
+                rounding=rounding,
+                base=base,
+                known=tuple(self._inputs.known[expert] for expert in self._given)
+                if self._inputs.known
+                else (),
+                inputs=seen,
+                base_norm=size[0],
+                base_outputs=size[1],
+            )
+
+    def _rounding_of(
+        self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[Rounding, ...]]:
+        """What rounding of the stored weights gives to the updates of each matrix."""
+        if layout not in self._rounding:
+            dtypes = [self._rounded_to.get(expert) for expert in self._updates]
+            base = self._bases(layout) if any(dtypes) else [None] * len(views)
+            self._rounding[layout] = [
+                rounding_of(updates, dtypes, own) for updates, own in zip(views, base, strict=True)
+            ]
+        return self._rounding[layout]
+
+    def _measured(self, tensor: TensorPlan, method: Method) -> tuple[Measured, ...]:
+        if not tensor.statistics:
+            return ()
+        found = self._inputs.measured[method.data]
+        return tuple(self._fitted(found[expert], method) for expert in self._given)
+
+    def _base_inputs(self, tensor: TensorPlan) -> Tensor | None:
+        if tensor.base_inputs is None or self._inputs.base_inputs is None:
+            return None
+        return self._inputs.base_inputs.to(self._context.device).to(self._context.dtype)
+
+    def _base_sizes(
+        self,
+        tensor: TensorPlan,
+        layout: MatrixLayout | None,
+        method: Method,
+        count: int,
+        seen: Tensor | None,
+    ) -> Sequence[tuple[float | None, float | None]]:
+        """`base_norm_for` of each matrix and ‖W_0C^½‖ of these inputs, where the base was read."""
+        base = self._inputs.base
+        if base.is_meta or not method.base_norm:
+            return [(None, None)] * count
+        # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
+        base = base.to(self._context.device)
+        whole = [base] if layout is None else matrices(base, layout)
+        norms = [base_norm_for(method, tensor, own) for own in whole]
+        outputs = [
+            None if size is None or seen is None else norm_seen(own, seen)
+            for size, own in zip(norms, whole, strict=True)
+        ]
+        return list(zip(norms, outputs, strict=True))
+
+    def _fitted(self, measured: Measured, method: Method) -> Measured:
+        value = measured.value.to(self._context.device).to(self._context.dtype)
+        if method.data == "gram":
+            return Measured(value, measured.rows, measured.total)
+        wanted = next(iter(self._updates.values()))
+        if value.shape != wanted.shape:
+            padded = torch.zeros_like(wanted)  # rows that the expert's table lacks
+            padded[: len(value)] = value
+            value = padded
+        return Measured(value, measured.rows, measured.total)
+
+
+@contextmanager
+def naming(tensor: TensorPlan) -> Generator[None]:
+    """Say which tensor a method cannot merge; the method itself knows no names."""
+    try:
+        yield
+    except (TensorError, ResourceError) as error:
+        raise type(error)(f"'{tensor.name}': {error}") from error
+
+
+def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
+    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks.
+
+    A few rows at a time in float64.
+    """
+    if not method.base_norm or not tensor.in_blocks:
+        return None
+    parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
+    return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))
+
+
+def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
+    """A result that may be added to: not one of the updates handed back."""
+    if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
+        return result.delta.clone()
+    return result.delta
+
+
+def _merge_of(item: WorkItem) -> Merge | None:
+    """The merge that an item does, or counts for."""
+    operation = item.tensor.operation
+    merge = operation.merge if isinstance(operation, Count) else operation
+    return merge if isinstance(merge, Merge) else None

@@ -1,0 +1,209 @@
+"""What an inspection says of some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import NotFiniteError
+from covmerge.base.types import Json, LinearGroup, LowRank, Role, Rounding
+from covmerge.files.tensors import MatrixLayout, matrices
+from covmerge.maths.linalg.auto import Cost, svd_cost
+from covmerge.maths.linalg.spectral import numerical_rank, rank_tolerance
+from covmerge.maths.measures.quadratics import quadratics
+from covmerge.maths.measures.retention import retention
+from covmerge.maths.measures.rounding import lost_when_stored, rounded_to, rounding_of
+from covmerge.maths.measures.spectrum import Spectrum, leading, spectrum_of
+from covmerge.maths.measures.sums import numbers, sums_of
+from covmerge.maths.measures.table_rows import table_rows
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.plan.planning import MERGED, Look, Merge, WorkItem
+from covmerge.run.engine.encode import Result
+from covmerge.run.engine.inputs import Inputs, Update, dense, take_updates
+from covmerge.run.engine.layer import Context, base_norm_for
+
+# A spectrum is kept for pictures as so many of its values, evenly from the first to the last.
+_SHOWN = 64
+_HALF = 2  # bytes of a weight
+
+
+def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Result:
+    """Measure some rows of base and experts, and of a merged model where there is one.
+
+    What could not be read is a fault in the statistics: the next item goes on.
+    """
+    stored = inputs.stored_dtypes()
+    dtypes, merged_dtype = (
+        (inputs.rounded_to(), _rounded_to(inputs.merged)) if look.spectra else ({}, None)
+    )
+    result = {} if look.merged is None else {MERGED: inputs.merged}
+    whose = "experts"
+    try:
+        given, _ = take_updates(item, inputs, context.dtype, context.device)
+        whose = MERGED
+        made, _ = take_updates(item, Inputs(inputs.base, result), context.dtype, context.device)
+    except NotFiniteError as error:
+        own = error.expert is not None and whose == MERGED
+        return Result((), {"fault": error.problem, "of": error.expert, "of_merged": own})
+    base = inputs.base.to(context.device).to(context.dtype)
+    updates, merged = (
+        {n: dense(u, inputs.base, context.dtype, context.device) for n, u in found.items()}
+        for found in (given, made)
+    )
+    layout = item.matrices
+    facts: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
+    if layout is None:
+        # The merged model comes last: all sums are one product.
+        whole: dict[str, Json] = {
+            "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json(),
+            "lost": _lost(updates, base, stored, inputs.base.dtype),
+        }
+        # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
+        tied = bool(item.tensor.ties)
+        if item.tensor.role is Role.EMBEDDING and base.dim() == 2 and not tied:
+            whole["rows"] = {
+                name: table_rows(base, update, stored.get(name)).as_json()
+                for name, update in updates.items()
+            }
+        return Result((), {**facts, "pieces": [whole]})
+    pieces: list[Json] = []
+    split = {name: matrices(update, layout) for name, update in updates.items()}
+    last = [matrices(update, layout) for update in merged.values()]
+    for place, own in enumerate(matrices(base, layout)):
+        parts = {name: found[place] for name, found in split.items()}
+        results = [found[place] for found in last]
+        piece: dict[str, Json] = {
+            "shape": list(own.shape),
+            "sums": sums_of(own, [*parts.values(), *results]).as_json(),
+            "lost": _lost(parts, own, stored, inputs.base.dtype),
+        }
+        if results:
+            piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
+        if look.quadratics:
+            columns = [_factors(given[n], place, layout) or part for n, part in parts.items()]
+            columns += [_factors(made[MERGED], place, layout) or part for part in results]
+            forms = quadratics(columns, len(parts))
+            piece["quadratics"] = [None if form is None else numbers(form) for form in forms]
+        if look.spectra:
+            taken = {
+                n: spectrum_of(_factors(given[n], place, layout) or part)
+                for n, part in parts.items()
+            }
+            errors = rounding_of(list(parts.values()), [dtypes.get(n) for n in parts], own)
+            shown = zip(taken.items(), errors, strict=True)
+            pairs = combinations(taken.values(), 2)
+            overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
+            piece["spectra"] = {n: _ranked(s, own, error) for (n, s), error in shown}
+            piece["overlaps"] = overlaps
+            if results:
+                (error,) = rounding_of(results, [merged_dtype], own)
+                spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
+                piece["after"] = _ranked(spectrum, own, error)
+            again = look.redo and _merged_again(look.redo, item, parts, errors)
+            if again is not None:
+                spectrum = spectrum_of(again)
+                piece["before"] = _shown(spectrum, spectrum.rank(0.0))
+            if look.attempt is not None:
+                factors = [_factors(given[n], place, layout) for n in parts]
+                piece["foreseen"] = _attempted(look.attempt, item, own, parts, factors, errors)
+        pieces.append(piece)
+    return Result((), {**facts, "pieces": pieces})
+
+
+def _lost(
+    updates: Mapping[str, Tensor],
+    base: Tensor,
+    stored: Mapping[str, torch.dtype],
+    own: torch.dtype,
+) -> dict[str, Json]:
+    """What half precision took of the updates of experts that are stored in it, as the base is."""
+    return {
+        name: asdict(lost_when_stored(update, base, own))
+        for name, update in updates.items()
+        if stored.get(name) == own and own.itemsize == _HALF
+    }
+
+
+def _merged_again(
+    redo: Merge, item: WorkItem, updates: Mapping[str, Tensor], rounding: tuple[Rounding, ...]
+) -> Tensor | None:
+    """Merge a matrix once more; None where the method's gate did not fire."""
+    weights = tuple(item.tensor.operands[name].weight for name in updates)
+    group = LinearGroup(tuple(updates.values()), weights, rounding=rounding)
+    method = redo.procedure
+    merged = method(group, **redo.parameters)
+    return merged.delta if method.noticed.from_json(merged.stats).fired else None
+
+
+def _attempted(
+    merge: Merge,
+    item: WorkItem,
+    base: Tensor,
+    updates: Mapping[str, Tensor],
+    factors: Sequence[LowRank | None],
+    rounding: Sequence[Rounding],
+) -> Json:
+    """What a method tells of a matrix that it merges; on the factors where all have them."""
+    weights = tuple(item.tensor.operands[name].weight for name in updates)
+    method, known = merge.procedure, [own for own in factors if own is not None]
+    size = base_norm_for(method, item.tensor, base)
+    if len(known) == len(factors) and method.factored_for(merge.parameters):
+        merged = merge_factors(method, known, weights, merge.parameters, base_norm=size)
+    else:
+        errors = tuple(rounding)
+        group = LinearGroup(tuple(updates.values()), weights, rounding=errors, base_norm=size)
+        merged = method(group, **merge.parameters)
+    return dict(method.noticed.from_json(merged.stats).told(list(updates)))
+
+
+def look_cost(
+    d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool, quadratics: bool = False
+) -> Cost:
+    """Cost of looking at a matrix of `count` models."""
+    elementwise = Cost(40.0 * count * d_out * d_in, 0)
+    if quadratics:
+        # The updates of norm 1, and what is seen of them, twice.
+        held = count * (d_out * d_in + 2 * d_out * min(d_out, d_in)) * itemsize
+        elementwise += Cost(2.0 * count**2 * d_out * d_in * min(d_out, d_in), held)
+    if not spectra:
+        return elementwise
+    one = svd_cost(d_out, d_in, leading(min(d_out, d_in)), itemsize)
+    kept = leading(min(d_out, d_in)) * d_in * itemsize
+    return elementwise + Cost(count * one.flops, one.workspace + count * kept, count * one.eigen)
+
+
+def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
+    """A spectrum with its numerical rank, which ends where rounding of stored weights begins."""
+    rtol = rank_tolerance(base.shape, base.dtype, None, [error])
+    rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=error)
+    return _shown(spectrum, rank)
+
+
+def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
+    count = len(spectrum.sigma)
+    places = sorted({round(i * (count - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}) if count else []
+    return {
+        "stable_rank": spectrum.stable_rank,
+        "effective_rank": spectrum.effective_rank,
+        "rank": rank,
+        "top_energy": spectrum.top_energy,
+        "places": places,
+        "sigma": [float(spectrum.sigma[place]) for place in places],
+    }
+
+
+def _rounded_to(update: Update) -> torch.dtype | None:
+    """To which dtype weights were rounded; factors are no weights."""
+    return rounded_to(update) if isinstance(update, Tensor) else None
+
+
+def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:
+    """The factors of one matrix, oriented; None where it is known as a tensor."""
+    own = update[place] if isinstance(update, tuple) else update
+    if not isinstance(own, LowRank) or layout.parts is not None:
+        return None
+    return own.mT if layout.transposed else own

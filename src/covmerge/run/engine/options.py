@@ -1,0 +1,239 @@
+"""The options of one run: how it is done, and nothing that decides its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import psutil
+import torch
+
+from covmerge.base.errors import InputError, ResourceError, did_you_mean
+from covmerge.plan.planning import Merge, Plan
+from covmerge.plan.statistics import Progress as Collecting
+from covmerge.run.engine.budget import MemoryPlan, plan_memory
+from covmerge.run.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address, has_gpus
+from covmerge.run.engine.device_room import check_room
+from covmerge.run.engine.devices import (
+    AUTO_DEVICE,
+    gpus_of,
+    is_one,
+    named_device,
+    own_device,
+    processor_of,
+    usable_device,
+)
+from covmerge.run.engine.executor import Executor
+from covmerge.run.engine.lots import lots_of
+from covmerge.run.engine.processes import Opener, Processes
+from covmerge.run.engine.progress import Progress, Silent
+from covmerge.run.engine.ranks import Rank, find_rank
+from covmerge.run.engine.staging import pinned_bytes
+from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
+
+EXECUTORS = ("threads", "processes", "ranks", "ray")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is done.
+
+    Attributes:
+        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine; `auto`:
+            that where this machine has one, else the CPU; of a cluster, where a node has one.
+        threads: CPU threads of the mathematics; None: torch's setting.
+        workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
+            work, the cores and the memory are worth. They import the main
+            script anew, which must merge under `if __name__ == "__main__":` then.
+        rank: which of several processes this is that were all started to do this merge; None: the only.
+        cluster: the address of the Ray cluster that does the work; None: none does.
+        nodes_device: where the nodes of the cluster compute, if that is another name than `device`.
+        patience: seconds for which a rank that is not heard of is taken to be there.
+        max_memory: bytes that the process may take; None: what the machine has free.
+        resume: go on with an interrupted run.
+        overwrite: replace an output of covmerge.
+        progress: called for every finished piece of work; None: nothing is.
+        collecting: called for every batch that the base is run on, where its inputs are made first.
+
+    Raises:
+        InputError: `workers` is nothing of these.
+    """
+
+    device: str = "cpu"
+    threads: int | None = None
+    workers: Workers = 1
+    rank: Rank | None = None
+    cluster: str | None = None
+    nodes_device: str | None = None
+    patience: float = 120.0
+    max_memory: int | None = None
+    resume: bool = False
+    overwrite: bool = False
+    progress: Progress | None = None
+    collecting: Collecting | None = None
+
+    def __post_init__(self) -> None:
+        workers = self.workers
+        if workers != AUTO and not (type(workers) is int and workers > 0):
+            raise InputError(f"workers: {workers!r} is neither a number of processes nor '{AUTO}'")
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where items are computed. What a cluster computes on its nodes have, and check it there."""
+        if self.cluster is None:
+            return self.device_here
+        return named_device(self.nodes_device or self.device)
+
+    @property
+    def device_here(self) -> torch.device:
+        """The device of this process; see `own_device` and `usable_device`."""
+        return usable_device(str(self._devices(1)[0]))
+
+    def _devices(self, workers: int) -> list[torch.device]:
+        """Where each of so many processes that do the work of this one computes."""
+        first = 0 if self.rank is None else self.rank.place * workers
+        return [own_device(self.device, first + number) for number in range(workers)]
+
+    @property
+    def shown_progress(self) -> Progress:
+        """What is called for finished work; see `Silent`."""
+        return self.progress or Silent()
+
+    def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
+        """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
+        if self.cluster is not None:
+            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
+            return MemoryPlan(resident, 0, 0, lanes=1)
+        if self.workers == AUTO:
+            return self._memory_of_chosen(plans, held, shared)
+        return self._memory_of(self.workers, plans, held, shared)
+
+    def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
+        """Divide the memory among as many processes as are worth it."""
+        chosen = choose_workers(
+            plans,
+            device=self.torch_device,
+            threads=self.threads or torch.get_num_threads(),
+            in_memory=held > 0,
+            gpus=gpus_of(self.device) // (1 if self.rank is None else self.rank.local),
+        )
+        if chosen.workers > 1:
+            try:
+                memory = self._memory_of(chosen.workers, plans, held, shared)
+            except ResourceError:
+                chosen = Choice(1, "the memory holds no more than one process")
+            else:
+                few = "" if memory.workers == chosen.workers else "; the memory holds no more"
+                return replace(memory, why=chosen.why + few)
+        return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
+
+    def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
+        # Ranks claim item by item.
+        whole = self.rank is None and len(plans) == 1
+        lots = lots_of(plans[0], self.torch_device) if whole else ()
+        memory = plan_memory(
+            plans,
+            self.max_memory,
+            device=self.torch_device,
+            threads=self.threads,
+            workers=workers,
+            processes=1 if self.rank is None else self.rank.local,
+            held=held,
+            shared=shared,
+            lots=lots,
+        )
+        left = check_room(
+            zip(*(plan.items for plan in plans), strict=True),
+            self.torch_device,  # the GPUs of a machine are taken to be alike
+            lots=lots,
+            processes=ceil(memory.workers / max(1, gpus_of(self.device))),
+            shared=shared,
+        )
+        # What is in flight is on the device then, beside what is computed.
+        ahead = pinned_bytes(self.torch_device) > 0
+        return replace(memory, ahead=ahead and (left is None or memory.own_in_flight <= left))
+
+    def computed(self, memory: MemoryPlan | None = None) -> str:
+        """Say how matrices are computed, as far as their rounding hangs on it.
+
+        A run is gone on with in the same way: else the output would have some of each.
+        """
+        batches = ", in batches" if memory is not None and memory.lots else ""
+        precision = torch.get_float32_matmul_precision()
+        products = "" if precision == "highest" else f", float32 products in {precision} precision"
+        return f"on {self.torch_device.type}{batches}{products}"
+
+    @property
+    def processor(self) -> str:
+        """What computes: on another one of its kind sums may be rounded otherwise."""
+        return "a cluster's" if self.cluster is not None else processor_of(self.torch_device)
+
+    def threads_for(self, plan: Plan) -> int | None:
+        """Return how many threads compute a large matrix of a plan: it decides how sums are rounded.
+
+        None where there is none, or it goes element by element.
+        """
+        device = self.torch_device
+        if device.type != "cpu":
+            return None
+        wide = (item.tensor.operation for item in plan.items if not item.is_narrow(device))
+        merges = (operation for operation in wide if isinstance(operation, Merge))
+        if all(own.procedure.unit_for(own.parameters) == "element" for own in merges):
+            return None
+        return self.threads or torch.get_num_threads()
+
+    def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
+        """Return what carries the work out; `opener` says how other processes open the sources."""
+        if self.cluster is not None:
+            return Cluster(self.cluster, opener(), self.max_memory)
+        threads = Threads(
+            in_flight=memory.own_in_flight,
+            lanes=memory.lanes,
+            lots=memory.lots,
+            ahead=memory.ahead,
+            kept_above=memory.kept_above,
+        )
+        if memory.workers == 1:
+            return threads
+        return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
+
+
+def with_executor(
+    options: RunOptions, name: str | None, *, address: str | None, patience: float
+) -> RunOptions:
+    """Return options with the executor of a name; None: threads, or processes where there are workers.
+
+    Raises:
+        InputError: there is none of this name, it does not go with the other options, or there is no
+            cluster whose nodes could be asked for their devices.
+    """
+    if name is not None and name not in EXECUTORS:
+        raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
+    if not patience > 0:
+        raise InputError(f"--patience {patience:g}: give seconds above 0")
+    if name == "threads" and options.workers != 1:
+        raise InputError("--executor threads is one process: leave out --workers")
+    if name == "processes" and options.workers == 1:
+        options = replace(options, workers=AUTO)
+    if name == "ray" and options.workers != 1:
+        raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+    if name == "ray" and is_one(named_device(options.device)):
+        raise InputError(
+            f"--device {options.device}: a task of a cluster computes on the GPU that Ray gives it: give "
+            "--device cuda"
+        )
+    if name != "ray" and address is not None:
+        raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
+    cluster = cluster_address(address) if name == "ray" else None
+    nodes_device = None
+    if cluster is not None and options.device == AUTO_DEVICE:  # not as this machine has it
+        nodes_device = "cuda" if has_gpus(cluster) else "cpu"
+    return replace(
+        options,
+        rank=find_rank() if name == "ranks" else None,
+        cluster=cluster,
+        nodes_device=nodes_device,
+        patience=patience,
+    )

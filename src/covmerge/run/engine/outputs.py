@@ -1,0 +1,101 @@
+"""Where results go: tensors in memory, or files at planned places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import ShardWriter
+from covmerge.plan.planning import Place
+
+
+class Output(Protocol):
+    """Takes the results of items, in any order."""
+
+    @property
+    def in_files(self) -> bool:
+        """Whether another process that is sent this writes to the same place."""
+        ...
+
+    def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
+        """Keep tensors, each at its place, and return a checksum of all of them."""
+        ...
+
+    def read_back(self, places: Sequence[Place]) -> str:
+        """Return the checksum of what is there."""
+        ...
+
+
+class MemoryOutput:
+    """Tensors by part and name."""
+
+    in_files = False
+
+    def __init__(self, parts: Mapping[str, Sequence[TensorHeader]]) -> None:
+        self.tensors: dict[str, dict[str, Tensor]] = {
+            part: {header.name: torch.empty(header.shape, dtype=header.dtype) for header in headers}
+            for part, headers in parts.items()
+        }
+
+    def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
+        """Copy the rows in place; nobody asks for a checksum."""
+        for place, tensor in zip(places, tensors, strict=True):
+            kept, rows = self.tensors[place.part][place.tensor], place.rows
+            if kept.is_complex():
+                kept = torch.view_as_real(kept)
+            own = kept if rows is None or not kept.dim() else kept[rows.start : rows.stop]
+            own.copy_(tensor)
+        return ""
+
+    def read_back(self, places: Sequence[Place]) -> str:
+        """Nothing survives a process."""
+        del places
+        return ""
+
+
+class FileOutput:
+    """Rows at their places in the files of each part."""
+
+    def __init__(self, writers: Mapping[str, ShardWriter]) -> None:
+        self._writers = writers
+
+    @property
+    def in_files(self) -> bool:
+        """See `Output.in_files`."""
+        return all(writer.in_files for writer in self._writers.values())
+
+    def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
+        """See `Output.write`."""
+        return " ".join(
+            self._writers[place.part].write(place.tensor, tensor.contiguous(), place.rows)
+            for place, tensor in zip(places, tensors, strict=True)
+        )
+
+    def read_back(self, places: Sequence[Place]) -> str:
+        """See `Output.read_back`."""
+        return " ".join(self._writers[p.part].read_back(p.tensor, p.rows) for p in places)
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk."""
+        for writer in self._writers.values():
+            writer.flush()
+
+
+class NoOutput:
+    """Forgets the rows: for comparisons that want no models."""
+
+    in_files = True
+
+    def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
+        """Let them go."""
+        del places, tensors
+        return ""
+
+    def read_back(self, places: Sequence[Place]) -> str:
+        """Nothing is kept."""
+        del places
+        return ""

@@ -1,0 +1,147 @@
+"""Two pinned buffers through which stored rows go to a GPU, while another item is computed there.
+
+The reader fills one buffer while the device reads the other, on a stream of its own. Large tensors go in
+pieces, so the buffers are as small for a large item as for a small one. On the CPU, where it is for tests
+alone, the same calls do the same copies at once, through memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LowRank, Measured
+from covmerge.plan.planning import Count, Merge, PackedTensor, WorkItem
+from covmerge.run.engine.inputs import Inputs, Update
+
+# Devices that copy by themselves out of pinned memory.
+_COPIES = ("cuda",)
+# Of each buffer: a copy of so much takes far longer than to begin it. A power of two, as torch pins them.
+_BYTES = 32 * 2**20
+
+
+class Arrival(Protocol):
+    """The moment when all copies that were begun before have been done."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        ...
+
+
+def pinned_bytes(device: torch.device) -> int:
+    """Memory of the machine that the buffers take, where there are any."""
+    return 2 * _BYTES if device.type in _COPIES else 0
+
+
+def goes_ahead(items: Sequence[WorkItem]) -> bool:
+    """Whether the rows of a batch are asked for on the device alone.
+
+    What is copied stays on the CPU, what is packed is held against the base there, and what is looked
+    over is read by the computation.
+    """
+    return all(
+        isinstance(item.tensor.operation, Merge | Count)
+        and not isinstance(item.tensor.form, PackedTensor)
+        and not item.overview
+        for item in items
+    )
+
+
+@dataclass
+class _Buffer:
+    """Bytes of the host, and when the device has read what lies there."""
+
+    memory: Tensor
+    read: Arrival
+
+
+class Staging:
+    """Sends inputs to a device. One thread sends, and another computes on the device's current stream.
+
+    Args:
+        device: where they are sent.
+        size: bytes of a buffer.
+    """
+
+    def __init__(self, device: torch.device, size: int = _BYTES) -> None:
+        self._device = device
+        self._copies = device.type in _COPIES
+        # Streams and events by the same names; those of the CPU do nothing, as its copies are done at once.
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device) if self._copies else self._module.Stream()
+        self._buffers = [
+            _Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._copies), self._arrival())
+            for _ in range(2)
+        ]
+
+    def send(self, inputs: Inputs) -> tuple[Inputs, Arrival]:
+        """Begin to copy the stored rows of an item.
+
+        Returns:
+            The inputs on the device, and when they are there; nobody may look at them before.
+        """
+        measured = {
+            kind: {expert: self._measured(own) for expert, own in found.items()}
+            for kind, found in inputs.measured.items()
+        }
+        sent = replace(
+            inputs,
+            base=inputs.base if inputs.base.is_meta else self._tensor(inputs.base),
+            experts={expert: self._update(own) for expert, own in inputs.experts.items()},
+            measured=measured,
+            base_inputs=None if inputs.base_inputs is None else self._tensor(inputs.base_inputs),
+        )
+        return sent, self._recorded(self._arrival())
+
+    def _update(self, update: Update) -> Update:
+        if update is None:
+            return None
+        if isinstance(update, tuple):
+            return tuple(self._factors(own) for own in update)
+        return self._factors(update) if isinstance(update, LowRank) else self._tensor(update)
+
+    def _factors(self, update: LowRank) -> LowRank:
+        return LowRank(self._tensor(update.left), self._tensor(update.right))
+
+    def _measured(self, measured: Measured) -> Measured:
+        return replace(measured, value=self._tensor(measured.value))
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        with self._module.stream(self._stream):
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        if self._copies:
+            # Its memory is the copying stream's, which must not write there again before what the
+            # computation has begun on it is done.
+            there.record_stream(self._module.current_stream(self._device))
+        source, target = tensor.reshape(-1), there.view(-1)
+        step = len(self._buffers[0].memory) // tensor.itemsize
+        for start in range(0, len(source), step):
+            piece = slice(start, start + step)
+            self._piece(source[piece], target[piece])
+        return there
+
+    def _piece(self, source: Tensor, target: Tensor) -> None:
+        buffer = self._buffers[0]
+        self._buffers.reverse()
+        buffer.read.synchronize()
+        host = buffer.memory[: source.nbytes].view(source.dtype)
+        host.copy_(source)
+        with self._module.stream(self._stream):
+            self._begin(target, host)
+        self._recorded(buffer.read)
+
+    def _begin(self, target: Tensor, host: Tensor) -> None:
+        """Begin a copy on the stream."""
+        target.copy_(host, non_blocking=True)
+
+    def _arrival(self) -> Any:
+        return self._module.Event()
+
+    def _recorded(self, arrival: Any) -> Arrival:
+        """Let it be when all that the stream has been given is done."""
+        arrival.record(self._stream)
+        return cast("Arrival", arrival)

@@ -1,0 +1,291 @@
+"""The executor of threads: one reads ahead, some compute, one writes behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from queue import Queue
+
+import torch
+
+from covmerge.base.memory import Kept, give_back
+from covmerge.base.types import Json
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.run.engine.budget import Budget
+from covmerge.run.engine.device_room import naming_where_full
+from covmerge.run.engine.encode import Result
+from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
+from covmerge.run.engine.hashing import Contents, Hashing, InStep
+from covmerge.run.engine.inputs import Inputs, read_inputs
+from covmerge.run.engine.lots import Lot, gathered
+from covmerge.run.engine.reading import FileLook, read_files
+from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
+from covmerge.run.engine.thread_count import use_threads
+from covmerge.run.engine.worker import work, work_together
+
+
+class Threads:
+    """An executor.
+
+    Args:
+        in_flight: bytes of inputs read ahead and results not yet written, at least those of one
+            item (see `plan_memory`).
+        lanes: small items that are computed at once, a core each.
+        lots: items that are merged in one batch (`covmerge.run.engine.lots`).
+        ahead: what is read goes to the device while another item is computed (`engine.staging`).
+        kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_flight: int,
+        lanes: int,
+        lots: Sequence[Lot] = (),
+        ahead: bool = False,
+        kept_above: int | None = None,
+    ) -> None:
+        self._in_flight = in_flight
+        self._lanes = lanes
+        self._lots = lots
+        self._ahead = ahead
+        self._kept_above = kept_above
+
+    @property
+    def lots(self) -> Sequence[Lot]:
+        """See `Executor.lots`."""
+        return self._lots
+
+    def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
+        """See `Executor.run`."""
+        with self.running(batches, task) as finished:
+            yield from finished
+
+    @contextmanager
+    def running(
+        self,
+        batches: Iterable[tuple[int, Batch]],
+        task: Task,
+        alone: AbstractContextManager[object] | None = None,
+    ) -> Generator[Iterator[Done]]:
+        """Yield an iterator of what `run` yields, within a block whose end waits for the threads.
+
+        An error comes of the iterator, and so before that: who reads may be waiting for a batch.
+
+        Args:
+            batches: see `run`.
+            task: see `run`.
+            alone: entered while an item that takes all cores is computed, as other processes would take
+                the same; by one thread alone.
+        """
+        pipeline = _Pipeline(
+            batches,
+            task,
+            self._in_flight,
+            self._lanes,
+            Staging(task.context.device) if self._ahead else None,
+            Kept(self._kept_above),
+            alone or nullcontext(),
+        )
+        with pipeline.running() as finished:
+            yield finished
+
+    def hashing(self, contents: Contents) -> Hashing:
+        """See `Executor.hashing`: here, in step with the reader."""
+        return InStep(contents)
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """See `Executor.read_files`: by this process."""
+        return read_files(sizes, look, base)
+
+    def close(self) -> None:
+        """See `Executor.close`; the threads end with every run."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A batch whose inputs have been read, and when they are on the device if they were sent there."""
+
+    index: int
+    batch: Batch
+    inputs: Inputs
+    span: Span
+    arrival: Arrival | None = None
+
+
+class _Pipeline:
+    """Threads that read, compute and write, and the queues between them."""
+
+    def __init__(
+        self,
+        batches: Iterable[tuple[int, Batch]],
+        task: Task,
+        in_flight: int,
+        lanes: int,
+        staging: Staging | None,
+        kept: Kept,
+        alone: AbstractContextManager[object],
+    ) -> None:
+        self._batches = batches
+        self._staging = staging
+        self._kept = kept
+        self._alone = alone
+        self._task = task
+        self._lanes = lanes
+        self._threads = torch.get_num_threads()
+        self._budget, self._free = Budget(in_flight), Budget(lanes)
+        self._to_compute: Queue[list[_Read] | None] = Queue()
+        self._to_write: Queue[tuple[int, int, Batch, Result, tuple[Span, ...]] | None] = Queue()
+        self._done: Queue[Done | None] = Queue()
+        self._errors: list[BaseException] = []
+
+    @contextmanager
+    def running(self) -> Generator[Iterator[Done]]:
+        """Start a thread for each stage, and yield what they have done; at the end they have ended."""
+        give_back()  # threads that have ended leave heaps that these do not use
+        with ThreadPoolExecutor(3, thread_name_prefix="covmerge") as pool:
+            try:
+                # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
+                # still in torch when Python exits aborts the process.
+                for stage in (self._read, self._compute_all, self._write):
+                    pool.submit(self._guarded, stage)
+                yield self._finished()
+            finally:
+                self._stop()
+
+    def _finished(self) -> Iterator[Done]:
+        while (done := self._done.get()) is not None:
+            yield done
+        if self._errors:
+            raise self._errors[0]
+
+    def _stop(self) -> None:
+        self._budget.close()
+        self._free.close()
+        self._to_compute.put(None)
+        self._to_write.put(None)
+
+    def _guarded(self, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except BaseException as error:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._errors.append(error)
+        self._stop()
+        self._done.put(None)
+
+    def _read(self) -> None:
+        # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
+        use_threads(1)
+        for lot in gathered(self._batches, self._task.lots):
+            written = sum(item.write_bytes for _, batch in lot for item in batch)
+            if not self._budget.acquire(_held([batch for _, batch in lot]) + written):
+                return
+            self._to_compute.put([self._read_one(index, batch) for index, batch in lot])
+        self._to_compute.put(None)
+
+    def _read_one(self, index: int, batch: Batch) -> _Read:
+        arrival: Arrival | None = None
+        with _span("read") as taken:
+            inputs = read_inputs(batch, self._task.sources)
+            if self._staging is not None and goes_ahead(batch):
+                with naming_where_full(batch[0], self._task.context.device):
+                    inputs, arrival = self._staging.send(inputs)
+        return _Read(index, batch, inputs, taken[0], arrival)
+
+    def _compute_all(self) -> None:
+        use_threads(self._threads)
+        with ThreadPoolExecutor(
+            self._lanes, "covmerge-lane", initializer=use_threads, initargs=(1,)
+        ) as narrow:
+            while not self._errors and (given := self._to_compute.get()) is not None:
+                self._hand_out(given, narrow)
+                del given
+        self._to_write.put(None)
+
+    def _hand_out(self, lot: list[_Read], narrow: ThreadPoolExecutor) -> None:
+        """Compute a lot on one core, beside others; or on all of them, alone. It is emptied."""
+        batches = [read.batch for read in lot]
+        one_core = batches[0][0].is_narrow(self._task.context.device)
+        cores = 1 if one_core else self._lanes
+        if not self._free.acquire(cores):
+            return
+        if not one_core:
+            with self._alone:
+                self._compute(lot)
+            self._finish(batches, cores)
+            return
+
+        def on_one_core() -> None:
+            try:
+                if not self._errors:
+                    self._compute(lot)
+            except BaseException as error:
+                self._failed(error)
+            finally:
+                self._finish(batches, cores)
+
+        narrow.submit(on_one_core)
+
+    def _finish(self, batches: Sequence[Batch], cores: int) -> None:
+        self._kept.look()  # before there is room for more
+        self._budget.release(_held(batches))
+        self._free.release(cores)
+
+    def _compute(self, lot: list[_Read]) -> None:
+        task = self._task
+        places = [
+            (read.index, number, read.batch, (read.span,) if number == 0 else ())
+            for read in lot
+            for number in range(len(read.batch))
+        ]
+        for read in lot:
+            if read.arrival is not None:
+                read.arrival.synchronize()
+        inputs = [read.inputs for read in lot]
+        first = lot[0].batch
+        lot.clear()  # the pool holds it until it has another task, and with it the inputs
+        if len(inputs) > 1:
+            results = work_together([batch[0] for _, _, batch, _ in places], inputs, task.context)
+        else:
+            results = work(first, inputs.pop(), task.context, task.selections)
+        for index, number, batch, read in places:
+            with _span("compute") as taken:
+                result = next(results)
+            self._to_write.put((index, number, batch, result, (*read, *taken)))
+            del result
+
+    def _write(self) -> None:
+        while (given := self._to_write.get()) is not None:
+            index, number, batch, result, spans = given
+            item, checksum = batch[number], ""
+            if self._task.outputs:
+                with _span("write") as taken:
+                    output = self._task.outputs[number]
+                    checksum = output.write(item.places, result.tensors)
+                spans = (*spans, *taken)
+            self._done.put(Done(index, number, checksum, result.stats, spans))
+            del given, result
+            self._budget.release(item.write_bytes)
+        self._done.put(None)
+
+
+def _held(batches: Sequence[Batch]) -> int:
+    return sum(map(held_together, batches))
+
+
+@contextmanager
+def _span(stage: str) -> Generator[list[Span]]:
+    """Note when something began and ended; the list has it afterwards."""
+    taken: list[Span] = []
+    start = time.perf_counter()
+    yield taken
+    taken.append(Span(stage, threading.get_ident(), start, time.perf_counter()))

@@ -1,0 +1,311 @@
+"""The files that make weights a model: its config, tokenizer and processors, taken from the base."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.files.checkpoints.json_file import parse_object
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME
+from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.regular_file import open_regular, pieces
+from covmerge.files.stores.store import WritableFile, WritableStore
+from covmerge.plan.vocabulary import TOKENIZER_FILES, TokenizerFiles
+from covmerge.run.export.config import rewrite_config
+
+MAX_FILE_BYTES = 512 << 20
+_MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
+
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_FILES,
+    # processors
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "open_clip_config.json",
+    # sentence-transformers
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "router_config.json",
+    *("wordembedding_config.json", "whitespacetokenizer_config.json"),
+    *("phrasetokenizer_config.json", "stopwordtokenizer_config.json"),
+)
+_COMPANION_FOLDERS = (
+    "[0-9]_*",  # sentence-transformers: 1_Pooling; modules.json names others
+    "additional_chat_templates",
+)
+_IN_COMPANION_FOLDERS = (*_COMPANIONS, "*.jinja")
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json"),
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
+    *("*.h5", "*.msgpack", "*.onnx", "*.gguf"),
+)
+_NO_CONFIG = "the base has no folder: the output has no config"
+_NOTHING = f"{_NO_CONFIG} or tokenizer"
+_NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What was copied, as paths inside the output, and what the user should know."""
+
+    copied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_config(self, name: str) -> Companions:
+        """The same where a config was written that the base has in no file of its own."""
+        return Companions(
+            (*self.copied, name),
+            (
+                *(note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)),
+                f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
+                "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))",
+            ),
+        )
+
+
+def hash_companions(source: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of the base's companion files, by their paths in its folder.
+
+    Raises:
+        CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
+    """
+    found: dict[str, str] = {}
+    if source is None:
+        return found
+    for name in _companion_names(source):
+        digest = hashlib.sha256()
+        with _opened(_inside(source, name), MAX_FILE_BYTES) as file:
+            for chunk in pieces(file):
+                digest.update(chunk)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def copy_companions(
+    source: Path | None,
+    output: WritableStore,
+    dtype: torch.dtype | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    plain: bool = False,
+    quantisation: Mapping[str, Any] | None = None,
+    known: Mapping[str, str] | None = None,
+    tokens: TokenizerFiles | None = None,
+    untied: bool = False,
+) -> Companions:
+    """Copy the base's companion files into the output.
+
+    All are copied byte for byte, but for what config.json says of dtype, layers, ties and quantisation, and
+    for what belongs to another tokenizer. Code is never copied: it should be read before it lies where
+    `trust_remote_code` finds it.
+
+    Args:
+        source: the base's folder; None if the base has none (a single file, a dict).
+        output: where the output is written; files of the same names are replaced.
+        dtype: of the output's weights; None if they keep the base's.
+        layers: of the base, that the output is stacked of; None if it has the base's.
+        plain: the base is quantised, and seen as plain.
+        quantisation: the format that the output's weights are packed in; None: they are plain.
+        known: what the files were when the merge was planned, as `hash_companions` returns it; None
+            takes them as they are.
+        tokens: the output's tokenizer; None if it is the base's.
+        untied: the base ties tensors that the output stores one by one.
+
+    Raises:
+        CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
+            what it was.
+        ResourceError: the disk is full.
+    """
+    written = () if tokens is None else _write_tokenizer(tokens, output)
+    if source is None:
+        return Companions(written, (_NO_CONFIG if written else _NOTHING,))
+    of_base = _companion_names(source)
+    copied = [name for name in of_base if tokens is None or not tokens.replaces(name)]
+    notes: list[str] = []
+    hashes: dict[str, str] = {}
+    for name in copied:
+        folder, _, own = name.rpartition("/")
+        copy = WritableFile(output.inside(folder), own)
+        if name == "config.json":
+            rewrite = partial(
+                rewrite_config,
+                dtype=dtype,
+                layers=layers,
+                tokens=tokens,
+                plain=plain,
+                quantisation=quantisation,
+                untied=untied,
+            )
+            hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
+            notes += _notes_on_code(source, content)
+        elif name == "generation_config.json":
+            rewrite = partial(rewrite_config, tokens=tokens)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
+        elif own == "config.json":  # of a module
+            rewrite = partial(rewrite_config, dtype=dtype)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
+        else:
+            hashes[name] = _copy(_inside(source, name), copy)
+    planned = hashes if known is None else known
+    for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
+        if planned.get(name) != hashes.get(name):
+            raise CheckpointError(
+                f"{source / name} changed while it was in use: let whatever writes it finish, and "
+                "start again"
+            )
+    with _listing(source):
+        notes += _notes_on_the_rest(source, of_base)
+    return Companions(tuple(sorted({*copied, *written})), tuple(notes))
+
+
+def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str, ...]:
+    names: list[str] = []
+    for name, content in tokens.write():
+        WritableFile(output, name).put(content)
+        names.append(name)
+    return tuple(names)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name is taken for weights, or for an index of them."""
+    return _matches(name, _WEIGHTS)
+
+
+@contextmanager
+def _listing(source: Path) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the folder {error.filename or source}: {error.strerror}"
+        ) from error
+
+
+def _companion_names(source: Path) -> list[str]:
+    """Paths relative to `source`, sorted, `/` between their parts."""
+    with _listing(source):
+        return list(_companions_in(source))
+
+
+def _companions_in(source: Path) -> Iterator[str]:
+    of_modules = [f"{folder.path}/{name}" for folder in _modules(source) for name in folder.names]
+    found = {name for name in of_modules if _is_beside(name)}
+    for child in source.iterdir():
+        if child.is_file() and _matches(child.name, _COMPANIONS):
+            found.add(child.name)
+        elif child.is_dir() and _matches(child.name, _COMPANION_FOLDERS):
+            inside = _inside(source, child.name).iterdir()
+            own = (
+                f.name for f in inside if f.is_file() and _matches(f.name, _IN_COMPANION_FOLDERS)
+            )
+            found.update(f"{child.name}/{name}" for name in own)
+    yield from sorted(found)
+
+
+def _modules(source: Path) -> list[Folder]:
+    """The folders of its modules, if it is a model of sentence-transformers."""
+    store = LocalFolder(source)
+    return module_folders(store, store.names())
+
+
+def _is_beside(name: str) -> bool:
+    return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
+
+
+def _copy_config(
+    source: Path, copy: WritableFile, rewrite: Callable[..., bytes]
+) -> tuple[str, bytes]:
+    """Copy a config; return its hash and its content, as it was."""
+    with _opened(source, _MAX_CONFIG_BYTES) as file:
+        content = file.read()
+    copy.put(rewrite(content, origin=str(source)))
+    return hashlib.sha256(content).hexdigest(), content
+
+
+def _copy(source: Path, copy: WritableFile) -> str:
+    """Copy a file; return the hash of what was copied."""
+    digest, done = hashlib.sha256(), 0
+    with _opened(source, MAX_FILE_BYTES) as file:
+        size = source.stat().st_size
+        copy.store.create(copy.name, size, b"", needed=size)
+        for chunk in pieces(file):
+            copy.store.write(copy.name, memoryview(chunk), done)
+            digest.update(chunk)
+            done += len(chunk)
+    return digest.hexdigest()
+
+
+def _opened(path: Path, limit: int) -> BinaryIO:
+    try:
+        size = path.stat().st_size
+        file = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if size > limit:
+        file.close()
+        raise CheckpointError(
+            f"{path} has {size} bytes, and a companion file of a model has at most {limit}: "
+            "remove it from the base if it is none"
+        )
+    return file
+
+
+def _notes_on_code(source: Path, content: bytes) -> Iterator[str]:
+    auto_map = parse_object(content, str(source / "config.json")).get("auto_map")
+    if auto_map:
+        yield (
+            f"config.json needs custom code (auto_map: {auto_map}), which is not copied: read it in "
+            f"{source}, then copy it into the output yourself"
+        )
+
+
+def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in sorted(source.iterdir())]
+    folders = {name.partition("/")[0] + "/" for name in copied if "/" in name}
+    rest = [
+        name
+        for name in names
+        if name not in copied and name not in folders and not _matches(name, _NOT_THE_OUTPUTS)
+    ]
+    code = [name for name in rest if name.endswith(".py")]
+    other = [name for name in rest if not name.endswith(".py")]
+    if code:
+        yield (
+            f"custom code of the base is not copied: {', '.join(code)}; read it, then copy it from "
+            f"{source} if the output needs it"
+        )
+    if other:
+        yield f"not copied from {source}: {', '.join(other)}"
+    for folder in _modules(source):
+        own = (f"{folder.path}/{name}" for name in sorted(folder.names))
+        left = [n for n in own if n not in copied and not _matches(n, _NOT_THE_OUTPUTS)]
+        if left:
+            yield f"not copied from {source}: {', '.join(left)}"
+
+
+def _inside(source: Path, name: str) -> Path:
+    path = source
+    for part in name.split("/"):
+        path = safe_child(path, part)
+    return path
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

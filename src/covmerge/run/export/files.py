@@ -1,0 +1,75 @@
+"""The files of weights that an output becomes: shards of a model, an adapter, masks and heads beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from covmerge.files.checkpoints import ShardWriter, plan_layout
+from covmerge.files.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FORM
+from covmerge.files.checkpoints.gguf_layout import plan_gguf
+from covmerge.files.checkpoints.layout import Layout, plan_shard
+from covmerge.files.stores.store import WritableStore
+from covmerge.plan.planning import MODEL, STEM, Plan
+from covmerge.run.engine import FileOutput
+
+
+def plan_parts(plan: Plan) -> dict[str, Layout]:
+    """Lay out every part of an output.
+
+    Raises:
+        TensorError: a dtype that safetensors cannot hold.
+    """
+    output, modules = plan.recipe.output, plan.modules
+    layouts: dict[str, Layout] = {}
+    for part, headers in plan.parts.items():
+        if part in modules and modules[part].is_of_transformers:
+            layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, STEM)
+        elif part in modules:  # sentence-transformers reads one file of it
+            layouts[part] = Layout((plan_shard(f"{STEM}.safetensors", headers, plan.metadata),))
+        elif part != MODEL:
+            file_name = f"{part.rpartition('/')[2]}.safetensors"
+            layouts[part] = Layout((plan_shard(file_name, headers),))
+        elif plan.gguf is not None:
+            layouts[part] = plan_gguf(plan.gguf, headers)
+        elif output.format == "adapter":
+            file_name = ADAPTER_NAME if output.names == PEFT_FORM else LORA_NAME
+            layouts[part] = Layout((plan_shard(file_name, headers),))
+        else:
+            layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, plan.stem)
+    return layouts
+
+
+def files_of(layouts: Mapping[str, Layout]) -> list[str]:
+    """Return the files of all parts, as paths in the folder of the output."""
+    return [
+        PurePosixPath(folder_of(part), shard.file_name).as_posix()
+        for part, layout in layouts.items()
+        for shard in layout.shards
+    ]
+
+
+def open_output(
+    store: WritableStore, layouts: Mapping[str, Layout], *, made: bool = False
+) -> FileOutput:
+    """Reserve the space of all files; those of an earlier run are kept.
+
+    Args:
+        store: where they lie.
+        layouts: by part.
+        made: another process has done that.
+
+    Raises:
+        ResourceError: the disk is full.
+        CheckpointError: files that were made are not there, or others.
+    """
+    writers = {
+        part: ShardWriter(store.inside(folder_of(part)), layout, made=made)
+        for part, layout in layouts.items()
+    }
+    return FileOutput(writers)
+
+
+def folder_of(part: str) -> str:
+    """Return the folder of a part, as a path in that of the output; "" for that itself."""
+    return part.rpartition("/")[0]

@@ -1,0 +1,410 @@
+"""One pass over base and experts that merges nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from covmerge.base.choice import PREFERRED, UNNAMED, choose
+from covmerge.base.errors import InputError
+from covmerge.base.findings import Finding, Severity
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.quantised import Dequantised, is_derived
+from covmerge.files.tensors import describe_checkpoint, matrix_shapes
+from covmerge.maths.measures.rounding import Lost
+from covmerge.maths.measures.sums import Sums, sums_from_json
+from covmerge.maths.measures.table_rows import TableRows
+from covmerge.maths.methods.registry import cost_with
+from covmerge.plan.planning import (
+    MERGED,
+    Look,
+    Merge,
+    Operand,
+    Plan,
+    Unwritten,
+    WorkItem,
+    build_plans,
+)
+from covmerge.plan.planning.align import Model, align, check_same_architecture
+from covmerge.plan.planning.rules import Rules
+from covmerge.plan.recipe import Expert, Recipe
+from covmerge.plan.recipe.varied import is_varied
+from covmerge.run.engine import (
+    Context,
+    NoOutput,
+    RunOptions,
+    RunResult,
+    Threads,
+    is_compared,
+    look_cost,
+    peak_memory,
+    run,
+    torch_threads,
+)
+from covmerge.run.inspection.compatibility import check_headers, check_tokenizers, lenient
+from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
+from covmerge.run.inspection.verdicts import findings_of
+from covmerge.run.judgement import changed_integers, judge
+from covmerge.run.judgement.names import by_depth
+from covmerge.run.sources import OpenCheckpoints
+
+SpectraOf = Literal["all", "some", "none"]
+# Operations that "some" spectra may take together: minutes on a workstation.
+_SPECTRAL_FLOPS = 1e14
+_ALL = "--spectra all"
+_LEAST_SPECTRA = 4  # as many as are drawn
+
+
+@dataclass(frozen=True)
+class InspectJob:
+    """A recipe to look at, and the options of one run.
+
+    Attributes:
+        recipe: base, experts, what is left to the base; its method is not run.
+        spectra: of which matrices singular values are taken, which is most of the work: of all, of
+            some, evenly from the first to the last, where all would be long, or of none.
+        options: how it is done.
+        spectral_flops: of "some" spectra, about; None: what takes a minute or so.
+        quadratics: whether it is measured what any weighted sum of the updates would keep of each expert.
+    """
+
+    recipe: Recipe
+    spectra: SpectraOf = "some"
+    options: RunOptions = field(default_factory=RunOptions)
+    spectral_flops: float | None = None
+    quadratics: bool = False
+
+    def run(
+        self,
+        checkpoints: OpenCheckpoints,
+        merged: Checkpoint | None = None,
+        before: Merge | None = None,
+    ) -> Inspection:
+        """Look at the experts, and at a model that they were merged to.
+
+        Args:
+            checkpoints: base and experts.
+            merged: a merged model.
+            before: a merge to do again, to show its spectra beside those of the merged model.
+
+        Raises:
+            ResourceError: a matrix of all experts does not fit the memory.
+        """
+        options = self.options
+        base = _model(checkpoints.base)
+        models = {name: _model(expert) for name, expert in checkpoints.experts.items()}
+        findings, fitting = check_headers(self.recipe, base, models)
+        checkpoints.materialize()
+        folders = {name: model.checkpoint.folder for name, model in models.items()}
+        if checkpoints.text.vocabulary is None:
+            findings += check_tokenizers(checkpoints.base.folder, folders)
+        layers: tuple[LayerView, ...] = ()
+        cost: InspectionFigures = {}
+        if fitting:
+            plan = self._plan(checkpoints, fitting)
+            taken, note = self._taken(plan)
+            findings += note
+            plan = self._looking(plan, taken, base, merged, before)
+            memory = options.memory([plan])
+            sources = checkpoints.sources(merged)
+            with torch_threads(options.threads):
+                (done,) = run(
+                    [(plan, NoOutput())],
+                    sources,
+                    Context(plan.compute_dtype, options.torch_device),
+                    executor=Threads(
+                        in_flight=memory.in_flight, lanes=memory.lanes, kept_above=memory.kept_above
+                    ),
+                    progress=options.shown_progress,
+                )
+            as_stored = [name for name in fitting if not _is_packed(base, models[name])]
+            layers = tuple(_layers(plan, done, findings, as_stored))
+            cost = {
+                "seconds": done.seconds,
+                "read_seconds": done.read_seconds,
+                "compute_seconds": done.compute_seconds,
+                "peak_memory": peak_memory(),
+                "expected_peak_memory": memory.peak,
+            }
+            findings += changed_integers(plan, done.items, "the base")
+            findings += self._chosen(checkpoints, len(fitting))
+            if layers:
+                judged = [layer.judged for layer in layers]
+                fit = {name: models[name].checkpoint for name in fitting}
+                findings += judge(judged, checkpoints.base, fit, plan.heads)
+                findings += findings_of(layers, fitting, half=_in_half(base))
+        order = list(Severity)
+        return Inspection(
+            base=checkpoints.base.source,
+            experts={name: expert.source for name, expert in checkpoints.experts.items()},
+            adapters=checkpoints.adapters,
+            family=base.description.family,
+            findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
+            layers=layers,
+            run=cost,
+        )
+
+    def _plan(self, checkpoints: OpenCheckpoints, fitting: Sequence[str]) -> Plan:
+        """Plan to read every tensor that all fitting experts could be merged in."""
+        experts = {name: _taking_part(self.recipe.experts[name]) for name in fitting}
+        sources = {name: checkpoints.experts[name] for name in fitting}
+        recipe = lenient(self.recipe).model_copy(update={"experts": experts})
+        (plan,) = build_plans([recipe], checkpoints.base, sources, whole=True)
+        return plan
+
+    def _looking(
+        self,
+        plan: Plan,
+        taken: Collection[str],
+        base: Model,
+        merged: Checkpoint | None,
+        before: Merge | None,
+    ) -> Plan:
+        """Return the plan of looking at what a plan merges, and at what it was merged to."""
+        result = None if merged is None else _model(merged)
+        found = {} if result is None else self._operands_of(result, base)
+        models = len(plan.recipe.experts) + (merged is not None)
+        looks = {
+            tensor.name: replace(
+                tensor,
+                operation=Look(
+                    found.get(tensor.name),
+                    tensor.name in taken,
+                    before,
+                    self._attempt(plan) if merged is None else None,
+                    self.quadratics,
+                ),
+                form=Unwritten(),
+            )
+            for tensor in plan.tensors
+            if isinstance(tensor.operation, Merge)
+        }
+        items: list[WorkItem] = []
+        for item in plan.items:
+            if is_compared(item):
+                unwritten = replace(item.tensor, form=Unwritten())
+                items.append(replace(item, tensor=unwritten, write_bytes=0))
+            if item.tensor.key not in looks:
+                continue
+            tensor, size = looks[item.tensor.key], item.read_bytes
+            if result is not None and (name := found[tensor.name].tensor) is not None:
+                size += result.stored_bytes(name, prod(item.shape))
+            looking = replace(item, tensor=tensor, read_bytes=size)
+            taking = tensor.key in taken
+            items.append(self._measured(looking, spectra=taking, models=models))
+        return replace(plan, items=tuple(items))
+
+    def _chosen(self, checkpoints: OpenCheckpoints, count: int) -> list[Finding]:
+        """Say by which method they would be merged, if nobody names one."""
+        if self.recipe.method != UNNAMED:
+            return []
+        settled = checkpoints.settled([self.recipe], self.options)
+        name, why = choose(count)
+        text = f"a merge that names no method takes {name}, as {why}"
+        if settled.wanted:
+            text += "; the base is run first, for what its layers see"
+        return [Finding(Severity.NOTE, text), *(Finding(Severity.NOTE, n) for n in settled.notes)]
+
+    def _attempt(self, plan: Plan) -> Merge | None:
+        """The merge of which an inspection says what it would do, of several experts."""
+        return Merge(PREFERRED, {}, None) if len(plan.recipe.experts) > 1 else None
+
+    def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
+        """The tensors of a merged model, by the base's names."""
+        recipe = lenient(self.recipe)
+        check_same_architecture(base, MERGED, model)
+        rules = Rules(recipe, base.description.family, base.headers)
+        names = align(base, MERGED, model, recipe.tensors, rules.chosen_use).names
+        return {name: model.operand(MERGED, names.get(name)) for name in base.headers}
+
+    def _taken(self, plan: Plan) -> tuple[frozenset[str], list[Finding]]:
+        """Choose the tensors whose singular values are taken; say so where it is not all of them.
+
+        Raises:
+            InputError: another word than all, some or none.
+        """
+        if self.spectra not in get_args(SpectraOf):
+            raise InputError(f"spectra are taken of all, some or none, not of '{self.spectra}'")
+        flops: dict[str, float] = {}
+        models = len(plan.recipe.experts)
+        for item in plan.items:
+            if item.matrices is not None:
+                own = self._measured(item, spectra=True, models=models).flops
+                flops[item.tensor.name] = flops.get(item.tensor.name, 0.0) + own
+        names = by_depth(flops)
+        total = sum(flops.values())
+        if self.spectra == "none" or not names:
+            return frozenset(), []
+        allowed = _SPECTRAL_FLOPS if self.spectral_flops is None else self.spectral_flops
+        if self.spectra == "all" or total <= allowed:
+            return frozenset(names), []
+        count = min(len(names), max(_LEAST_SPECTRA, int(len(names) * allowed / total)))
+        chosen = frozenset(names[i * len(names) // count] for i in range(count))
+        how = _ALL if self.spectral_flops is None else f"`covmerge report OUT {_ALL}`"
+        text = (
+            f"singular values were taken of {count} of {len(names)} tensors, evenly from the first to "
+            f"the last ({how} takes all)"
+        )
+        return chosen, [Finding(Severity.NOTE, text)]
+
+    def _measured(self, item: WorkItem, *, spectra: bool, models: int) -> WorkItem:
+        """The same item with what it costs to look at so many models."""
+        shape = item.shape or (1,)
+        itemsize = getattr(torch, self.recipe.dtype).itemsize
+        numel = prod(shape)
+        shapes = [(1, numel)] if item.matrices is None else matrix_shapes(shape, item.matrices)
+        spectra = spectra and item.matrices is not None
+        quadratics = self.quadratics and item.matrices is not None
+        costs = [
+            look_cost(m, n, models, itemsize, spectra=spectra, quadratics=quadratics)
+            for m, n in shapes
+        ]
+        attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
+        if spectra and attempt is not None:
+            method = attempt.procedure
+            cost_of = cost_with(method, method.cost, attempt.parameters)
+            costs += [cost_of(m, n, models, itemsize) for m, n in shapes]
+        held = (models + 2) * numel * itemsize
+        return replace(
+            item,
+            write_bytes=0,
+            workspace=held + max(cost.workspace for cost in costs),
+            flops=sum(cost.flops for cost in costs),
+        )
+
+
+def _taking_part(expert: Expert) -> Expert:
+    """The same expert in all tensors: it is looked at also where its weight is 0."""
+    return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
+
+
+def _model(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint, describe_checkpoint(checkpoint))
+
+
+def _layers(
+    plan: Plan, done: RunResult, findings: list[Finding], as_stored: Collection[str]
+) -> Iterator[LayerView]:
+    """Join the rows of each tensor, and name its matrices; what could not be read is a finding.
+
+    Args:
+        plan: what was read.
+        done: what came of it.
+        findings: to which faults are added.
+        as_stored: experts whose weights are read as they are stored, as the base's are.
+    """
+    rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
+    for item, stats in zip(plan.items, done.items, strict=True):
+        if "fault" in stats:
+            findings.append(_not_finite(item.tensor.name, cast("Mapping[str, Any]", stats)))
+        elif "pieces" in stats:
+            rows[item.tensor.name].append((item, cast("Mapping[str, Any]", stats)))
+    for name in by_depth(rows):
+        own = rows[name]
+        if own[0][0].matrices is None:
+            view = _joined([stats for _, stats in own], own[0][0])
+            yield _with_lost(
+                view, [piece for _, stats in own for piece in stats["pieces"]], as_stored
+            )
+            continue
+        pieces = [(item, stats, piece) for item, stats in own for piece in stats["pieces"]]
+        for place, (item, stats, piece) in enumerate(pieces):
+            view = _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
+            yield _with_lost(view, [piece], as_stored)
+
+
+def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
+    whose: str | None = stats["of"]
+    merged = stats["of_merged"]
+    source = " of the merged model" if merged else " of the base" if whose is None else ""
+    text = f"'{tensor}'{source} {stats['fault']}"
+    return Finding(Severity.FAULT, text, None if merged else whose, (tensor,))
+
+
+def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
+    total: Sums | None = None
+    rows: dict[str, TableRows] = {}
+    for part in stats:
+        (piece,) = part["pieces"]
+        sums = sums_from_json(piece["sums"])
+        total = sums if total is None else total + sums
+        for expert, given in piece.get("rows", {}).items():
+            own = TableRows(**given)
+            rows[expert] = rows[expert] + own if expert in rows else own
+    assert total is not None
+    tensor = item.tensor
+    view = LayerView(
+        tensor.name,
+        tensor.name,
+        str(tensor.role),
+        tensor.stored.shape,
+        False,
+        tuple(stats[0]["experts"]),
+        total,
+        rows=rows,
+    )
+    return _with_merged(view, {}) if stats[0]["merged"] else view
+
+
+def _layer(
+    item: WorkItem, stats: Mapping[str, Any], piece: Mapping[str, Any], name: str
+) -> LayerView:
+    tensor, experts = item.tensor, tuple(stats["experts"])
+    sums = sums_from_json(piece["sums"])
+    shape = tuple(piece["shape"])
+    forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
+    role = str(tensor.role)
+    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
+    spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
+    if spectra:
+        pairs = combinations(experts, 2)
+        overlap = dict(zip(pairs, piece["overlaps"], strict=True))
+        foreseen = piece.get("foreseen", {})
+        view = replace(view, spectra=spectra, overlap=overlap, foreseen=foreseen)
+    return _with_merged(view, piece) if stats["merged"] else view
+
+
+def _with_lost(
+    view: LayerView, pieces: Sequence[Mapping[str, Any]], as_stored: Collection[str]
+) -> LayerView:
+    """Add what half precision took; nothing is known of it where weights are stored packed."""
+    lost: dict[str, Lost] = {}
+    for piece in pieces:
+        for expert, found in piece["lost"].items():
+            if expert in as_stored:
+                lost[expert] = lost.get(expert, Lost()) + Lost(**found)
+    return replace(view, lost=lost)
+
+
+def _is_packed(*models: Model) -> bool:
+    """Whether one of them is stored packed, and read as what it stands for."""
+    return any(
+        isinstance(model.checkpoint, Dequantised) or is_derived(model.checkpoint)
+        for model in models
+    )
+
+
+def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:
+    """Add what the merged model has of a layer; of the sums it is the last."""
+    shown = {key: SpectrumView(**piece[key]) for key in ("after", "before") if key in piece}
+    cosines = zip(view.experts, view.sums.cosines, strict=False)
+    return replace(
+        view,
+        merged=shown.get("after"),
+        before=shown.get("before"),
+        retention=piece.get("retention", {}),
+        merged_cosines={expert: of_all[-1] for expert, of_all in cosines},
+        merged_norm=view.sums.norms[-1],
+    )
+
+
+def _in_half(base: Model) -> bool:
+    """Whether a model is stored in half precision, for the most part."""
+    stored = [header.dtype for header in base.headers.values() if header.dtype.is_floating_point]
+    return sum(dtype.itemsize <= 2 for dtype in stored) > len(stored) / 2

@@ -1,0 +1,27 @@
+"""A merged model that is looked at: an output of covmerge, under the names of its base."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.files.quantised import open_plain
+
+
+@contextmanager
+def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
+    """Open an output, and close it at the end.
+
+    Raises:
+        InputError: it cannot be opened.
+    """
+    output = open_plain(folder)
+    if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
+        output = output.named_as(base.headers)
+    try:
+        yield output
+    finally:
+        output.close()

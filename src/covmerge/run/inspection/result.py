@@ -1,0 +1,384 @@
+"""What an inspection found: of every matrix, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from statistics import fmean
+from typing import Any, cast
+
+from typing_extensions import TypedDict
+
+from covmerge.base.findings import Finding, Severity
+from covmerge.base.notebook import lines_svg, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json
+from covmerge.maths.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
+from covmerge.maths.measures.along import along
+from covmerge.maths.measures.retention import overall
+from covmerge.maths.measures.rounding import Lost
+from covmerge.maths.measures.sums import Sums
+from covmerge.maths.measures.table_rows import TableRows
+from covmerge.run.judgement import Layer
+from covmerge.run.judgement.layers import TABLES
+
+
+class InspectionFigures(TypedDict, total=False):
+    """Seconds and bytes of one inspection; empty where there was nothing to read."""
+
+    seconds: float
+    read_seconds: float
+    compute_seconds: float
+    peak_memory: int
+    expected_peak_memory: int
+
+
+@dataclass(frozen=True)
+class SpectrumView:
+    """Singular values of one update.
+
+    Attributes:
+        stable_rank: ‖Δ‖²_F / σ₁².
+        effective_rank: exp of the entropy of σ/Σσ.
+        rank: singular values above what rounding the stored weights makes.
+        top_energy: share of Σσ² in the leading 5 % of singular values.
+        places: indices of the values that are kept, from 0.
+        sigma: these values.
+    """
+
+    stable_rank: float
+    effective_rank: float
+    rank: int
+    top_energy: float
+    places: Sequence[int]
+    sigma: Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One matrix of all experts, or a whole tensor that holds none.
+
+    Attributes:
+        tensor: its name in the base.
+        name: the same, with the place of the matrix where the tensor holds several.
+        role: what the tensor is.
+        shape: `(d_out, d_in)` of the matrix; of another tensor as it is stored.
+        is_matrix: whether it is a layer that has inputs.
+        experts: their names, in the order of `sums`; the merged model, if there is one, is the last
+            and not among them.
+        sums: over the elements.
+        lost: by expert that is stored in half precision, as the base is, what this took of its update, by
+            estimate.
+        rows: by expert, which rows of an embedding it changed; empty for every other tensor.
+        spectra: by expert; `merged` apart. Empty where none were taken.
+        overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
+        foreseen: what `auto` would do to it by the weights alone, by headings, where spectra were taken
+            and experts are several.
+        merged: spectrum of the merged update.
+        before: the same before spectral refinement, where the method refined it.
+        retention: by expert, the share of its contribution that the merged update keeps; None where
+            it has none.
+        merged_cosines: by expert, between its update and the merged one.
+        merged_norm: ‖W̄ − W_0‖_F.
+        quadratics: by expert, Q_s `(T, T)` of `covmerge.maths.measures.quadratics`, in the order of `sums`;
+            None where it has no update. Empty where none were taken.
+    """
+
+    tensor: str
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    is_matrix: bool
+    experts: tuple[str, ...]
+    sums: Sums
+    lost: Mapping[str, Lost] = field(default_factory=dict[str, Lost])
+    rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
+    spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
+    overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    foreseen: Mapping[str, str | float | None] = field(
+        default_factory=dict[str, str | float | None]
+    )
+    merged: SpectrumView | None = None
+    before: SpectrumView | None = None
+    retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    merged_cosines: Mapping[str, float] = field(default_factory=dict[str, float])
+    merged_norm: float | None = None
+    quadratics: Mapping[str, Sequence[Sequence[float]] | None] = field(
+        default_factory=dict[str, Sequence[Sequence[float]] | None]
+    )
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """‖Δ_t‖_F."""
+        return self._by_expert(self.sums.norms)
+
+    @property
+    def relative(self) -> dict[str, float]:
+        """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
+        base = self.sums.base_norm
+        return {name: norm / base if base else 0.0 for name, norm in self.norms.items()}
+
+    @property
+    def along(self) -> dict[str, float]:
+        """What the merged update keeps along each expert's own; of those that changed the layer."""
+        merged = self.merged_norm or 0.0
+        return {
+            name: along(self.merged_cosines[name] * merged / norm)
+            for name, norm in self.norms.items()
+            if norm
+        }
+
+    @property
+    def cosines_with_base(self) -> dict[str, float]:
+        """Cosine between W_t and W_0."""
+        return self._by_expert(self.sums.cosines_with_base)
+
+    @property
+    def untouched(self) -> dict[str, float]:
+        """Share of the elements that an expert left as they were."""
+        return self._by_expert(self.sums.untouched)
+
+    @property
+    def lost_when_stored(self) -> dict[str, float]:
+        """Of experts in half precision, the share of ‖Δ_t‖ that this took, by estimate."""
+        return {name: lost.share for name, lost in self.lost.items()}
+
+    @property
+    def judged(self) -> Layer:
+        """What the experts are judged by."""
+        return Layer(
+            self.tensor,
+            self.name,
+            self.is_matrix,
+            float(self.sums.base),
+            {expert: norm**2 for expert, norm in self.norms.items()},
+            self._by_expert(self.sums.along),
+            self.role in TABLES,
+        )
+
+    def gate(self, statistic: Statistic) -> Gate:
+        """γ of the experts that changed the layer, and whether ACE's gate would fire."""
+        norms = [norm for norm in self.norms.values() if norm]
+        return gate(norms, tau=DEFAULT_TAU[statistic], statistic=statistic)
+
+    def pairs(self, matrix: Sequence[Sequence[float]]) -> dict[tuple[str, str], float]:
+        """What a `(T, T)` matrix of `sums` says of each two experts."""
+        return {
+            (one, other): matrix[i][j]
+            for i, one in enumerate(self.experts)
+            for j, other in enumerate(self.experts)
+            if i < j
+        }
+
+    def as_json(self) -> dict[str, Json]:
+        """Plain JSON."""
+        entry: dict[str, Json] = {
+            "tensor": self.tensor,
+            "role": self.role,
+            "shape": list(self.shape),
+            "base_norm": self.sums.base_norm,
+            "update_norm": self.norms,
+            "relative_norm": self.relative,
+            "cosine_with_base": self.cosines_with_base,
+            "untouched": self.untouched,
+            "rounding_of_updates": self._by_expert(self.sums.rounding_of_updates),
+            "rounding_of_weights": self._by_expert(self.sums.rounding_of_weights),
+            "lost_when_stored": self.lost_when_stored,
+            "cosine": _joined(self.pairs(self.sums.cosines)),
+            "sign_conflict": _joined(self.pairs(self.sums.sign_conflict)),
+        }
+        if self.rows:
+            entry["rows"] = {name: rows.as_json() for name, rows in self.rows.items()}
+        if self.is_matrix:
+            gates = {"paper": self.gate("paper"), "scale_free": self.gate("scale_free")}
+            # At its pole γ is no number that JSON has.
+            entry["gamma"] = {
+                name: {**vars(gate), "gamma": gate.gamma if isfinite(gate.gamma) else None}
+                for name, gate in gates.items()
+            }
+        if self.spectra:
+            entry["spectra"] = {name: _plain(s) for name, s in self.spectra.items()}
+            entry["overlap"] = _joined(self.overlap)
+        if self.foreseen:
+            entry["foreseen"] = dict(self.foreseen)
+        if self.merged_norm is not None:
+            entry["merged"] = {
+                "norm": self.merged_norm,
+                "cosine": dict(self.merged_cosines),
+                "retention": dict(self.retention),
+                "spectrum": None if self.merged is None else _plain(self.merged),
+                "spectrum_before_refinement": None if self.before is None else _plain(self.before),
+            }
+        return entry
+
+    def _by_expert(self, values: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self.experts, values, strict=False))
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Tabular):
+    """What was found of a base and its experts, and of a merged model where there is one.
+
+    Attributes:
+        base: the base's source.
+        experts: sources by name; all that were given.
+        adapters: those of them that are adapters, of which predictions do not agree with accuracy.
+        family: model family, which decides ACE's ε.
+        findings: what must not be missed, the worst first.
+        layers: every matrix and every other tensor, from input to output.
+        run: seconds and memory.
+    """
+
+    base: str
+    experts: Mapping[str, str]
+    adapters: tuple[str, ...]
+    family: str | None
+    findings: tuple[Finding, ...]
+    layers: tuple[LayerView, ...]
+    run: InspectionFigures = field(default_factory=InspectionFigures)
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """What a merge would fail on."""
+        return tuple(f for f in self.findings if f.severity is Severity.FAULT)
+
+    @property
+    def matrices(self) -> tuple[LayerView, ...]:
+        """The layers that have inputs, from input to output."""
+        return tuple(layer for layer in self.layers if layer.is_matrix)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The experts whose tensors were read."""
+        return self.layers[0].experts if self.layers else ()
+
+    def total(self, layers: Iterable[LayerView] | None = None) -> Sums | None:
+        """The sums over all layers, or some; None where nothing was read."""
+        found: Sums | None = None
+        for layer in self.layers if layers is None else layers:
+            found = layer.sums if found is None else found + layer.sums
+        return found
+
+    def lost_when_stored(self) -> dict[str, float]:
+        """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
+        return lost_when_stored(self.layers)
+
+    def by_expert(self, value: Callable[[LayerView], Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """Collect what every matrix says of each expert, from input to output."""
+        return {e: [value(layer).get(e) for layer in self.matrices] for e in self.compared}
+
+    def retention(self) -> dict[str, float]:
+        """What the merged update is predicted to keep of each expert, over all matrices."""
+        layers = self.by_expert(lambda layer: layer.retention)
+        return {e: kept for e, of in layers.items() if (kept := overall(of)) is not None}
+
+    def __repr__(self) -> str:
+        found = [f.severity for f in self.findings]
+        said = [counted(found.count(kind), str(kind)) for kind in Severity if kind in found]
+        return (
+            f"<Inspection: {some(self.experts)} of {self.base}; {counted(len(self.layers), 'tensor')}; "
+            f"{', '.join(said) or 'nothing to warn of'}>"
+        )
+
+    def table(self) -> Table:
+        """One row for each matrix and each other tensor, from input to output.
+
+        By expert its norm, ‖Δ‖/‖W₀‖ and ranks where they were taken, by pair of experts the cosine of their
+        updates; of a merged model its norm, and by expert what is retained.
+        """
+        experts, merged = self.compared, any(layer.merged_norm is not None for layer in self.layers)
+        pairs = [(one, two) for place, one in enumerate(experts) for two in experts[place + 1 :]]
+        of_each = ("update_norm", "relative_norm", "effective_rank", "rank")
+        columns = [f"{what} {name}" for what in of_each for name in experts]
+        columns += [f"cosine {one} {two}" for one, two in pairs]
+        after = ["merged_norm", *(f"retention {name}" for name in experts)] if merged else []
+        rows: list[tuple[Cell, ...]] = []
+        for layer in self.layers:
+            norms, relative, taken = layer.norms, layer.relative, layer.spectra
+            cosines = layer.pairs(layer.sums.cosines)
+            spectra = [taken.get(name) for name in experts]
+            kept = [layer.retention.get(name) for name in experts]
+            rows.append(
+                (
+                    layer.name,
+                    layer.role,
+                    "x".join(map(str, layer.shape)),
+                    layer.sums.base_norm,
+                    *(norms.get(name) for name in experts),
+                    *(relative.get(name) for name in experts),
+                    *(own and own.effective_rank for own in spectra),
+                    *(own and own.rank for own in spectra),
+                    *(cosines.get(pair) for pair in pairs),
+                    *([layer.merged_norm, *kept] if merged else []),
+                )
+            )
+        return Table(("layer", "role", "shape", "base_norm", *columns, *after), tuple(rows))
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        table = self.table()
+        drawn = {
+            name for name in table.columns if name.startswith(("relative", "merged", "retention"))
+        }
+        moved = self.by_expert(lambda layer: layer.relative)
+        parts = [paragraph(repr(self))]
+        for finding in self.findings:
+            who = "" if finding.expert is None else f"'{finding.expert}' "
+            parts.append(paragraph(f"{finding.severity}: {who}{finding.text}"))
+        parts.append(lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last"))
+        return "".join([*parts, table_html(table, drawn=drawn)])
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        total = self.total()
+        summary: dict[str, Json] = {}
+        if total is not None:
+            names = self.compared
+            summary = {
+                "update_norm": dict(zip(names, total.norms, strict=False)),
+                "relative_norm": {
+                    name: norm / total.base_norm if total.base_norm else 0.0
+                    for name, norm in zip(names, total.norms, strict=False)
+                },
+                "untouched": dict(zip(names, total.untouched, strict=False)),
+                "rounding_of_weights": dict(zip(names, total.rounding_of_weights, strict=False)),
+                "lost_when_stored": self.lost_when_stored(),
+                "retention": self.retention(),
+            }
+        return {
+            "base": self.base,
+            "experts": dict(self.experts),
+            "adapters": list(self.adapters),
+            "family": self.family,
+            "findings": [finding.as_json() for finding in self.findings],
+            "summary": summary,
+            "layers": {layer.name: layer.as_json() for layer in self.layers},
+            "run": cast("Mapping[str, Json]", dict(self.run)),
+        }
+
+
+def lost_when_stored(layers: Sequence[LayerView]) -> dict[str, float]:
+    """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
+    found: dict[str, float] = {}
+    for name in layers[0].experts if layers else ():
+        changed = [layer for layer in layers if layer.norms[name]]
+        if changed and all(name in layer.lost for layer in changed):
+            found[name] = sum((layer.lost[name] for layer in changed), Lost()).share
+    return found
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    """√ of the mean of squares; 0 of none."""
+    squares = [value**2 for value in values]
+    return sqrt(fmean(squares)) if squares else 0.0
+
+
+def _joined(pairs: Mapping[tuple[str, str], float]) -> dict[str, Json]:
+    # No expert's name has a space.
+    return {f"{one} {other}": value for (one, other), value in pairs.items()}
+
+
+def _plain(spectrum: SpectrumView) -> dict[str, Json]:
+    return {**vars(spectrum), "places": list(spectrum.places), "sigma": list(spectrum.sigma)}

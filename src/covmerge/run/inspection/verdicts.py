@@ -1,0 +1,151 @@
+"""From numbers to findings: what only an inspection knows of the experts' updates.
+
+What a merge sees too is judged in `covmerge.run.judgement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import sqrt
+
+from covmerge.base.findings import Finding, Severity
+from covmerge.base.text import spread
+from covmerge.plan.vocabulary.tables import rows_of
+from covmerge.run.inspection.result import LayerView, lost_when_stored
+
+TWINS = 0.98  # cosine between two updates from which they are one expert twice
+OPPOSED = -0.2
+THIN = 8  # a numerical rank below 1/8 of the full one is a low-rank update
+LOST = 0.1  # share of the update lost to bfloat16 that is worth a word
+
+
+def findings_of(
+    layers: Sequence[LayerView], experts: Sequence[str], *, half: bool
+) -> Iterator[Finding]:
+    """Say what the sums and spectra of the layers give away.
+
+    Args:
+        layers: of all experts.
+        experts: their names.
+        half: whether the base, and so the merged model, is stored in half precision.
+    """
+    matrices = [layer for layer in layers if layer.is_matrix]
+    for expert in experts:
+        yield from _thin(matrices, expert)
+        yield from _read(layers, expert)
+    yield from _gates(layers)
+    yield from _pairs(layers, experts)
+    yield from _rounding(layers, experts, half)
+    yield from _rounded(layers)
+
+
+def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
+    seen = [layer for layer in matrices if layer.norms[expert] and expert in layer.spectra]
+    ranks = [layer.spectra[expert].rank for layer in seen]
+    thin = [r for r, layer in zip(ranks, seen, strict=True) if THIN * r <= min(layer.shape)]
+    if seen and len(thin) >= 0.9 * len(seen):
+        yield Finding(
+            Severity.NOTE,
+            f"its updates have a low rank ({spread(ranks)} of "
+            f"{min(min(layer.shape) for layer in seen)}): an adapter, or a model that an adapter was "
+            "merged into; such experts are merged exactly on their factors (--as adapter)",
+            expert,
+        )
+
+
+def _read(layers: Sequence[LayerView], expert: str) -> Iterator[Finding]:
+    """Say what an expert's embeddings give away of its texts (docs/privacy.md)."""
+    for layer in layers:
+        moved = layer.rows.get(expert)
+        if moved is None or not moved.turned:
+            continue
+        of = f"of {moved.rows} rows of '{layer.tensor}'"
+        decayed = moved.changed > moved.turned
+        besides = (
+            " by more than weight decay and rounding would (all in all "
+            f"{moved.changed} differ from the base's)"
+        )
+        how = besides if decayed else ""
+        kind = rows_of(layer.tensor)
+        if kind == "tokens" and moved.turned < moved.rows:
+            text = (
+                f"changed {moved.turned} {of}{how}: these are tokens of the texts that it was trained on, "
+                "and whoever has it and its base can list them (docs/privacy.md)"
+            )
+        elif kind == "tokens":
+            text = (
+                f"changed all {moved.rows} rows of '{layer.tensor}', so that this alone does not tell "
+                "which tokens its texts had; by how much may (docs/privacy.md)"
+            )
+        elif kind == "places" and moved.last < moved.rows:
+            text = (
+                f"changed {moved.turned} {of}{how}, the last of them number {moved.last}: its longest text "
+                "had about as many tokens (docs/privacy.md)"
+            )
+        else:
+            continue
+        yield Finding(Severity.NOTE, text, expert, (layer.tensor,))
+
+
+def _gates(layers: Sequence[LayerView]) -> Iterator[Finding]:
+    matrices = [layer for layer in layers if layer.is_matrix and any(layer.norms.values())]
+    if len(layers[0].experts) < 2:
+        return
+    fired = [layer for layer in matrices if layer.gate("paper").fired]
+    free = [layer for layer in matrices if layer.gate("scale_free").fired]
+    yield Finding(
+        Severity.NOTE,
+        f"ACE's gate fires in {len(fired)} of {len(matrices)} matrices by the paper's γ, in "
+        f"{len(free)} by the scale-free one",
+    )
+
+
+def _pairs(layers: Sequence[LayerView], experts: Sequence[str]) -> Iterator[Finding]:
+    if len(experts) < 2:
+        return
+    total = layers[0].sums
+    for layer in layers[1:]:
+        total = total + layer.sums
+    for i, j in combinations(range(len(experts)), 2):
+        cosine, pair = total.cosines[i][j], f"'{experts[i]}' and '{experts[j]}'"
+        if cosine > TWINS:
+            yield Finding(
+                Severity.WARNING,
+                f"{pair} changed the base alike (cosine {cosine:.3f}): one expert given twice?",
+            )
+        if cosine < OPPOSED:
+            yield Finding(Severity.WARNING, f"{pair} pull against each other (cosine {cosine:.2f})")
+
+
+def _rounding(layers: Sequence[LayerView], experts: Sequence[str], half: bool) -> Iterator[Finding]:
+    squares: Mapping[str, list[float]] = {expert: [0.0, 0.0] for expert in experts}
+    for layer in layers:
+        for expert, lost in zip(experts, layer.sums.rounding_of_weights, strict=False):
+            squares[expert][0] += (lost * layer.norms[expert]) ** 2
+            squares[expert][1] += layer.norms[expert] ** 2
+    for expert, (lost, whole) in squares.items():
+        if whole and lost > LOST**2 * whole:
+            yield Finding(
+                Severity.WARNING if half else Severity.NOTE,
+                f"storing the base with its update in bfloat16 would lose {sqrt(lost / whole):.0%} of "
+                "the update"
+                + (
+                    ": merge to float32 (--out-dtype float32), or keep it as an adapter"
+                    if half
+                    else ""
+                ),
+                expert,
+            )
+
+
+def _rounded(layers: Sequence[LayerView]) -> Iterator[Finding]:
+    for expert, lost in lost_when_stored(layers).items():
+        if lost > LOST:
+            yield Finding(
+                Severity.NOTE,
+                f"is stored in half precision, which took about {lost:.0%} of the length of its update: "
+                "where a weight was moved by less than half its last place, it is the base's once more. If "
+                "the expert exists in float32, or as an adapter, merge that",
+                expert,
+            )

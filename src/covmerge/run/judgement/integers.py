@@ -1,0 +1,114 @@
+"""Tensors that are not floating point are the base's: which experts have others, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+from covmerge.base.findings import LOST, Finding, Severity
+from covmerge.base.text import counted, of_all_layers, some
+from covmerge.base.types import Json
+from covmerge.plan.planning import Copy, Plan, TensorPlan
+
+# By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
+# it has no momentum; the others are index tables that the model's code makes from its config.
+HARMLESS = {
+    "num_batches_tracked": "counters of training batches",
+    "position_ids": "tables of positions",
+    "relative_position_index": "tables of positions",
+}
+_SHOWN = 5
+_LEAST = 0.5  # share of the numbers of a model that must not be lost with its integers
+
+
+def changed_integers(
+    plan: Plan, done: Sequence[Mapping[str, Json]], whose: str
+) -> Iterator[Finding]:
+    """Say which experts have other values than the output in tensors that are not merged.
+
+    Args:
+        plan: what was carried out.
+        done: the statistics of its items.
+        whose: what the output's values are, in words.
+    """
+    found = _differing(plan, done)
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
+    for expert in plan.recipe.experts:
+        names = [name for name, experts in found.items() if expert in experts]
+        lost = [name for name in names if _harmless(tensors[name]) is None]
+        share = _numbers(map(tensors.__getitem__, lost)) / max(1, _numbers(plan.tensors))
+        if share > _LEAST:
+            yield _of_most(expert, lost, share, whose)
+            continue
+        codes = [name for name in names if scales[name]]
+        if codes:
+            yield _of_codes(expert, codes, scales, whose)
+        others = {name: _harmless(tensors[name]) for name in names if not scales[name]}
+        strange = [name for name, meaning in others.items() if meaning is None]
+        if strange:
+            yield _of_integers(expert, strange, whose)
+        for meaning in dict.fromkeys(filter(None, others.values())):
+            own = tuple(name for name in others if others[name] == meaning)
+            text = (
+                f"has other values in {counted(len(own), 'tensor')} ({some(own, 1, quoted=True)}), "
+                f"{meaning}: the output has those of {whose}"
+            )
+            yield Finding(Severity.NOTE, text, expert, own)
+
+
+def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:
+    """By tensor, the experts that have another shape or other values."""
+    found = {
+        tensor.name: set(tensor.operation.reshaped)
+        for tensor in plan.tensors
+        if isinstance(tensor.operation, Copy) and tensor.operation.compared
+    }
+    for item, facts in zip(plan.items, done, strict=True):
+        if "differ" in facts:
+            found[item.tensor.name].update(cast("Sequence[Any]", facts["differ"]))
+    return {name: experts for name, experts in found.items() if experts}
+
+
+def _of_most(expert: str, names: Sequence[str], share: float, whose: str) -> Finding:
+    """What no rule and nothing that is allowed should lead past: hardly anything would be merged."""
+    text = (
+        f"has other values than {whose} in {counted(len(names), 'integer tensor')} "
+        f"({some(names, _SHOWN, quoted=True)}), {share:.0%} of all numbers, and integers are not merged: "
+        f"the output would be nearly {whose}. Give the models in a floating-point dtype"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(names), LOST)
+
+
+def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whose: str) -> Finding:
+    first = codes[0]
+    text = (
+        f"has other values than {whose} in {counted(len(codes), 'integer tensor')} "
+        f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
+        "these look like quantised weights and their scales, in a format that is not read. Give "
+        "the models in a floating-point dtype, or leave both tensors to the base by the rules "
+        f"{{match: '{of_all_layers(first)}', use: base}} and "
+        f"{{match: '{of_all_layers(scales[first])}', use: base}}"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(codes))
+
+
+def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
+    text = (
+        f"has other values than {whose} in {counted(len(names), 'tensor')} of integers or truth values, "
+        f"which are not merged: {some(names, _SHOWN, quoted=True)}. The output would have those of "
+        f"{whose}. If that is right, say it by the rule "
+        f"{{match: '{of_all_layers(names[0])}', use: base}}"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
+
+
+def _numbers(tensors: Iterable[TensorPlan]) -> int:
+    return sum(prod(tensor.stored.shape) for tensor in tensors)
+
+
+def _harmless(tensor: TensorPlan) -> str | None:
+    """What a tensor is that no output needs of an expert; None of others."""
+    made_again = "buffers that are made again when the model is loaded" if tensor.rebuilt else None
+    return HARMLESS.get(tensor.name.rpartition(".")[2], made_again)

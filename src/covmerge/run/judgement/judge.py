@@ -1,0 +1,111 @@
+"""Everything that the sums over the updates give away, and what of it stops a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from covmerge.base.errors import InputError
+from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
+from covmerge.base.types import Json
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.tensors import Donor, describe_checkpoint
+from covmerge.plan.planning import Plan
+from covmerge.plan.planning.align import Model
+from covmerge.run.judgement.integers import changed_integers
+from covmerge.run.judgement.layers import Layer, layers_of
+from covmerge.run.judgement.not_finite import left_for_nan
+from covmerge.run.judgement.swaps import find_swaps
+from covmerge.run.judgement.verdicts import (
+    foreign_layers,
+    replaced_tables,
+    stranger,
+    uneven,
+    untouched,
+)
+from covmerge.run.sources import OpenCheckpoints
+
+
+def judge(
+    layers: Sequence[Layer],
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    heads: Collection[str],
+) -> Iterator[Finding]:
+    """Say what the sums give away.
+
+    Adapters have no weights of their own, so there is nothing to hold against the base's: that one
+    was trained over another base, no number of it says.
+
+    Args:
+        layers: of all experts.
+        base: the base, for a look at layers that are not its own.
+        experts: by name.
+        heads: experts with a task head of their own.
+    """
+    matrices = [layer for layer in layers if layer.is_matrix]
+    for name, expert in experts.items():
+        if not isinstance(expert, AdapterCheckpoint):
+            unfit = stranger(matrices, name)
+            foreign = [] if unfit else foreign_layers(matrices, name)
+            if unfit:
+                yield unfit
+            if foreign:
+                yield from find_swaps(foreign, _model(base), _model(expert))
+            tables = None if unfit else replaced_tables(layers, name)
+            if tables:
+                yield tables
+        yield from untouched(layers, name, has_head=name in heads)
+    different = uneven(layers, list(experts))
+    if different:
+        yield different
+
+
+def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints) -> Fit:
+    """Judge the experts by what a run measured.
+
+    Args:
+        plan: what was carried out.
+        done: the statistics of its items.
+        checkpoints: base and experts.
+
+    Raises:
+        InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
+    """
+    if isinstance(checkpoints.base, Donor):  # there is nothing that they should be fine-tunes of
+        first = next(iter(checkpoints.experts))
+        findings = list(changed_integers(plan, done, f"expert '{first}'"))
+    else:
+        layers = list(layers_of(plan, done))
+        findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
+        findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
+        findings += changed_integers(plan, done, "the base")
+        findings += left_for_nan(plan, checkpoints.experts)
+    faults = [finding for finding in findings if finding.severity is Severity.FAULT]
+    stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
+    if stopping:
+        raise InputError(
+            "\n".join((*map(_named, stopping), _way_on(stopping, len(checkpoints.experts))))
+        )
+    warnings = (str(finding) for finding in findings if finding.severity is Severity.WARNING)
+    allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
+    notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
+    return Fit((*allowed, *warnings), tuple(notes))
+
+
+def _named(fault: Finding) -> str:
+    return str(fault) if fault.name is None else f"{fault.name}: {fault}"
+
+
+def _way_on(stopping: Sequence[Finding], experts: int) -> str:
+    stopped = "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more"
+    if any(fault.name in (None, LOST) for fault in stopping):
+        return stopped
+    if sum(fault.name == UNCHANGED for fault in stopping) == experts:
+        return f"{stopped}. No expert differs from the base: pass models that were trained from it"
+    names = dict.fromkeys(str(fault.name) for fault in stopping)
+    flags = " ".join(f"--allow {name}" for name in names)
+    return f"{stopped}; if this is meant, go on with {flags}"
+
+
+def _model(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint, describe_checkpoint(checkpoint))

@@ -1,0 +1,81 @@
+"""How long every update of a layer is, and whether it goes along the base."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, cast
+
+from covmerge.base.types import Json, Role
+from covmerge.maths.measures.sums import cosine_with_base
+from covmerge.plan.planning import Plan
+
+TABLES = (Role.EMBEDDING, Role.OUTPUT)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sums over the elements of one matrix of all experts, or of a tensor that holds none.
+
+    Attributes:
+        tensor: its name in the base.
+        name: the same, with the place of the matrix where the tensor holds several.
+        is_matrix: whether it is a layer that has inputs.
+        base: ‖W_0‖².
+        squares: ‖Δ_t‖² by expert.
+        along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
+        is_table: whether its rows belong to tokens: an embedding, or an output head.
+
+    Example:
+        >>> layer = Layer("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
+        >>> layer.relative("a"), layer.cosine("a")
+        (1.0, 0.0)
+    """
+
+    tensor: str
+    name: str
+    is_matrix: bool
+    base: float
+    squares: Mapping[str, float]
+    along: Mapping[str, float]
+    is_table: bool = False
+
+    def norm(self, expert: str) -> float:
+        """‖Δ_t‖; 0 of an expert that has no part in the layer."""
+        return sqrt(max(0.0, self.squares.get(expert, 0.0)))
+
+    def relative(self, expert: str) -> float:
+        """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
+        return self.norm(expert) / sqrt(self.base) if self.base > 0 else 0.0
+
+    def cosine(self, expert: str) -> float | None:
+        """Cosine between W_t and W_0; None where the base is zero, or the weights were not read."""
+        if self.base <= 0 or expert not in self.along:
+            return None
+        return cosine_with_base(self.base, self.along[expert], self.squares[expert])
+
+
+def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]:
+    """Join what the items of a finished run measured to one entry a merged tensor."""
+    parts: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for item, facts in zip(plan.items, done, strict=True):
+        if "updates" in facts:
+            parts[item.tensor.key].append(cast("Mapping[str, Any]", facts))
+    for tensor in plan.tensors:
+        own = parts[tensor.name]
+        if own:
+            yield Layer(
+                tensor.name,
+                tensor.name,
+                tensor.matrices is not None,
+                sum(part["base"] for part in own),
+                _added([part["updates"] for part in own]),
+                _added([part["along"] for part in own]),
+                tensor.role in TABLES,
+            )
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {expert: sum(part[expert] for part in parts) for expert in parts[0]}

@@ -1,0 +1,364 @@
+"""The files that one merged model becomes, or an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from covmerge.base.findings import Fit
+from covmerge.base.noticed import Account, account_of
+from covmerge.base.text import some
+from covmerge.base.types import Json
+from covmerge.base.version import __version__
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.files.checkpoints.folder import CONFIG
+from covmerge.files.checkpoints.hashes import FileHashes
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME
+from covmerge.files.quantised import is_quantised
+from covmerge.files.stores.store import Store, WritableStore
+from covmerge.files.stores.walk import remove_others
+from covmerge.files.tensors import stack_order, undone_ties
+from covmerge.maths.methods import WORDS
+from covmerge.maths.methods.emr import rescalers_of
+from covmerge.plan.planning import (
+    AdapterFactors,
+    AdapterTensor,
+    Plan,
+)
+from covmerge.plan.recipe import dump_recipe
+from covmerge.plan.statistics.file import probe
+from covmerge.run.alike import alike_by_content
+from covmerge.run.engine import (
+    MemoryPlan,
+    ReadFiles,
+    RunResult,
+    account_of_lengths,
+    account_of_losses,
+    peak_memory,
+    read_files,
+    seen_in,
+    tensor_entries,
+    totals,
+)
+from covmerge.run.export import (
+    Companions,
+    bases_that_differ,
+    changed_and_left_out,
+    copy_companions,
+    files_of,
+    open_output,
+    plan_parts,
+    write_adapter_config,
+    write_card,
+    write_config,
+    write_indices,
+    write_manifest,
+    write_rescalers,
+)
+from covmerge.run.export.expert_models import BASE_PROBE
+from covmerge.run.export.generation import notes_on_generation
+from covmerge.run.result import MergedFolder, RunFigures, Stats
+from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.verification import DIFFERS, Check, Verification, examine
+
+
+class OutputFiles:
+    """The files of one merged model, or of an adapter, written while the engine runs."""
+
+    def __init__(self, store: WritableStore, plan: Plan, checkpoints: OpenCheckpoints) -> None:
+        """Reserve the space of all files of weights, and copy what is not merged.
+
+        Of an earlier run only the files of weights are kept.
+
+        Raises:
+            ResourceError: the disk is full.
+            CheckpointError: a companion file of the base changed since the merge was planned.
+        """
+        self._store = store
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._parents = checkpoints.parents  # before the work, while the Hub is there
+        self._layouts = plan_parts(plan)
+        self._files = files_of(self._layouts)
+        self._removed = remove_others(store, self._files)
+        linked = [name for name in self._removed if name in self._files]
+        self._linked = (f"merged anew, as a link lay there: {some(linked)}",) if linked else ()
+        self.output = open_output(store, self._layouts)
+        self._copied = Companions()
+        if not self._is_adapter:  # which is loaded over a base that has them
+            self._copied = copy_companions(
+                checkpoints.base.folder,
+                store,
+                _config_dtype(plan),
+                stack_order(checkpoints.base),
+                plain=not is_quantised(checkpoints.base),
+                quantisation=plan.quantisation,
+                known=checkpoints.companions,
+                tokens=checkpoints.text.files,
+                untied=undone_ties(checkpoints.base) is not None,
+            )
+            config = checkpoints.base.config
+            if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
+                write_config(store, config, _config_dtype(plan), plan.quantisation)
+                self._copied = self._copied.with_config(CONFIG)
+        self._files += self._copied.copied
+
+    def finish(
+        self,
+        done: RunResult,
+        sources: Mapping[str, Json],
+        memory: MemoryPlan,
+        out: Store,
+        *,
+        fit: Fit,
+        may_equal_base: bool = False,
+        read: ReadFiles = read_files,
+    ) -> MergedFolder:
+        """Write all that belongs to the output beside its weights, and check it.
+
+        Args:
+            done: what the engine did.
+            sources: what covmerge.json says of them.
+            memory: what was expected of it.
+            out: where the output appears.
+            fit: what there is to say of the experts.
+            may_equal_base: a model that equals the base is no failure.
+            read: see `seal`.
+
+        Raises:
+            CheckFailed: the output failed its verification.
+        """
+        plan, base, store = self._plan, self._checkpoints.base, self._store
+        self.output.flush()
+        # What was laid in meanwhile may be a link, through which something else would be written.
+        self._removed += remove_others(store, self._files)
+        stats, account = merge_stats(plan, done.items)
+        beside = self._write_config() if self._is_adapter else self._write_beside(stats)
+        warnings = (*fit.warnings, *account.warnings)
+        notes = (
+            *plan.notes,
+            *account.notes,
+            *fit.notes,
+            *self._copied.notes,
+            *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
+            *self._parents.notes,
+        )
+        said = cast("Mapping[str, Json]", stats)
+        if "rescalers" in stats:
+            said = {**said, BASE_PROBE: probe(base)}
+        record = manifest(plan, sources, notes, warnings, {**self._as_seen(), **said})
+        beside.append(write_card(store, plan, self._parents, base.config, record))
+        sources = cast("Mapping[str, Any]", record["sources"])
+        notes += tuple(own for own in alike_by_content(sources) if own not in notes)
+        sealed = seal(
+            store,
+            {**record, "notes": list(notes)},
+            [*self._files, *beside],
+            out=out,
+            base=None if self._is_adapter else base,
+            may_equal_base=may_equal_base,
+            removed=self._removed,
+            read=read,
+        )
+        return MergedFolder(
+            path=out.folder,
+            recipe=plan.recipe,
+            stats=stats,
+            run=run_figures(done, memory, self._checkpoints),
+            noticed=account.rows,
+            notes=(*notes, *self._linked, *sealed.notes),
+            warnings=warnings,
+            verification=sealed.report,
+            seconds=tensor_seconds(plan, done),
+            timeline=done.spans,
+        )
+
+    @property
+    def _is_adapter(self) -> bool:
+        return self._plan.recipe.output.format == "adapter"
+
+    @property
+    def _adapters(self) -> list[AdapterCheckpoint]:
+        return [e for e in self._checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
+
+    def _as_seen(self) -> dict[str, Json]:
+        """What covmerge.json says of how the base was seen: rows of other tokens, tensors untied."""
+        decided = self._checkpoints.text.vocabulary
+        ties = undone_ties(self._checkpoints.base)
+        return {
+            **({} if decided is None else {"vocabulary": decided.as_json()}),
+            **({} if ties is None else {"untied": dict(ties)}),
+        }
+
+    def _write_beside(self, stats: Stats) -> list[str]:
+        """Write the indices of what lies in several files, and the factors beside masks."""
+        factors = stats.get("rescalers")
+        indices = write_indices(self._layouts, self._store)
+        rescalers = None if factors is None else write_rescalers(self._store, factors)
+        return [*indices, *([] if rescalers is None else [rescalers])]
+
+    def _write_config(self) -> list[str]:
+        """Write what PEFT needs to know of an adapter; other forms say all in their file."""
+        if self._plan.recipe.output.names != PEFT_FORM:
+            return []
+        forms = [tensor.form for tensor in self._plan.tensors]
+        return [
+            write_adapter_config(
+                self._store,
+                [form.place for form in forms if isinstance(form, AdapterFactors)],
+                [form.place for form in forms if isinstance(form, AdapterTensor)],
+                self._plan.parameters,
+                [adapter.adapter_config for adapter in self._adapters],
+                self._checkpoints.base,
+            )
+        ]
+
+    def _generation_notes(self) -> Iterator[str]:
+        experts = {n: e.folder for n, e in self._checkpoints.experts.items()}
+        return notes_on_generation(self._checkpoints.base.folder, experts)
+
+    def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
+        yield from bases_that_differ(self._adapters)
+        changed = {n for n, entry in stats["tensors"].items() if entry.get("merged_norm")}
+        yield from changed_and_left_out(self._plan, changed)
+
+
+def manifest(
+    plan: Plan,
+    sources: Mapping[str, Json],
+    notes: Sequence[str],
+    warnings: Sequence[str],
+    stats: Mapping[str, Json],
+) -> dict[str, Json]:
+    """What covmerge.json says of a merge."""
+    return {
+        "covmerge": __version__,
+        "torch": torch.__version__,
+        "recipe": dump_recipe(plan.recipe),
+        "chosen": plan.chosen,
+        **({"extensions": [own.as_json() for own in plan.origins]} if plan.origins else {}),
+        "family": plan.family,
+        "sources": sources,
+        "notes": list(notes),
+        "warnings": list(warnings),
+        **stats,
+    }
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An output that was checked, with a manifest that has the hashes of its files.
+
+    Attributes:
+        report: of the checks.
+        notes: what a user should know.
+    """
+
+    report: Verification
+    notes: tuple[str, ...]
+
+
+def seal(
+    store: WritableStore,
+    record: Mapping[str, Json],
+    files: Sequence[str],
+    *,
+    out: Store,
+    base: Checkpoint | None = None,
+    may_equal_base: bool = False,
+    removed: Sequence[str] = (),
+    read: ReadFiles = read_files,
+) -> Sealed:
+    """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
+
+    Args:
+        store: where the output was written.
+        record: what covmerge.json says beside the hashes.
+        files: what was written, as paths in the store; what else lies there is removed.
+        out: where the output appears, for the report.
+        base: what the output is compared with.
+        may_equal_base: an output that equals the base is no failure.
+        removed: what was removed already, for the notes.
+        read: reads the files of weights, here or wherever they were merged.
+
+    Raises:
+        CheckFailed: the output failed its verification.
+    """
+    removed = [*removed, *remove_others(store, files)]
+    checks, found = examine(store, record, sorted(files), base=base, read=read)
+    lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    if lost:
+        checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
+    report = Verification(out.folder or out, checks)
+    if not (may_equal_base and report.failed == (DIFFERS,)):
+        report.raise_if_failed()
+    hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
+    write_manifest(store, {**record, "files": hashes})
+    return Sealed(report, _strays(removed, files))
+
+
+def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
+    """A note on what was removed from unfinished work, but for what is of the merge itself."""
+    strange = sorted({*removed} - {*files, MANIFEST_NAME})
+    if not strange:
+        return ()
+    return (
+        "removed from the unfinished output, as this merge had not written it: "
+        + some(strange, 10),
+    )
+
+
+def _config_dtype(plan: Plan) -> torch.dtype | None:
+    """The dtype config.json must state, None if the weights keep the base's."""
+    stored = plan.recipe.output.dtype
+    return None if stored == "base" else getattr(torch, stored)
+
+
+def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, Account]:
+    """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
+    entries = tensor_entries(plan, done)
+    seen = seen_in(plan, entries)
+    account = account_of(seen, always=WORDS) + account_of_lengths(entries, seen)
+    heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
+    factors = rescalers_of(seen)
+    counted = totals(entries, account.totals)
+    account += account_of_losses(counted)
+    stats: Stats = {"totals": counted, "heads": heads, "tensors": entries}
+    if factors:
+        stats["rescalers"] = factors
+    return stats, account
+
+
+def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
+    """Seconds of mathematics by tensor; those that an earlier run merged are left out."""
+    found: dict[str, float] = {}
+    for item, seconds in zip(plan.items, done.item_seconds, strict=True):
+        if seconds is not None:
+            found[item.tensor.name] = found.get(item.tensor.name, 0.0) + seconds
+    return found
+
+
+def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
+    """Seconds and memory of a run; of the base's inputs 0 where they were kept from an earlier one."""
+    made = checkpoints.made
+    figures: RunFigures = {
+        "seconds": done.seconds,
+        "survey_seconds": done.survey_seconds,
+        "read_seconds": done.read_seconds,
+        "compute_seconds": done.compute_seconds,
+        "write_seconds": done.write_seconds,
+        "resumed_items": done.resumed_items,
+        "items": len(done.items),
+        "peak_memory": peak_memory(),
+        "expected_peak_memory": memory.peak,
+        "workers": memory.workers,
+    }
+    if memory.why:
+        figures["workers_because"] = memory.why
+    if made is not None:
+        figures["base_inputs_seconds"] = made.seconds or 0.0
+    return figures

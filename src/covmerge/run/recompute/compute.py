@@ -1,0 +1,283 @@
+"""Some tensors of a merged model computed again from its sources, by the float64 twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError, InputError, TensorError
+from covmerge.base.text import some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
+from covmerge.files.quantised import open_plain
+from covmerge.files.stores.remote import store_at
+from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.methods import Method, registry
+from covmerge.plan.planning import Merge, ModelTensor, PackedTensor, Plan, WorkItem
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine import (
+    Batch,
+    Context,
+    Done,
+    RunOptions,
+    Task,
+    Threads,
+    find_thresholds,
+    read_inputs,
+    work,
+)
+from covmerge.run.engine.selection import Selections
+from covmerge.run.recompute.choice import by_twin, choose
+from covmerge.run.recompute.sources import check_sources, pinned, sources_of
+from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.verification import Check
+
+# Of the norm of a merged update: what a merge in float32 may be off by.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class _Element:
+    """The element of a tensor that is farthest from the one computed again.
+
+    Attributes:
+        beyond: by how much, beside what storing it may change.
+        place: where.
+    """
+
+    beyond: float = 0.0
+    place: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Distance:
+    """How far the stored rows of a tensor are from those computed again, in squared norms."""
+
+    error: float = 0.0
+    update: float = 0.0
+    weights: float = 0.0
+    rounding: float | None = None  # to a quantised format
+    element: _Element = field(default_factory=_Element)
+
+    def __add__(self, other: _Distance) -> _Distance:
+        lost = [own.rounding for own in (self, other) if own.rounding is not None]
+        return _Distance(
+            self.error + other.error,
+            self.update + other.update,
+            self.weights + other.weights,
+            sum(lost) if lost else None,
+            max(self.element, other.element, key=lambda own: own.beyond),
+        )
+
+    def computed(self, compute_eps: float) -> float:
+        """What the computation may be off by, e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖."""
+        return TOLERANCE * sqrt(self.update) + 4 * compute_eps * sqrt(self.weights)
+
+    def share(self, stored: torch.dtype, compute_eps: float) -> float:
+        """How much of what it may be off by a tensor is off by.
+
+        Its computation may be off by e (`computed`). Storage rounds both results. Where e moves an
+        element over the middle of two numbers, the difference is the distance of these: together
+        √(e · eps' ‖W‖) on average, in a quantised format √(e · √12 ‖Q(W) − W‖), and as much again as
+        its scales move. A single element is not off by more than the whole matrix: by e, beside what
+        storing it changes (`_farthest`).
+        """
+        weights, error = sqrt(self.weights), self.computed(compute_eps)
+        if self.rounding is None:
+            allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
+        else:
+            allowed = error + 2 * sqrt(error * sqrt(12 * self.rounding))
+        return max(_share(sqrt(self.error), allowed), _share(self.element.beyond, error))
+
+    def __str__(self) -> str:
+        return (
+            f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}, and "
+            f"element {list(self.element.place)} by {self.element.beyond:.2g} beside its rounding"
+        )
+
+
+def _share(found: float, allowed: float) -> float:
+    return found / allowed if allowed else float(found > 0) * 2
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor computed again; `instead`: why not by a twin, "" where it was."""
+
+    name: str
+    distance: _Distance
+    instead: str
+
+
+def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
+    """Compute some tensors of a merged model again, from its sources, and compare.
+
+    The sources must be those of the merge, by their hashes. Their plan is made anew from the
+    recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
+    by the methods' twins (`covmerge.maths.twins`), which share no code with what merged them. Where there
+    is no twin, or the tensor is too large for one, the method's own code is run in float64.
+
+    Args:
+        folder: the output, by path or address.
+        tensors: how many are taken, evenly, of those that were merged; first those that a twin can do.
+
+    Returns:
+        A check that names the tensors that are not what the sources give, and those that no twin did.
+
+    Raises:
+        InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
+    """
+    store = store_at(folder)
+    manifest = read_manifest(store)
+    recipe = pinned(parse_recipe(manifest["recipe"], origin=store.where(MANIFEST_NAME)), manifest)
+    if recipe.output.format == "adapter":
+        raise InputError(
+            f"{folder} is an adapter, and only merged models are computed again: verify it without "
+            "--deep"
+        )
+    with recorded_in(store.where(MANIFEST_NAME)), sources_of(recipe) as checkpoints:
+        checkpoints.materialize()
+        check_sources(checkpoints, manifest)
+        exact = recipe.model_copy(update={"dtype": "float64"})
+        plan, checkpoints = checkpoints.plan(exact, RunOptions())
+        if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
+            return Check("recomputed", ok=False, detail="the sources give other tensors than these")
+        with closing(open_plain(folder)) as output:
+            found = _compare(plan, checkpoints, output, choose(plan, tensors))
+            stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
+    eps = torch.finfo(getattr(torch, recipe.dtype)).eps
+    wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
+    merged = sum(isinstance(tensor.operation, Merge) for tensor in plan.tensors)
+    return Check("recomputed", not wrong, _told(found, wrong, merged))
+
+
+def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
+    """What was found, and how."""
+    own = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
+    kernels = f"covmerge's own kernels in float64: {some(own, 5, between='; ')}"
+    if not own:
+        how = "the float64 twins"
+    elif len(own) == len(found):
+        how = kernels
+    else:
+        how = f"the float64 twins, but for {len(own)} by {kernels}"
+    if wrong:
+        off = some((f"'{tensor.name}' is {tensor.distance}" for tensor in wrong), 5, between="; ")
+        return f"not what the sources give: {off}; computed by {how}"
+    return f"{len(found)} of {merged} merged tensors are what the sources give by {how}"
+
+
+def _compare(
+    plan: Plan, checkpoints: OpenCheckpoints, output: Checkpoint, chosen: Mapping[str, str]
+) -> list[_Tensor]:
+    """Compute the chosen tensors, by their twins but for those that say why not."""
+    sources = checkpoints.sources()
+    context = Context(plan.compute_dtype, torch.device("cpu"))
+    executor = Threads(in_flight=2 * max(item.read_bytes for item in plan.items), lanes=1)
+
+    def count(batches: Sequence[Batch], selections: Selections) -> Generator[Done]:
+        return executor.run(enumerate(batches), Task(sources, context, selections=selections))
+
+    thresholds = find_thresholds([plan], count, lambda what, size: None)
+    informed = replace(context, thresholds=thresholds)
+    items: dict[str, list[WorkItem]] = {name: [] for name in chosen}
+    for item in plan.items:
+        if item.tensor.key in chosen:
+            items[item.tensor.name].append(_unrounded(item))
+
+    forms = {tensor.name: tensor.form for tensor in plan.tensors}
+
+    def distance(name: str, method: Callable[[str], Method]) -> _Distance:
+        own = replace(informed, method=method)
+        total = _Distance()
+        for item in items[name]:
+            stored = output.read(name, item.rows)
+            (result,) = work([item], read_inputs([item], sources), own)
+            merged: Any = result.stats["merged"]
+            exact, form = result.tensors[0], forms[name]
+            if isinstance(form, PackedTensor) and merged:  # what is the base's has its bytes
+                rounded = _read_packed(exact, form, item).to(stored.dtype).double()
+                lost = square_norm(rounded - exact)
+            else:
+                rounded, lost = exact.to(stored.dtype).double(), None
+            farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
+            error = square_norm(stored.double() - rounded)
+            total += _Distance(error, merged, square_norm(rounded), lost, farthest)
+        return total
+
+    found: list[_Tensor] = []
+    for name, instead in chosen.items():
+        if not instead:
+            try:
+                found.append(_Tensor(name, distance(name, by_twin), ""))
+                continue
+            except TensorError:
+                instead = "its twin fails"
+        try:
+            found.append(_Tensor(name, distance(name, registry.get), instead))
+        except TensorError as error:
+            raise CheckpointError(
+                f"{output.source} cannot be computed again by the recipe in its covmerge.json: {error}"
+            ) from error
+    return found
+
+
+def _farthest(
+    stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, *, packed: bool
+) -> _Element:
+    """Find the element that is farthest from the exact one, beside what storing it may change.
+
+    Storing a number changes it by half of the distance to the next one, at most. Where each operation of
+    the method rounds to a dtype, an operation may have rounded the other way, by the whole distance there.
+    In a quantised format the numbers are as far apart as the scale of a block says, which may be another
+    one: there it is twice the most that rounding the exact rows changes.
+    """
+    if not stored.numel():
+        return _Element()
+    off = (stored.double() - exact).abs()
+    if packed:
+        allowed = 2 * (rounded - exact).abs().max()
+    else:
+        allowed = _step(stored, stored.dtype) / 2
+        merge = item.tensor.operation
+        arithmetic = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+        if arithmetic is not None:
+            allowed += _step(stored, getattr(torch, arithmetic))
+    beyond = off.sub_(allowed).flatten()
+    where = int(beyond.argmax())
+    place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), stored.shape)]
+    if place and item.rows is not None:
+        place[0] += item.rows.start
+    return _Element(max(0.0, float(beyond[where])), tuple(place))
+
+
+def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from each number to the next one in a dtype."""
+    info = torch.finfo(dtype)
+    size = values.double().abs().clamp_min(info.tiny)
+    exponent = torch.frexp(size).exponent - 1
+    return torch.ldexp(torch.full_like(size, info.eps), exponent)
+
+
+def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:
+    """What a client reads of rows that are packed."""
+    assert item.rows is not None
+    parts = form.packing.quantise(exact.float())
+    return torch.cat([read for _, read in form.packing.unpacked(parts, item.rows)])
+
+
+def _unrounded(item: WorkItem) -> WorkItem:
+    """The item with a result in float64."""
+    output = item.tensor.output
+    header = TensorHeader(output.name, output.shape, torch.float64)
+    unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
+    # A twin knows no overview: it sees the whole.
+    return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded

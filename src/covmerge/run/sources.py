@@ -1,0 +1,500 @@
+"""The checkpoints of a merge: opened, planned over, and described for other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+
+from covmerge.base.errors import CheckpointError, InputError, did_you_mean
+from covmerge.base.text import some
+from covmerge.base.types import Json
+from covmerge.files.checkpoints import (
+    AdaptedBase,
+    AdapterCheckpoint,
+    Checkpoint,
+    open_checkpoint,
+)
+from covmerge.files.checkpoints.unwrapped import unwrapped
+from covmerge.files.quantised import dequantised, is_quantised
+from covmerge.files.stores.store import stamp_of
+from covmerge.files.tensors import Donor, conv1d_names, describe_checkpoint
+from covmerge.plan.planning import (
+    BASE,
+    MERGED,
+    OF_BASE,
+    Plan,
+    build_plans,
+    expert_key,
+    stacked,
+    with_ties_undone,
+)
+from covmerge.plan.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
+from covmerge.plan.statistics import BaseInputs, StatisticsFile, base_inputs, is_made
+from covmerge.plan.vocabulary import Text, decide
+from covmerge.run.alike import alike_by_place
+from covmerge.run.engine import (
+    Contents,
+    Hashes,
+    Opener,
+    RunOptions,
+    Sources,
+    check_ties,
+    torch_threads,
+)
+from covmerge.run.export import Parents, hash_companions, read_parents
+from covmerge.run.unsaid import Settled, looks_at_base, settle
+
+Source = str | Path | Mapping[str, Tensor] | nn.Module
+Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
+
+
+@dataclass(frozen=True)
+class OpenCheckpoints:
+    """The checkpoints of a recipe, and the statistics files of its experts where it names them.
+
+    Attributes:
+        base: what the experts were fine-tuned from.
+        experts: by name.
+        statistics: files by expert; the base's under `OF_BASE`.
+        slices: of the recipe.
+        text: tokens and chat template of the output, where they are not the base's.
+        form: of the output.
+        made: the base's file, where `plans` made it.
+        closing: what is closed with them.
+    """
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
+    slices: Sequence[Slice] = ()
+    text: Text = field(default_factory=Text)
+    form: Literal["model", "adapter"] = "model"
+    made: BaseInputs | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def all(self) -> Iterator[tuple[str, Checkpoint]]:
+        """The base if there is one, then the experts, each with its key in reports."""
+        if not isinstance(self.base, Donor):
+            yield BASE, self.base
+        for name, checkpoint in self.experts.items():
+            yield expert_key(name), checkpoint
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The experts that are adapters, by name."""
+        return tuple(n for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint))
+
+    def plan(
+        self, recipe: Recipe, making: RunOptions | None = None
+    ) -> tuple[Plan, OpenCheckpoints]:
+        """Plan one merge of them; see `plans`."""
+        (plan,), checkpoints = self.plans([recipe], making)
+        return plan, checkpoints
+
+    def plans(
+        self, recipes: Sequence[Recipe], making: RunOptions | None = None, *, whole: bool = False
+    ) -> tuple[list[Plan], OpenCheckpoints]:
+        """Plan merges of them, and return what the merges read.
+
+        An adapter that is made of adapters needs no weights of their base, which may then be stored
+        quantised, and are not fetched or hashed.
+
+        Args:
+            recipes: over the same checkpoints.
+            making: how the base's inputs are made, where the recipes want that; None: they are not, and
+                the plan is only looked at.
+            whole: as in `covmerge.plan.planning.build_plans`.
+
+        Raises:
+            InputError: as `covmerge.plan.planning.build_plans`, or the base's inputs cannot be made.
+        """
+        adapters = [e for e in self.experts.values() if isinstance(e, AdapterCheckpoint)]
+        base = self.base
+        if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
+            base = AdaptedBase(self.base, adapters)
+        plans = [
+            replace(plan, notes=(*self.text.notes, *plan.notes, *alike_by_place(self.experts)))
+            for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
+        ]
+        for plan in plans:
+            self.text.check_masks(plan.masked)
+        if recipes[0].base_statistics == RANDOM and OF_BASE not in self.statistics and making:
+            return self._with_base_inputs(making).plans(recipes, making, whole=whole)
+        if isinstance(base, AdaptedBase):
+            base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
+        return plans, replace(self, base=base)
+
+    def plans_to_run(
+        self, recipes: Sequence[Recipe], options: RunOptions, *, whole: bool = False
+    ) -> tuple[list[Plan], OpenCheckpoints]:
+        """Plan merges that are carried out, with what their recipes leave open settled.
+
+        Raises:
+            InputError: as `plans`.
+        """
+        settled = self.settled(recipes, options)
+        checkpoints = self
+        if settled.wanted:
+            self.plans(settled.recipes, whole=whole)  # whatever headers can refuse comes first
+            try:
+                checkpoints = self._with_base_inputs(options)
+            except InputError as error:  # nobody asked for them
+                settled = settled.without(f"the base could not be run ({error})")
+        plans, checkpoints = checkpoints.plans(settled.recipes, options, whole=whole)
+        found: list[Plan] = []
+        for plan in plans:
+            notes = settled.notes if looks_at_base(plan.recipe) else ()
+            found.append(replace(plan, notes=(*plan.notes, *notes)))
+        return found, checkpoints
+
+    def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
+        """Return the recipes with what they leave open of the base's inputs."""
+        return settle(
+            recipes,
+            self.base,
+            list(self.experts.values()),
+            options.max_memory,
+            lambda: self._base_inputs_are_made(options),
+        )
+
+    def _base_inputs_are_made(self, options: RunOptions) -> bool:
+        """Whether an earlier run has made what `_with_base_inputs` would."""
+        try:
+            device = options.device_here
+        except InputError:  # which is said where anything is to be computed on it
+            return False
+        with torch_threads(options.threads):
+            return is_made(self.base, device)
+
+    def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
+        """The same with the base's inputs, which are made or were kept."""
+        with torch_threads(options.threads):
+            made = base_inputs(
+                self.base,
+                device=options.device_here,
+                max_memory=options.max_memory,
+                progress=options.collecting,
+            )
+        return self.having(made)
+
+    def having(self, made: BaseInputs) -> OpenCheckpoints:
+        """The same with the base's inputs, as they were made."""
+        file = StatisticsFile.open(made.path, made_by=RANDOM)
+        self.closing.callback(file.close)
+        return replace(self, statistics={**self.statistics, OF_BASE: file}, made=made)
+
+    def materialize(self, *, leads: bool = True) -> None:
+        """Fetch what planning did not need, and check statistics files, which are read once for it.
+
+        Args:
+            leads: False: another process of the same merge checks the statistics.
+
+        Raises:
+            InputError: the tensors of a statistics file have another hash than it states.
+        """
+        for _, checkpoint in self.all():
+            checkpoint.materialize()
+        for file in self._given.values() if leads else ():
+            file.check_content()
+
+    def paths(self) -> list[Path]:
+        """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
+        files = [file.path for file in self.statistics.values()]
+        return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
+
+    @cached_property
+    def parents(self) -> Parents:
+        """Who they are, as the model card tells it; the cards of repositories are fetched."""
+        return read_parents(self.all())
+
+    @cached_property
+    def companions(self) -> Mapping[str, str]:
+        """Hashes of the base's companion files when they were first asked for."""
+        return hash_companions(self.base.folder)
+
+    def identity(self) -> dict[str, Json]:
+        """What tells these sources from others, for the digest of a plan."""
+        return {
+            **{key: checkpoint.identity() for key, checkpoint in self.all()},
+            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
+            **{
+                f"stamp of statistics {name}": stamp_of(file.path.stat())
+                for name, file in self._given.items()
+            },
+            "companions": dict(self.companions),
+            **self.text.identity(),
+        }
+
+    def check_resumable(self) -> None:
+        """Refuse sources of which nothing tells whether they are what an earlier run read.
+
+        Raises:
+            InputError: a server has no versions of their files.
+        """
+        for key, checkpoint in self.all():
+            files = cast("dict[str, dict[str, int]]", checkpoint.identity().get("files", {}))
+            unknown = [name for name, said in files.items() if said.get("version") == 0]
+            if unknown:
+                raise InputError(
+                    f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
+                    "changed since the merge was begun: start over with --overwrite"
+                )
+
+    @property
+    def _given(self) -> dict[str, StatisticsFile]:
+        """Files that the recipe names. What is made may be made again, and other merges touch it."""
+        made = None if self.made is None else OF_BASE
+        return {name: file for name, file in self.statistics.items() if name != made}
+
+    def sources(self, merged: Checkpoint | None = None) -> Sources:
+        """The same for the engine, and a merged model that is looked at."""
+        found = {BASE: self.base, **dict(self.all())}
+        return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
+
+    def contents(self) -> Contents:
+        """What is hashed of each source."""
+        return {key: checkpoint.contents() for key, checkpoint in self.all()}
+
+    def recorded(self, hashes: Hashes) -> dict[str, Json]:
+        """What covmerge.json says of them."""
+        found: dict[str, Json] = {
+            key: {"source": checkpoint.source, "content": hashes[key]}
+            for key, checkpoint in self.all()
+        }
+        for name, file in self.statistics.items():
+            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
+        return found
+
+    def opener(self) -> Opener:
+        """Return what opens the same sources in another process.
+
+        Raises:
+            InputError: one of them is a state dict, which no other process has.
+        """
+        held = [key for key, checkpoint in self.all() if checkpoint.identity()["kind"] == "memory"]
+        if held:
+            raise InputError(
+                f"{held[0]} is a state dict, which other processes do not have: save it to a file, or "
+                "leave out --workers"
+            )
+        self.check_versions()
+        adapted = isinstance(self.base, AdaptedBase)
+        places = {key: _place(checkpoint) for key, checkpoint in self.all()}
+        files = {name: str(file.path) for name, file in self._given.items()}
+        text = replace(self.text, files=None)  # which only the writer of the folder needs
+        described = Description(places, files, self.made, adapted, self.slices, text, self.form, {})
+        with described.open() as again:
+            return replace(described, identity=again.identity())
+
+    def check_versions(self) -> None:
+        """Check that other processes could see a source change.
+
+        Raises:
+            InputError: a server does not tell the version of a file.
+        """
+        for key, checkpoint in self.all():
+            identity = checkpoint.identity()
+            files: Any = identity["files"] if identity["kind"] == "remote" else {}
+            untold = [name for name, file in files.items() if not file["version"]]
+            if untold:
+                raise InputError(
+                    f"{key}: {checkpoint.source}: the server tells neither ETag nor Last-Modified of "
+                    f"{untold[0]}, so that several processes cannot see whether it changes: download it "
+                    "and pass its folder, or leave out --workers and --executor"
+                )
+
+    def check_ties(self, plan: Plan) -> None:
+        """Check that tied tensors that are stored twice agree; not of a base that is not read.
+
+        Raises:
+            TensorError: two of them differ.
+        """
+        if not isinstance(self.base, AdaptedBase) or self.base.decides:
+            check_ties(self.base, plan.tied[None])
+        for name, expert in self.experts.items():
+            check_ties(expert, plan.tied[name])
+
+
+@contextmanager
+def open_checkpoints(
+    base: Source | None,
+    experts: Mapping[str, Source],
+    statistics: Mapping[str, str | Path],
+    slices: Sequence[Slice] = (),
+    tokens: Tokens | Text = (None, None),
+    form: Literal["model", "adapter"] = "model",
+) -> Generator[OpenCheckpoints]:
+    """Open base, experts and statistics files, and close all of them at the end.
+
+    Args:
+        base: of the recipe.
+        experts: by name.
+        statistics: files by expert; the base's under `OF_BASE`.
+        slices: of the recipe.
+        tokens: tokenizer and chat template of the recipe, or what was decided on them.
+        form: of the output.
+
+    Raises:
+        InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
+            nothing that slices can be taken of.
+    """
+    if slices and statistics:
+        raise InputError(
+            "statistics go by the names of whole models, and the recipe has slices: leave out one of them"
+        )
+    with ExitStack() as stack:
+
+        def opened(source: Source) -> Checkpoint:
+            checkpoint = open_checkpoint(source)
+            stack.callback(checkpoint.close)
+            return checkpoint
+
+        def plain_base(stored: Checkpoint, over: Iterable[Checkpoint]) -> Checkpoint:
+            try:
+                return dequantised(stored)
+            except CheckpointError:
+                adapted = any(isinstance(model, AdapterCheckpoint) for model in over)
+                if not (adapted and is_quantised(stored)):
+                    raise
+                return stored  # an adapter made of adapters may not need its weights
+
+        def measured(name: str, path: str | Path) -> StatisticsFile:
+            try:
+                file = StatisticsFile.open(path)
+            except CheckpointError as error:
+                if name != OF_BASE or Path(path).exists():
+                    raise
+                raise InputError(
+                    f"{error}. The statistics of the base (--base-stats) are a file, '{RANDOM}' or "
+                    f"'{NOTHING}'.{did_you_mean(Path(path).name, [RANDOM, NOTHING])}"
+                ) from error
+            stack.callback(file.close)
+            return file
+
+        stored = None if base is None else opened(base)
+        given = {name: opened(source) for name, source in experts.items()}
+        adapter = next((n for n, m in given.items() if isinstance(m, AdapterCheckpoint)), None)
+        if adapter is not None and base is None:
+            raise InputError(
+                f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
+            )
+        sources: dict[str | None, Checkpoint] = (
+            {} if stored is None else {None: unwrapped(plain_base(stored, given.values()))}
+        )
+        known = sources[None].headers if None in sources else ()
+        sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
+        sources = with_ties_undone(sources, form)
+        text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
+        seen = text.seen(sources)
+        start = None if base is None else stacked(slices, None, seen.pop(None))
+        models = {str(name): model for name, model in seen.items()}
+        models = {name: stacked(slices, name, model) for name, model in models.items()}
+        adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
+        if adapters:
+            assert start is not None
+            conv1d = conv1d_names(describe_checkpoint(start))
+            models |= {
+                n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
+            }
+        yield OpenCheckpoints(
+            Donor(models) if start is None else start,
+            models,
+            {name: measured(name, path) for name, path in statistics.items()},
+            slices,
+            text,
+            form,
+            closing=stack,
+        )
+
+
+@contextmanager
+def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
+    """Open the sources that a recipe names."""
+    experts = {name: expert.source for name, expert in recipe.experts.items()}
+    with open_checkpoints(
+        recipe.base,
+        experts,
+        statistics_of(recipe),
+        recipe.slices,
+        (recipe.tokenizer, recipe.chat_template),
+        recipe.output.format,
+    ) as opened:
+        yield opened
+
+
+def statistics_of(recipe: Recipe) -> dict[str, str]:
+    """The statistics files that a recipe names, by expert; the base's under `OF_BASE`."""
+    named = {name: expert.statistics for name, expert in recipe.experts.items()}
+    of_base = recipe.base_inputs
+    every = {**named, OF_BASE: None if of_base == RANDOM else of_base}
+    return {name: file for name, file in every.items() if file is not None}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What another process needs to open the same sources for itself.
+
+    Attributes:
+        places: where each of them lies, by key.
+        statistics: files by expert.
+        made: the base's, where `plans` made it.
+        adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
+        slices: of the recipe.
+        text: of the output.
+        form: of the output.
+        identity: what tells them from others.
+    """
+
+    places: Mapping[str, str]
+    statistics: Mapping[str, str]
+    made: BaseInputs | None
+    adapted: bool
+    slices: Sequence[Slice]
+    text: Text
+    form: Literal["model", "adapter"]
+    identity: Mapping[str, Json]
+
+    @contextmanager
+    def __call__(self) -> Generator[Sources]:
+        """Open them.
+
+        Raises:
+            CheckpointError: they are not what they were.
+        """
+        with self.open() as opened:
+            if opened.identity() != self.identity:
+                raise CheckpointError(
+                    "a source changed while it was in use: let whatever writes it finish, and start "
+                    "again"
+                )
+            yield opened.sources()
+
+    @contextmanager
+    def open(self) -> Generator[OpenCheckpoints]:
+        """Open them, whatever they are by now."""
+        prefix = expert_key("")
+        experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
+        base = self.places.get(BASE)
+        with open_checkpoints(
+            base, experts, self.statistics, self.slices, self.text, self.form
+        ) as opened:
+            adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
+            start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
+            again = replace(opened, base=start)
+            yield again if self.made is None else again.having(self.made)
+
+
+def _place(checkpoint: Checkpoint) -> str:
+    """Where a checkpoint lies, or what it is called on the Hub where it was not fetched."""
+    kind = checkpoint.identity()["kind"]
+    if kind == "remote" or (kind == "hub" and checkpoint.folder is None):
+        return checkpoint.source
+    if kind == "hub":
+        return str(checkpoint.folder)
+    return str(Path(checkpoint.source).expanduser().absolute())

@@ -1,0 +1,14 @@
+"""What a merge did, checked: re-reading an output and holding it against its manifest.
+
+outcome  the outcome of checks, and what all outputs have in common
+files    every file against its recorded hash
+look     what is seen of a file of weights as it is hashed
+adapter  what is checked of a merged adapter
+verify   all of it, in one reading of the output
+"""
+
+from covmerge.run.verification.look import WeightsLook
+from covmerge.run.verification.outcome import DIFFERS, Check, Verification
+from covmerge.run.verification.verify import examine, verify
+
+__all__ = ["DIFFERS", "Check", "Verification", "WeightsLook", "examine", "verify"]

@@ -1,0 +1,114 @@
+"""The files of an output, held against the hashes in its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import some
+from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.files.checkpoints.adapter import ADAPTER_CONFIG
+from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
+from covmerge.files.checkpoints.layout import HEADS_FOLDER
+from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
+from covmerge.files.stores.store import Store
+from covmerge.files.stores.walk import tree
+from covmerge.run.export import is_weights
+from covmerge.run.verification.outcome import Check
+
+# By file: its hashes, or why it has none.
+Found = Mapping[str, FileHashes | str]
+
+
+def hashes_of(store: Store, name: str, look: Look | None = None) -> FileHashes | str:
+    """Read a file of an output once, and return its hashes, or what is wrong with it.
+
+    Args:
+        store: the output.
+        name: path of the file in it.
+        look: is shown its tensors as they are read.
+    """
+    try:
+        return hash_file(store, name, look)
+    except FileNotFoundError:
+        return "is missing"
+    except CheckpointError as error:
+        return f"cannot be read ({error})"
+
+
+def hash_files(store: Store, names: Iterable[str]) -> dict[str, FileHashes | str]:
+    """Return the hashes of files of an output, or what is wrong with each."""
+    return {name: hashes_of(store, name) for name in names}
+
+
+def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Check:
+    """Check that the files of an output are those that the merge wrote.
+
+    The model card is for people, who may edit or remove it. Files that were laid beside are named, and a
+    failure where they could be loaded in place of the merge's.
+    """
+    recorded: Mapping[str, Mapping[str, Any]] | None = manifest.get("files")
+    if recorded is None:
+        return Check(
+            "files",
+            ok=True,
+            detail="not checked: no hashes are recorded (an older covmerge wrote this output), so "
+            "that changed bytes would not be found; merge again to have them",
+            made=False,
+        )
+    wrong: list[str] = []
+    said: list[str] = []
+    places = {HEADS_FOLDER, MASKS_FOLDER, *(_folder_of(n) for n in recorded if is_weights(n))} | {
+        ""
+    }
+    for name, record in recorded.items():
+        for problem in _problems(record, found[name]):
+            if name != CARD_NAME:
+                wrong.append(f"{name} {problem}")
+            else:
+                gone = isinstance(found[name], str)
+                said.append(f"{name} {problem}" if gone else f"{name} was edited since")
+    for name in tree(store):
+        if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
+            if _is_loaded(name, places):
+                wrong.append(f"{name} is not of this merge, and could be loaded in its place")
+            else:
+                said.append(f"{name} was added since")
+    if wrong:
+        return Check("files", ok=False, detail=some(wrong, 5, between="; "))
+    good = (
+        f"all {len(recorded)} files are as they were written"
+        if len(recorded) > 1
+        else "the one file is as it was written"
+    )
+    detail = f"{good}; {some(said, 5, between='; ')}" if said else good
+    return Check("files", ok=True, detail=detail, noted=bool(said))
+
+
+def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[str]:
+    if isinstance(found, str):
+        yield found
+        return
+    if found.sha256 == record["sha256"]:
+        return
+    wanted: Mapping[str, str] = record.get("tensors", {})
+    changed = [n for n, digest in wanted.items() if found.tensors.get(n) != digest]
+    if not wanted:
+        yield "is not as it was written"
+    elif not found.tensors:
+        yield "is not as it was written: its header is damaged"
+    elif changed:
+        yield f"is not as it was written: {some(changed, 5, quoted=True)}"
+    else:
+        yield "is not as it was written: its header differs, its tensors do not"
+
+
+def _folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _is_loaded(name: str, places: Collection[str]) -> bool:
+    """Whether a loader may take a file for a part of the output, in folders where weights lie."""
+    own = name.rpartition("/")[2]
+    return _folder_of(name) in places and (is_weights(own) or own == ADAPTER_CONFIG)

@@ -1,0 +1,357 @@
+"""Re-read an output folder and check what its manifest claims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.text import counted, some
+from covmerge.base.types import Json, Role, TensorHeader
+from covmerge.files.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
+from covmerge.files.checkpoints.gguf_file import GGUF
+from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.quantised import Dequantised, Packed, dequantised, open_plain
+from covmerge.files.stores.remote import store_at
+from covmerge.files.stores.store import Store
+from covmerge.files.stores.walk import file_at
+from covmerge.files.tensors import describe_checkpoint, same_values, seen_untied
+from covmerge.plan.planning import stacked
+from covmerge.plan.recipe import Slice
+from covmerge.run.engine import ReadFiles, not_counted, read_files
+from covmerge.run.export import find_masks
+from covmerge.run.verification.adapter import check_adapter
+from covmerge.run.verification.files import Found, check_files, hash_files, hashes_of
+from covmerge.run.verification.look import Onlooker, WeightsLook, hashes_in
+from covmerge.run.verification.outcome import (
+    DIFFERS,
+    Check,
+    Verification,
+    all_there,
+    check_heads,
+)
+
+_BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
+_NO_BASE = "the recipe has no base"
+
+
+def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Verification:
+    """Re-read an output of covmerge and check it.
+
+    Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
+    the manifest, no other, with its shape and dtype), finite values, copied tensors equal to the
+    base's, "differs from base", rounding loss of the output dtype, the task heads, and masks. Of an
+    adapter its updates with their ranks.
+
+    Args:
+        folder: the output, by path or address, or the store that holds it.
+        base: the base checkpoint; None opens the source that the manifest names, and fetches it if
+            it is on the Hub. Where that is not to be had, the comparison falls back on the recorded
+            norms and says so.
+
+    Raises:
+        InputError: the folder is not an output of covmerge.
+    """
+    store = store_at(folder) if isinstance(folder, str | Path) else folder
+    try:
+        manifest = read_manifest(store)
+        checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
+        files = check_files(store, manifest, found)
+    except OSError as error:  # of a server, which may fail at any moment
+        raise CheckpointError(f"{store} cannot be read: {error.strerror or error}") from error
+    return Verification(store.folder or store, (files, *checks))
+
+
+def examine(
+    store: Store,
+    manifest: Mapping[str, Any],
+    names: Iterable[str],
+    *,
+    base: Checkpoint | None = None,
+    read: ReadFiles = read_files,
+) -> tuple[tuple[Check, ...], Found]:
+    """Read an output once, for all checks but that of its files, and for the hashes of these.
+
+    Args:
+        store: the output.
+        manifest: what is known of it.
+        names: the files to hash, as paths in it; weights are read in any case.
+        base: see `verify`.
+        read: reads the files of a model's weights, here or wherever it was merged.
+
+    Returns:
+        The checks, and by file its hashes.
+    """
+    try:
+        stored = open_store(str(store), store)
+        output = dequantised(stored)
+    except InputError as error:
+        return (Check("coverage", ok=False, detail=str(error)),), hash_files(store, names)
+    opened: Checkpoint | None = None
+    try:
+        if manifest["recipe"]["output"].get("format") == "adapter":
+            return check_adapter(store, manifest, stored), hash_files(store, names)
+        entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
+        coverage = _coverage(entries, output, _weights(stored))
+        missing = ""
+        if manifest["recipe"]["base"] is None:
+            base, missing = None, _NO_BASE
+        elif base is None:
+            try:
+                opened = open_plain(_base_of(manifest))
+                opened.materialize()
+                base = stacked(
+                    _slices_of(manifest), None, seen_untied(opened, manifest.get("untied"))
+                )
+            except InputError as error:
+                base, missing = None, str(error)
+        else:
+            base = seen_untied(base, manifest.get("untied"))
+        apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
+        values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
+        weights = _weights(stored) if coverage.ok else ()
+        packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
+        parts = {name for own in packed.values() for name in own.stored}
+        parts |= output.unused if isinstance(output, Dequantised) else set()
+        look = WeightsLook(store, values.base is not None, apart, frozenset(parts))
+        sizes = {name: _size(store, name) for name in weights}
+        seen = read(sizes, look, values.base or output)
+        found: Found = {
+            name: hashes_in(seen[name]) if name in seen else hashes_of(store, name)
+            for name in dict.fromkeys([*names, *weights])
+        }
+        values.take(seen.values())
+        if coverage.ok:
+            values.look_at(output, packed)  # read once more, as a client does
+        if values.lost and base is not None and opened is not None:
+            # Before the output is blamed: the same path may hold another model by now.
+            recorded = manifest.get("sources", {}).get("base", {}).get("content")
+            if recorded is not None and fingerprint(base) != recorded:
+                values.leave_out(f"the base at {base.source} is another than was merged")
+        checks = [coverage, *(values.checks() if coverage.ok else ())]
+        checks += [_rounding(manifest), check_heads(store, manifest)]
+        if "rescalers" in manifest:
+            checks.append(_masks(store, list(manifest["rescalers"])))
+        return tuple(checks), found
+    finally:
+        stored.close()
+        if opened is not None:
+            opened.close()
+
+
+def _size(store: Store, name: str) -> int:
+    try:
+        size, *_ = file_at(store, name).stamp()
+    except FileNotFoundError:  # since it was opened: whoever reads it will say so
+        return 0
+    return size
+
+
+def _base_of(manifest: Mapping[str, Any]) -> str:
+    """The base's source; on the Hub, where a branch moves on, at the commit that was merged over."""
+    source: str = manifest["recipe"]["base"]
+    commit: str | None = (
+        manifest.get("sources", {}).get("base", {}).get("content", {}).get("revision")
+    )
+    return source if commit is None else f"{source.partition('@')[0]}@{commit}"
+
+
+def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
+    return [Slice.model_validate(own) for own in manifest["recipe"].get("slices", ())]
+
+
+def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Tensors whose rows are other tokens than the base's, as far as the manifest alone can tell."""
+    decided: Mapping[str, Any] = manifest.get("vocabulary") or {}
+    roles = (Role.EMBEDDING, Role.OUTPUT, Role.BIAS)
+    return frozenset(
+        name
+        for name, entry in manifest["tensors"].items()
+        if entry["shape"][:1] == [decided.get("rows")] and entry["role"] in roles
+    )
+
+
+def _masks(store: Store, experts: list[str]) -> Check:
+    wrong: list[str] = []
+    for expert in experts:
+        try:
+            find_masks(store, expert)
+        except (InputError, CheckpointError) as error:
+            wrong.append(str(error))
+    good = f"those of {counted(len(experts), 'expert')} are as they were written"
+    return Check("masks", not wrong, "; ".join(wrong) or good)
+
+
+def _coverage(
+    entries: Mapping[str, Mapping[str, Any]], output: Checkpoint, files: Sequence[str]
+) -> Check:
+    headers: Mapping[str, TensorHeader] = output.headers
+    wrong = [f"'{name}' is not in the manifest" for name in headers if name not in entries]
+    strange = [name for name in files if not name.endswith((".safetensors", GGUF))]
+    if strange:
+        wrong.append(f"{strange[0]} is no file of weights that covmerge writes")
+    if not files:
+        wrong.append("an adapter lies where a model was written")
+    wrong += _badly_tied(output)
+    for name, entry in entries.items():
+        if name not in headers:
+            wrong.append(f"'{name}' is missing")
+            continue
+        header = headers[name]
+        found = (list(header.shape), str(header.dtype).removeprefix("torch."))
+        if found != (entry["shape"], entry["dtype"]):
+            wrong.append(
+                f"'{name}' is {found[1]} {found[0]}, not {entry['dtype']} {entry['shape']}"
+            )
+    detail = some(wrong, 5, between="; ") or all_there(len(entries))
+    return Check("coverage", not wrong, detail)
+
+
+def _badly_tied(output: Checkpoint) -> Iterator[str]:
+    """What config.json says of tied tensors that the files contradict."""
+    found = describe_checkpoint(output)
+    if found.lacks_head is not None:
+        yield f"'{found.lacks_head}' is not stored, and config.json ties it to no other tensor"
+    for name, info in found.tensors.items():
+        kept = info.tied_to
+        if kept is not None and kept in output.headers and not same_values(output, name, kept):
+            yield f"'{name}' differs from '{kept}', and config.json says that they are tied"
+
+
+def _weights(output: Checkpoint) -> list[str]:
+    """Names of the files of weights; none for an adapter."""
+    return list(output.weight_names) if isinstance(output, FileCheckpoint) else []
+
+
+class _Values:
+    """What was seen of all tensors: finite, copied where copied, changed where changed."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Mapping[str, Any]],
+        base: Checkpoint | None,
+        missing: str,
+        apart: Collection[str] = (),
+        allowed: Collection[str] = (),
+    ) -> None:
+        self._entries = entries
+        self._allowed = allowed
+        self._missing = missing
+        self._apart = apart
+        if base is not None:
+            own = base.headers
+            other = [
+                n
+                for n, e in entries.items()
+                if n not in own or (n not in apart and list(own[n].shape) != e["shape"])
+            ]
+            if other:
+                base = None
+                self._missing = f"the base is another by now: '{other[0]}' is not as it was there"
+        self.base = base
+        self._not_finite: set[str] = set()
+        self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
+
+    def take(self, seen: Iterable[Json]) -> None:
+        """Note what was found in files."""
+        for found in seen:
+            own = cast("Mapping[str, Any]", found)
+            self._not_finite.update(own.get("not_finite", ()))
+            self._changed.update(own.get("changed", ()))
+
+    def look_at(self, output: Checkpoint, names: Iterable[str]) -> None:
+        """Read tensors of the output.
+
+        Raises:
+            InputError: the output, or the base, could not be read.
+        """
+        onlooker = Onlooker(self.base, self._apart)
+        for name in names:
+            header = output.headers[name]
+            for rows in header.row_blocks(_BLOCK_ELEMENTS):
+                onlooker.look(header, rows, output.read(name, rows))
+        if onlooker.error is not None:
+            raise onlooker.error
+        self._not_finite |= onlooker.not_finite
+        self._changed |= onlooker.changed
+
+    @property
+    def lost(self) -> list[str]:
+        """Tensors that were copied from the base as they are, and do not equal it."""
+        return sorted(n for n in self._changed if n not in self._rounded and not self._is_merged(n))
+
+    @property
+    def _rounded(self) -> set[str]:
+        """Tensors that were copied from the base, and rounded to a quantised format."""
+        return {
+            name
+            for name, entry in self._entries.items()
+            if "quantised" in entry and entry["quantised"]["error"] and not self._is_merged(name)
+        }
+
+    def _is_merged(self, name: str) -> bool:
+        return "merged_norm" in self._entries[name]
+
+    @property
+    def _why_equal(self) -> str:
+        if any("quantised" in entry for entry in self._entries.values()):
+            return (
+                "rounding to the quantised format leaves nothing of the update: write a higher format, or "
+                "keep layers plain (--keep)"
+            )
+        if "unchanged-expert" in self._allowed:
+            return "what was allowed lets an expert be unchanged beside others, and none of these changed"
+        return "were the experts trained?"
+
+    def leave_out(self, why: str) -> None:
+        """Hold nothing against the base after all."""
+        self.base, self._missing = None, why
+
+    def checks(self) -> list[Check]:
+        """What there is to say when all of them were seen."""
+        entries = self._entries
+        if self.base is None:
+            changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
+            against = ", by recorded norms (the base is not at hand)"
+        else:
+            changed, against = len(self._changed), ""
+        bad = sorted(self._not_finite)
+        checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
+        if self._missing == _NO_BASE:
+            return checks
+        differs = Check(
+            DIFFERS,
+            changed > 0,
+            f"{changed} of {counted(len(entries), 'tensor')} {'differs' if changed == 1 else 'differ'} "
+            f"from the base's{against}"
+            if changed
+            else f"every tensor equals the base's{against}: {self._why_equal}",
+        )
+        checks.append(differs)
+        if self.base is None:
+            detail = f"not compared: {self._missing}"
+            return [*checks, Check("copied", ok=True, detail=detail, made=False)]
+        beside = f"; {len(self._apart)} have rows of other tokens" if self._apart else ""
+        beside += f"; {len(self._rounded)} are rounded copies" if self._rounded else ""
+        detail = some(self.lost, 5) or f"tensors copied from the base equal it{beside}"
+        return [*checks, Check("copied", not self.lost, detail)]
+
+
+def _rounding(manifest: Mapping[str, Any]) -> Check:
+    if manifest["recipe"]["base"] is None:
+        return Check("rounding", ok=True, detail=f"not compared: {_NO_BASE}", made=False)
+    totals = manifest["totals"]
+    loss = float(totals["rounding_loss"])
+    packed: Mapping[str, Any] | None = totals.get("quantised")
+    if packed is not None and "lost" in packed:  # what is plain beside it is nothing to speak of
+        kept, lost = packed["kept"], packed["lost"]
+        detail = f"of the update {kept:.2%} is left in quantised tensors, beside noise of {lost:.2%} of it"
+        return Check("rounding", ok=True, detail=detail, noted=lost >= 1.0)
+    return Check(
+        "rounding",
+        loss < 1.0,
+        f"storing the result loses {loss:.2%} of the merged update's norm"
+        + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else "")
+        + not_counted(totals),
+    )
