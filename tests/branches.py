@@ -21,8 +21,8 @@ def table(report: Mapping[str, Any]) -> tuple[str, float]:
     """Return a table in Markdown, and the share of branches that were taken in per cent."""
     taken, there = Counter[str](), Counter[str]()
     for file, found in report["files"].items():
-        folder, slash, _ = file.removeprefix(_CODE).partition("/")
-        for name in (folder + slash if slash else "the rest", "all"):
+        floor, folder, *inner = file.removeprefix(_CODE).split("/")
+        for name in (f"{floor}/{folder}/" if inner else "the rest", "all"):
             taken[name] += found["summary"]["covered_branches"]
             there[name] += found["summary"]["num_branches"]
     names = sorted(there, key=lambda name: (name == "all", -there[name]))

@@ -244,7 +244,7 @@ def test_every_message_names_arguments_in_python():
     flags = "|".join([*phrasing._VALUED, *phrasing._BARE])
     known = re.compile(rf"(?<![\w`])--({flags})\b(?!-)")
     folder = Path(covmerge_in_python.__file__).parent
-    for path in {*folder.rglob("*.py")} - {*folder.glob("cli/*"), Path(phrasing.__file__)}:
+    for path in {*folder.rglob("*.py")} - {*folder.glob("front/cli/*"), Path(phrasing.__file__)}:
         for text in strings(ast.parse(path.read_text("utf-8"))):
             told = re.sub("`covmerge [^`]*`", "", in_form(text, "python"))
             assert not known.search(told), (path.name, text)

@@ -76,7 +76,7 @@ def test_a_name_is_registered_once():
     ):
         covmerge.register("largest")(largest)
     with pytest.raises(
-        ValueError, match=r"method 'ace' is registered twice: by covmerge\.methods\.ace"
+        ValueError, match=r"method 'ace' is registered twice: by covmerge\.maths\.methods\.ace"
     ):
         covmerge.register("ace")(largest)
     covmerge.methods.registry.unregister("largest")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 from typing_extensions import Self
 
-if TYPE_CHECKING:
-    from covmerge.base.types import Json
+from covmerge.base.json_type import Json
 
 
 @dataclass(frozen=True)

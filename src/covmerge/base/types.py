@@ -11,11 +11,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from covmerge.base.json_type import Json as Json
 from covmerge.base.noticed import Noticed
 
 _T = TypeVar("_T")
-
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 
 class Role(str, Enum):

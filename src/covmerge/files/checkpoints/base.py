@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.content import Content
+from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.files.stores.hub_cache import HubModel
@@ -216,3 +216,12 @@ def copy_rows(tensor: Tensor, rows: range | None) -> Tensor:
     if rows is not None:
         part = part[rows.start : rows.stop]
     return torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part)
+
+
+def fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the hashes of a checkpoint's content by file name, or the commit; files are read for it.
+
+    Raises:
+        CheckpointError: it changed since it was opened, or cannot be read.
+    """
+    return {content.name: content.hash(at_once) for content in checkpoint.contents()}

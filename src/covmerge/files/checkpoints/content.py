@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from covmerge.files.checkpoints.base import Checkpoint
 
 # Called before each block with the bytes of the piece that have been hashed; it may wait, or raise to stop.
 Pace = Callable[[int], None]
@@ -30,15 +26,6 @@ class Content:
     size: int
     hash: Callable[[Pace], str]
     early: bool = False
-
-
-def fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the hashes of a checkpoint's content by file name, or the commit; files are read for it.
-
-    Raises:
-        CheckpointError: it changed since it was opened, or cannot be read.
-    """
-    return {content.name: content.hash(at_once) for content in checkpoint.contents()}
 
 
 def at_once(done: int) -> None:

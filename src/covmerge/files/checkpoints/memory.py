@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.base import copy_rows, find_header, header_of
-from covmerge.files.checkpoints.content import Content, Pace, fingerprint
+from covmerge.files.checkpoints.base import copy_rows, find_header, fingerprint, header_of
+from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.stores.hub_cache import HubModel
 
 

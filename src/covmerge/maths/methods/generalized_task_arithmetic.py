@@ -177,7 +177,7 @@ def generalized_task_arithmetic(
 
     What mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
     della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
-    (`methods.mergekit.SETTINGS`); of equal magnitudes at a threshold those of a stable sort are
+    (`maths/methods/mergekit.py`); of equal magnitudes at a threshold those of a stable sort are
     kept, where mergekit's choice depends on the processor. covmerge's own `ties`, `dare_ties` and `della`
     trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
 
