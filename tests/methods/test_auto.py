@@ -12,8 +12,8 @@ from covmerge import LowRank
 from covmerge.base.noticed import Seen, account_of
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.reference import REFERENCES
 from covmerge.maths.testing.groups import random_updates
-from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
 from tests.report.merges import report
 
@@ -47,7 +47,7 @@ def test_kernel_and_reference_agree(shape, count, spread, low, weighted, seed):
     few = random_updates(*shape, count, 3, spread, seed=seed)
     updates = few[:low] + random_updates(*shape, count, min(shape), spread, seed=seed)[low:]
     group = group_of(updates, [1.0 + t for t in range(count)] if weighted else None)
-    assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-9
+    assert relative(AUTO(group).delta, REFERENCES["auto"](group)) < 1e-9
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (256, 320)], ids=str)

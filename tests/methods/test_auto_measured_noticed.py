@@ -24,7 +24,7 @@ def merged(*norms, shape=(12, 16)):
     found = [torch.randn(shape, generator=generator) for _ in norms]
     updates = [norm * update / update.norm() for norm, update in zip(norms, found, strict=True)]
     data = Measured(torch.eye(shape[1]), rows=64, total=float(shape[1]))
-    group = LinearGroup(tuple(updates), (1.0,) * len(norms), measured=(data,) * len(norms))
+    group = LinearGroup(tuple(updates), (1.0,) * len(norms), expert_statistics=(data,) * len(norms))
     return registry.get("auto_measured")(group).noticed
 
 

@@ -288,7 +288,7 @@ class LinearGroup:
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
     streams: tuple[Uniform, ...] = ()
-    measured: tuple[Measured, ...] = ()
+    expert_statistics: tuple[Measured, ...] = ()
     thresholds: tuple[float, ...] | None = None
     shared: dict[str, Any] | None = None
     frame: Frame | None = None

@@ -158,7 +158,7 @@ def merge_layer(
         models=tuple(seen_models),
         streams=_streams(dense, shares) if chosen.seeded else (),
         rounding=_rounding(chosen, dense, given, stored, start),
-        measured=_measured(data or (), dense[0]),
+        expert_statistics=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
         base_norm=_size(chosen, base),

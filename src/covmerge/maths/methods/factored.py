@@ -109,7 +109,9 @@ def merge_factors(
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
-        measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
+        expert_statistics=tuple(
+            replace(own, value=_turned(own.value, reduced.right)) for own in measured
+        ),
         base_norm=base_norm,
     )
     merged = method(group, **parameters)

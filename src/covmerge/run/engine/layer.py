@@ -287,7 +287,7 @@ class Layer:
                 )
                 if method.seeded
                 else (),
-                measured=self._measured(item.tensor, method),
+                expert_statistics=self._measured(item.tensor, method),
                 thresholds=tuple(thresholds[expert] for expert in self._given)
                 if thresholds
                 else None,

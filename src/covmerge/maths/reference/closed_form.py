@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import deltas_of, identity, inverse, length, svd, total, weighted
-from covmerge.maths.twins.rank import gram_inverse, leading, roundings, together, tolerance
+from covmerge.maths.reference.algebra import (
+    deltas_of,
+    identity,
+    inverse,
+    length,
+    svd,
+    total,
+    weighted,
+)
+from covmerge.maths.reference.rank import gram_inverse, leading, roundings, together, tolerance
 
 
 def average(group: LinearGroup) -> Tensor:
@@ -263,7 +271,7 @@ def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
     return [w * len(active) / sum(active) for w in weights]
 
 
-TWINS = {
+REFERENCES = {
     "average": average,
     "task_arithmetic": task_arithmetic,
     "actmat": actmat,
