@@ -1,13 +1,13 @@
 """How far a merge may be from its equation, and whether it is.
 
-The equation is the twin f of float64. A stable algorithm gives f of updates that are off by rounding,
+The equation is the reference implementation f of float64. A stable algorithm gives f of updates that are off by rounding,
 rounded itself (Higham, Accuracy and Stability of Numerical Algorithms, 2002, §1.5), so that with u the
 unit roundoff of the dtype that is computed in, x the updates, n the longest of d_out, d_in and T, and
 errors that add up as √n (Higham and Mary, SIAM Journal on Scientific Computing 2019)
 
     ‖f̂(x) − f(x)‖ ≤ 64 √n ( u ‖f(x)‖ + max_δ ‖f(x + δ) − f(x)‖ ),   ‖δ_t‖ ≈ 2u ‖Δ_t‖.
 
-The last term is the condition number times u, and is measured by the twin itself: at δ drawn at random,
+The last term is the condition number times u, and is measured by the reference implementation itself: at δ drawn at random,
 entry by entry in proportion, and for methods on matrices in all entries, where the first term alone does
 not do. Base and data are moved as the updates are. Methods on Gram matrices have κ² of that in float32,
 and go over to float64 where it is large (docs/numbers.md): `GRAM` is what they then have lost, in shares
@@ -71,7 +71,7 @@ class Found:
 
 
 def look(layer: Layer) -> Found:
-    """Merge a layer, and hold it against its twin and against itself in other circumstances."""
+    """Merge a layer, and hold it against its reference implementation and against itself in other circumstances."""
     try:
         group = layer.group
         merged = layer.merged(group)
@@ -81,10 +81,10 @@ def look(layer: Layer) -> Found:
         return Found("failed", "an error that is not covmerge's", traceback.format_exc()[-1500:])
     if not torch.isfinite(merged).all():
         return Found("failed", "NaN or Inf")
-    twin = layer.twin(group)
-    if not torch.isfinite(twin).all():
-        return Found("failed", "the twin gives NaN or Inf")
-    bound = _Bound(layer, group, twin)
+    reference = layer.reference(group)
+    if not torch.isfinite(reference).all():
+        return Found("failed", "the reference implementation gives NaN or Inf")
+    bound = _Bound(layer, group, reference)
     outcome, said = bound.holds(merged)
     if outcome == "failed":
         return Found("failed", "off", said)
@@ -145,15 +145,19 @@ def _by_threads(layer: Layer, group: LinearGroup) -> Tensor:
 
 
 class _Bound:
-    """What is allowed around one twin's answer."""
+    """What is allowed around one reference implementation's answer."""
 
-    def __init__(self, layer: Layer, group: LinearGroup, twin: Tensor) -> None:
-        self._layer, self._group, self._twin = layer, group, twin
+    def __init__(self, layer: Layer, group: LinearGroup, reference: Tensor) -> None:
+        self._layer, self._group, self._reference = layer, group, reference
         eps = max(torch.finfo(own).eps for own in (layer.computed, layer.arithmetic))
         self._u = eps / 2
         self._n = sqrt(max(*group.shape, len(group.weights)))
         # What is rounded is the merged weights, where a method returns these.
-        placed = twin + group.base.double() if group.models and group.base is not None else twin
+        placed = (
+            reference + group.base.double()
+            if group.models and group.base is not None
+            else reference
+        )
         self._size = _norm(placed)
         largest = max(map(_norm, group.tensors), default=0.0)
         if self._size <= self._n * self._u * largest:  # experts that cancel leave rounding
@@ -162,13 +166,13 @@ class _Bound:
 
     def holds(self, merged: Tensor) -> tuple[str, str]:
         """An outcome, and the distance in words."""
-        off, size = _norm(merged.double() - self._twin), self._size
+        off, size = _norm(merged.double() - self._reference), self._size
         straight = _C * self._n * self._u * size
         said = f"off by {off:.3g} of {size:.3g}"
         if off <= straight:
             return "agrees", said
         near, far = self._responses()
-        said += f"; rounding moves the twin by {near:.3g}, sixteen times that by {far:.3g}"
+        said += f"; rounding moves the reference implementation by {near:.3g}, sixteen times that by {far:.3g}"
         allowed = straight + _C * self._n * near
         jumps = far < 4 * near and near > 4 * straight
         if off <= allowed:
@@ -185,16 +189,16 @@ class _Bound:
         return self._moved
 
     def _response(self, times: float) -> float:
-        """How far the twin moves when its updates are off by so many times u."""
+        """How far the reference implementation moves when its updates are off by so many times u."""
         whole = self._layer.step is not None or not self._layer.method.takes_any_shape
         moved = [0.0]
-        for draw in range(1 if self._twin.numel() > _LARGE else _DRAWS):
+        for draw in range(1 if self._reference.numel() > _LARGE else _DRAWS):
             for fill in (False, True) if whole else (False,):
                 generator = torch.Generator().manual_seed(draw)
                 by = sqrt(self._u) if self._layer.subject in SPHERES else self._u
                 there = _moved(self._group, times * by, generator, fill)
-                found = self._layer.twin(there)
-                moved.append(_norm(found - self._twin))
+                found = self._layer.reference(there)
+                moved.append(_norm(found - self._reference))
         finite = [each for each in moved if isfinite(each)]
         return max(finite) if len(finite) == len(moved) else float("inf")
 
@@ -210,13 +214,15 @@ def _moved(group: LinearGroup, by: float, generator: torch.Generator, fill: bool
         return (exact * (1 + by * noise)).to(tensor.dtype)
 
     base = None if group.base is None else off(group.base)
-    measured = tuple(replace(own, value=_symmetric(off(own.value))) for own in group.measured)
+    measured = tuple(
+        replace(own, value=_symmetric(off(own.value))) for own in group.expert_statistics
+    )
     return replace(
         group,
         updates=tuple(map(off, group.updates)),
         models=tuple(map(off, group.models)),
         base=base,
-        measured=measured,
+        expert_statistics=measured,
         factors=tuple(type(one)(off(one.left), off(one.right)) for one in group.factors),
     )
 

@@ -4,7 +4,7 @@
 
     python -m tests.campaigns.exact --minutes 1 --seed 0
 
-Where the system's condition number κ is beyond float64, twin and kernel have the same excuse, and agree
+Where the system's condition number κ is beyond float64, reference implementation and kernel have the same excuse, and agree
 by it or by chance. So tiny layers are solved by mpmath in 120 digits, with graded updates and data up to
 κ = 1e30, and the kernel is held to what a backward-stable solution of the system has (Higham 2002,
 Theorem 9.3 and §7.1), C = ΔᵀΔ being formed in the same precision:
@@ -63,8 +63,8 @@ def drawn(name: str, seed: int, number: int) -> tuple[LinearGroup, dict[str, Any
     if method.data == "gram":
         grades = random.uniform(-8, 0)
         inputs = [graded(8, d_in, grades).to(dtype) for _ in range(count)]
-        pairs = zip(group.measured, inputs, strict=True)
-        group = replace(group, measured=tuple(replace(m, value=x.T @ x) for m, x in pairs))
+        pairs = zip(group.expert_statistics, inputs, strict=True)
+        group = replace(group, expert_statistics=tuple(replace(m, value=x.T @ x) for m, x in pairs))
         given["ridge"] = 10.0 ** random.uniform(-30, -1)
     else:
         given["eps"] = 10.0 ** random.uniform(-30, -1)
@@ -79,7 +79,7 @@ def solved(name: str, group: LinearGroup, given: dict[str, Any]) -> tuple[Any, A
     terms, system = [], mpmath.zeros(d_in)
     one_in, one_out = mpmath.ones(d_in, 1), mpmath.ones(d_out, 1)
     if name == "regmean":
-        for delta, weight, measured in zip(deltas, weights, group.measured, strict=True):
+        for delta, weight, measured in zip(deltas, weights, group.expert_statistics, strict=True):
             C = weight * _exactly(measured.value)
             terms.append(delta * C)
             system += C

@@ -21,7 +21,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.random import Stream
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods.factored import merge_factors
-from covmerge.maths.twins import STEP_TWINS, TWINS
+from covmerge.maths.reference import REFERENCES, STEP_REFERENCES
 from covmerge.methods import Method, registry
 from covmerge.steps import Step, resolve_steps, with_steps
 from covmerge.steps import registry as steps
@@ -194,7 +194,10 @@ class Layer:
         # RegMean as published has no answer where data leave the system singular, and says so (`jitter`).
         regular = self.subject.startswith("regmean") and self.resolved["off_diagonal"] == 1.0
         if kind != "full" and self.method.data == "gram" and not regular:
-            group = replace(group, measured=tuple(_poorer(own, kind) for own in group.measured))
+            group = replace(
+                group,
+                expert_statistics=tuple(_poorer(own, kind) for own in group.expert_statistics),
+            )
         if self.dtype != self.computed and not group.models:
             group = replace(group, rounding=rounding_of(updates, [self.dtype] * len(updates)))
         if self.by_factors:
@@ -205,7 +208,11 @@ class Layer:
         """What covmerge makes of it: the merged update, or what a step before a method makes."""
         if group.factors and self.step is None:
             found = merge_factors(
-                self.method, group.factors, group.weights, self.resolved, measured=group.measured
+                self.method,
+                group.factors,
+                group.weights,
+                self.resolved,
+                measured=group.expert_statistics,
             )
             return found.delta.dense().to(self.computed)
         if self.step is not None and self.step.when == "before":
@@ -215,15 +222,15 @@ class Layer:
             return self.step.finish(group, Merged(_mean(group)), given).delta
         return self.method(group, **self.resolved).delta
 
-    def twin(self, group: LinearGroup) -> Tensor:
+    def reference(self, group: LinearGroup) -> Tensor:
         """The same by the equation in float64."""
         if group.factors:
             exact = tuple(each.to(torch.float64).dense() for each in group.factors)
             group = replace(group, updates=exact)
         if self.step is None:
-            found = TWINS[self.subject](group, **self.parameters)
+            found = REFERENCES[self.subject](group, **self.parameters)
             return found - group.base.double() if group.models and group.base is not None else found
-        own = STEP_TWINS[self.step.name]
+        own = STEP_REFERENCES[self.step.name]
         if self.step.when == "before":
             return torch.stack(own(group, **self.parameters))
         return own(group, _mean(group), **self.parameters)
@@ -313,6 +320,8 @@ def rows_of(group: LinearGroup, rows: slice) -> LinearGroup:
         updates=tuple(update[rows] for update in group.updates),
         models=tuple(model[rows] for model in group.models),
         streams=tuple(Stream(f"tensor/expert{t}", first) for t in range(len(group.tensors))),
-        measured=tuple(replace(own, value=own.value[rows]) for own in group.measured),
+        expert_statistics=tuple(
+            replace(own, value=own.value[rows]) for own in group.expert_statistics
+        ),
         base=None if group.base is None else group.base[rows],
     )

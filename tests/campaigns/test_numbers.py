@@ -9,7 +9,7 @@ import covmerge
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.errors import TensorError
 from covmerge.maths.linalg.lapack import lengths
-from covmerge.maths.twins import STEP_TWINS, TWINS
+from covmerge.maths.reference import REFERENCES, STEP_REFERENCES
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from tests.campaigns import exact, numbers
@@ -39,7 +39,7 @@ def test_a_choice_that_is_left_out_changes_no_other():
 
 
 def test_a_fault_is_found_and_made_smaller(monkeypatch):
-    monkeypatch.setitem(TWINS, "average", lambda group: 1.01 * sum(group.updates).double())
+    monkeypatch.setitem(REFERENCES, "average", lambda group: 1.01 * sum(group.updates).double())
     layer = Layer("average", 0, 0)
     assert look(layer).kind == "off"
     small = numbers.smallest(layer, "off")
@@ -57,7 +57,7 @@ def test_spheres_of_any_size(name):
         group, base=base, models=tuple(base + update.float() for update in group.tensors)
     )
     merged = method(group, **method.resolve({})).weights
-    assert relative(merged, TWINS[name](group)) < 1e-5
+    assert relative(merged, REFERENCES[name](group)) < 1e-5
 
 
 def test_a_length_that_no_number_holds_is_refused():
@@ -78,7 +78,7 @@ def test_calibration_beside_a_huge_expert_keeps_its_digits():
     svc = steps.get("svc")
     mean = registry.get("average")(group).delta
     found = svc.finish(group, Merged(mean), svc.resolve({})).delta
-    assert relative(found, STEP_TWINS["svc"](group, mean)) < 1e-5
+    assert relative(found, STEP_REFERENCES["svc"](group, mean)) < 1e-5
 
 
 def test_small_variances_choose_entries_too():
@@ -88,15 +88,15 @@ def test_small_variances_choose_entries_too():
     base = torch.zeros(6, 5)
     group = LinearGroup((), (1.0,) * 3, base=base, models=tuple(updates))
     merged = sce(group, **sce.resolve({"select_topk": 0.4})).weights
-    assert relative(merged, TWINS["sce"](group, select_topk=0.4)) < 1e-5
+    assert relative(merged, REFERENCES["sce"](group, select_topk=0.4)) < 1e-5
 
 
-def test_the_twin_of_consensus_has_all_digits_of_its_scale():
+def test_the_reference_of_consensus_has_all_digits_of_its_scale():
     updates = random_updates(4, 4, 2, 4, 1.0, seed=0)
     consensus = registry.get("consensus")
     group = group_of(consensus, updates)
     merged = consensus(group, **consensus.resolve({})).delta
-    assert relative(merged, TWINS["consensus"](group)) < 1e-15
+    assert relative(merged, REFERENCES["consensus"](group)) < 1e-15
 
 
 def test_opposite_updates_of_float64_whose_spectrum_is_long():
@@ -106,5 +106,5 @@ def test_opposite_updates_of_float64_whose_spectrum_is_long():
     one = (left * torch.logspace(0, -8, 6, dtype=torch.float64)) @ right
     group = LinearGroup((one, -one), (0.5, 1.0))
     found = registry.get("auto")(group).delta
-    assert relative(found, TWINS["auto"](group)) < 1e-10
+    assert relative(found, REFERENCES["auto"](group)) < 1e-10
     assert relative(found, -one / 3.0) < 1e-10

@@ -13,7 +13,7 @@ from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.mixed import solve_mixed
 from covmerge.maths.linalg import auto
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 
 TALL, WIDE = (160, 128), (120, 144)
 I = torch.arange(1.0, 129.0, dtype=torch.float64)  # noqa: E741
@@ -159,7 +159,7 @@ def test_float64_is_left_alone():
 @pytest.mark.parametrize("inputs", [False, True])
 @pytest.mark.parametrize("shape", [TALL, WIDE], ids=str)
 @pytest.mark.parametrize("kind", ["flat", "trained", "knee", "one", "low"])
-def test_auto_is_that_of_the_twin(kind, shape, inputs):
+def test_auto_is_that_of_the_reference(kind, shape, inputs):
     deltas = updates({**FULL, **DEFICIENT}[kind], shape)
     c0 = None
     if inputs:
@@ -167,8 +167,8 @@ def test_auto_is_that_of_the_twin(kind, shape, inputs):
         z = torch.randn(300, shape[1], generator=draw) / torch.arange(1.0, shape[1] + 1).sqrt()
         c0 = z.mT @ z
     found = merge_layer(deltas, "auto", base_inputs=c0)
-    twin = TWINS["auto"](LinearGroup(tuple(deltas), (1.0,) * len(deltas), inputs=c0))
-    assert off(found.double(), twin) < 3e-4
+    reference = REFERENCES["auto"](LinearGroup(tuple(deltas), (1.0,) * len(deltas), base_inputs=c0))
+    assert off(found.double(), reference) < 3e-4
 
 
 def test_copies_of_an_expert_give_it_back():

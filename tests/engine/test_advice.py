@@ -75,7 +75,7 @@ def test_one_that_is_longer_only_where_no_inputs_go_is_a_note_that_says_so():
     # Of updates that use all directions alike the inputs are taken at their word.
     updates = [torch.linalg.qr(drawn(1.0, seed=n, shape=(d, d)))[0] / d**0.5 for n in range(4)]
     merged = covmerge.methods.get("auto")(
-        covmerge.LinearGroup(tuple(updates), (1.0,) * 4, inputs=decay)
+        covmerge.LinearGroup(tuple(updates), (1.0,) * 4, base_inputs=decay)
     )
     entry = {"merged_norm": float(merged.delta.norm()), "update_norm": dict.fromkeys("abcd", 1.0)}
     assert entry["merged_norm"] > 2 * 4

@@ -14,7 +14,7 @@ from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_batched import SOLVED
 from tests.methods.test_factored import VARIANTS as OF_FACTORS
 from tests.methods.test_factored import adapters
-from tests.methods.test_twins import of_so_many
+from tests.methods.test_references import of_so_many
 from tests.methods.variants import VARIANTS
 
 FACTORED = [own for own in OF_FACTORS if registry.get(own[0]).data == "none"]

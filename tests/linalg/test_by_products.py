@@ -18,7 +18,7 @@ from covmerge.maths.linalg.spectral import EXACT, leading_directions, rank_toler
 from covmerge.maths.methods import iso, registry
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_costs import allocated
-from tests.methods.test_twins import both
+from tests.methods.test_references import both
 from tests.methods.variants import VARIANTS
 
 DTYPES = [torch.float32, torch.float64]
@@ -343,11 +343,13 @@ THESE = [pair for pair in VARIANTS if pair[0] in ASKING and pair[1].get("solver"
 @pytest.mark.parametrize(("name", "params"), THESE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(48, 32), (8, 96), (64, 64)])
-def test_methods_by_products_are_near_their_twins(name, params, shape, dtype, slow_eigenproblems):
+def test_methods_by_products_are_near_their_references(
+    name, params, shape, dtype, slow_eigenproblems
+):
     updates = random_updates(*shape, 4, min(shape), 30.0, seed=11, dtype=dtype)
-    merged, twin = both(name, updates, **params)
+    merged, reference = both(name, updates, **params)
     assert merged.dtype == dtype
-    assert relative(merged.double(), twin) < (1e-3 if dtype == torch.float32 else 1e-7)
+    assert relative(merged.double(), reference) < (1e-3 if dtype == torch.float32 else 1e-7)
 
 
 @pytest.mark.parametrize("name", ["tsv_m", "dc_merge", "iso_c", "actmat", "wudi"])

@@ -33,7 +33,7 @@ def size(update):
     return float(update.double().norm())
 
 
-def twin(updates, expert):
+def reference(updates, expert):
     """Tr[Δ_t Ĉ_s Δ_uᵀ] / Tr[Δ_s Ĉ_s Δ_sᵀ], entry by entry."""
     exact = [plain(update) for update in updates]
     inputs = exact[expert].mT @ exact[expert]
@@ -57,7 +57,7 @@ def test_every_entry(d_out, d_in, kinds, scale, seed):
         for kind in kinds
     ]
     for expert, found in enumerate(quadratics(updates, len(updates))):
-        exact = torch.tensor(twin(updates, expert), dtype=torch.float64)
+        exact = torch.tensor(reference(updates, expert), dtype=torch.float64)
         assert found.dtype == torch.float64
         assert found[expert, expert] == 1.0
         torch.testing.assert_close(found, found.mT)

@@ -15,9 +15,9 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.auto_least_squares import least_squares
 from covmerge.maths.methods.equalise import Counted, Likeness
 from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.reference import REFERENCES
+from covmerge.maths.reference.closed_form import equalised
 from covmerge.maths.testing.groups import random_rotation, random_updates
-from covmerge.maths.twins import TWINS
-from covmerge.maths.twins.closed_form import equalised
 from covmerge.methods import registry
 
 AUTO = registry.get("auto")
@@ -41,7 +41,7 @@ def inputs(d_in, rank=None, seed=0, dtype=torch.float64):
 
 
 def group_of(updates, c0=None, weights=None):
-    return LinearGroup(tuple(updates), tuple(weights or [1.0] * len(updates)), inputs=c0)
+    return LinearGroup(tuple(updates), tuple(weights or [1.0] * len(updates)), base_inputs=c0)
 
 
 def merged(updates, c0=None, weights=None):
@@ -60,14 +60,16 @@ def merged(updates, c0=None, weights=None):
     times=st.sampled_from([0.01, 1.0, 100.0]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_and_twin_agree(shape, rank, count, spread, low, weighted, base_norm, times, seed):
+def test_kernel_and_reference_agree(
+    shape, rank, count, spread, low, weighted, base_norm, times, seed
+):
     """None, two or all of the experts are of low rank."""
     few = random_updates(*shape, count, 3, spread, seed=seed)
     updates = few[:low] + random_updates(*shape, count, min(shape), spread, seed=seed)[low:]
     weights = [1.0 + t for t in range(count)] if weighted else None
     group = group_of(updates, inputs(shape[1], rank, seed), weights)
     group = replace(group, base_norm=base_norm, base_outputs=base_norm and times * base_norm)
-    assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-6
+    assert relative(AUTO(group).delta, REFERENCES["auto"](group)) < 1e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -174,7 +176,7 @@ def test_of_updates_that_use_all_directions_alike_no_law_is_lost(shape, count):
     found = merge_factors(AUTO, factors, [1.0] * count, {}, inputs=elsewhere).delta.dense()
     assert relative(found, expected) < 1e-6
     group = group_of(updates, elsewhere)
-    assert relative(TWINS["auto"](group), expected) < 1e-6
+    assert relative(REFERENCES["auto"](group), expected) < 1e-6
 
 
 def test_inputs_of_a_trace_below_zero_are_none():
@@ -205,7 +207,7 @@ def test_an_update_that_vanishes_does_so_without_a_jump_whatever_it_weighs(weigh
     given = inputs(40) if known else None
 
     def of(factor):
-        group = LinearGroup((*others, factor * last), weights=weights, inputs=given)
+        group = LinearGroup((*others, factor * last), weights=weights, base_inputs=given)
         return AUTO(group).delta
 
     assert relative(of(1e-7), of(0.0)) < 1e-4
@@ -231,7 +233,7 @@ def test_experts_of_one_sum_of_zero():
 def test_it_does_not_modify_the_inputs():
     updates, c0 = random_updates(24, 40, 3, 24, 3.0, seed=10), inputs(40)
     kept = c0.clone()
-    AUTO(replace(group_of(updates), inputs=c0))
+    AUTO(replace(group_of(updates), base_inputs=c0))
     assert torch.equal(c0, kept)
 
 
@@ -269,7 +271,7 @@ def test_the_least_of_few_directions_counts(ratio):
     turned = random_rotation(4, 9).double()
     updates = [(left * sigma) @ right.mT, (left @ turned * sigma) @ right.mT]
     group = group_of([own.double() for own in updates])
-    assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-9
+    assert relative(AUTO(group).delta, REFERENCES["auto"](group)) < 1e-9
 
 
 def seeded(number):
@@ -427,4 +429,4 @@ def test_updates_that_the_base_sees_nothing_of_are_not_alike():
     c0 = torch.diag(seen.double())
     merged = AUTO(group_of(updates, c0))
     assert merged.noticed.unlike_experts == pytest.approx(3.0, rel=1e-3)
-    assert relative(merged.delta, TWINS["auto"](group_of(updates, c0))) < 1e-6
+    assert relative(merged.delta, REFERENCES["auto"](group_of(updates, c0))) < 1e-6

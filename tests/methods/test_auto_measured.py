@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import covmerge
 from covmerge import Generated
 from covmerge.base.types import LinearGroup, Measured
+from covmerge.maths.reference import REFERENCES
 from covmerge.maths.testing.groups import random_updates
-from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import save
@@ -39,7 +39,7 @@ def data_of(update, seed, rows=300, seen=None):
 def group_of(updates, weights=None, base_norm=None, **how):
     measured = tuple(data_of(update, seed, **how) for seed, update in enumerate(updates))
     weights = tuple(weights or [1.0] * len(updates))
-    return LinearGroup(tuple(updates), weights, measured=measured, base_norm=base_norm)
+    return LinearGroup(tuple(updates), weights, expert_statistics=measured, base_norm=base_norm)
 
 
 def covariance(update, measured, share):
@@ -63,14 +63,16 @@ def covariance(update, measured, share):
     base_norm=st.sampled_from([None, 0.3, 30.0]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_and_twin_agree(shape, rank, low, count, spread, still, weighted, base_norm, seed):
+def test_kernel_and_reference_agree(
+    shape, rank, low, count, spread, still, weighted, base_norm, seed
+):
     few = random_updates(*shape, count, 2, spread, seed=seed)
     updates = few[:low] + random_updates(*shape, count, rank or min(shape), spread, seed=seed)[low:]
     updates = [update.double() for update in updates]
     if still and count > 1:
         updates[0] = torch.zeros_like(updates[0])
     group = group_of(updates, [1.0 + t for t in range(count)] if weighted else None, base_norm)
-    assert relative(METHOD(group).delta, TWINS["auto_measured"](group)) < 1e-6
+    assert relative(METHOD(group).delta, REFERENCES["auto_measured"](group)) < 1e-6
 
 
 def test_one_expert_and_copies_of_one_come_back_whatever_their_inputs():
@@ -83,7 +85,7 @@ def test_one_expert_and_copies_of_one_come_back_whatever_their_inputs():
 def test_it_keeps_what_regmean_finds_and_its_spectrum_is_flatter():
     group = group_of([update.double() for update in random_updates(32, 32, 4, 4, 1.0, seed=1)])
     seen = sum(
-        0.9 * m.value + 0.1 * torch.diag(m.value.diagonal()) for m in group.measured
+        0.9 * m.value + 0.1 * torch.diag(m.value.diagonal()) for m in group.expert_statistics
     ).double()
     factor = torch.linalg.cholesky(seen)
     before, after = (
@@ -115,10 +117,12 @@ def test_beside_short_weights_it_goes_to_least_squares():
     covariances = [
         replace(measured, value=covariance(update, measured.value, share))
         for update, measured, share in zip(
-            group.updates, group.measured, merged.noticed.shares, strict=True
+            group.updates, group.expert_statistics, merged.noticed.shares, strict=True
         )
     ]
-    least = REGMEAN(replace(group, measured=tuple(covariances)), off_diagonal=1.0, ridge=0.0)
+    least = REGMEAN(
+        replace(group, expert_statistics=tuple(covariances)), off_diagonal=1.0, ridge=0.0
+    )
     assert relative(merged.delta, least.delta) < 1e-5
     assert merged.noticed.towards_least_squares > 0.999
     told = merged.noticed.told(["a", "b", "c", "d"])
@@ -129,20 +133,28 @@ def test_beside_short_weights_it_goes_to_least_squares():
 def test_without_any_data_of_the_layer_it_is_the_average():
     updates = random_updates(8, 12, 3, 8, 1.0, seed=4)
     group = group_of(updates)
-    none = [replace(m, value=torch.zeros_like(m.value)) for m in group.measured]
-    merged = METHOD(replace(group, measured=tuple(none)))
+    none = [replace(m, value=torch.zeros_like(m.value)) for m in group.expert_statistics]
+    merged = METHOD(replace(group, expert_statistics=tuple(none)))
     assert relative(merged.delta, sum(updates) / 3) < 1e-6
 
 
 def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
     group = group_of(random_updates(8, 12, 3, 8, 1.0, seed=4))
-    deaf = replace(group.measured[0], value=torch.zeros_like(group.measured[0].value))
-    merged = METHOD(replace(group, measured=(deaf, *group.measured[1:])))
-    others = LinearGroup(group.updates[1:], group.weights[1:], measured=group.measured[1:])
+    deaf = replace(
+        group.expert_statistics[0], value=torch.zeros_like(group.expert_statistics[0].value)
+    )
+    merged = METHOD(replace(group, expert_statistics=(deaf, *group.expert_statistics[1:])))
+    others = LinearGroup(
+        group.updates[1:], group.weights[1:], expert_statistics=group.expert_statistics[1:]
+    )
     assert torch.equal(merged.delta, METHOD(others).delta)
     assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 0)
     still = [torch.zeros_like(update) for update in group.updates[1:]]
-    alone = replace(group, updates=(group.updates[0], *still), measured=(deaf, *group.measured[1:]))
+    alone = replace(
+        group,
+        updates=(group.updates[0], *still),
+        expert_statistics=(deaf, *group.expert_statistics[1:]),
+    )
     merged = METHOD(alone)  # it alone changed the layer, and nobody knows on what
     assert relative(merged.delta, group.updates[0] / 3) < 1e-6
     assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 2)

@@ -22,7 +22,7 @@ page = pytest.importorskip("covmerge.front.reporting.html")
 
 def merged(updates, inputs=None):
     return registry.get("auto")(
-        LinearGroup(tuple(updates), (1.0,) * len(updates), inputs=inputs)
+        LinearGroup(tuple(updates), (1.0,) * len(updates), base_inputs=inputs)
     ).noticed
 
 

@@ -14,7 +14,7 @@ from covmerge.errors import TensorError
 from covmerge.maths.linalg.auto import precision_choice
 from covmerge.maths.linalg.lapack import LinAlgError
 from covmerge.maths.methods.factored import merge_factors
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
 from covmerge.methods.registry import Method
 from covmerge.steps import resolve_steps, with_steps
@@ -117,7 +117,7 @@ def test_a_batch_of_any_layers_is_the_loop(name, params, d_out, d_in, count, kin
 
 @pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
 @pytest.mark.parametrize("shape", [(24, 24), (30, 12), (12, 30), (3, 20)], ids=str)
-def test_a_batch_agrees_with_the_twin(name, params, shape):
+def test_a_batch_agrees_with_the_reference(name, params, shape):
     method = registry.get(name)
     spreads = (2.0, 30.0, 30.0, 100.0)
     groups = [
@@ -128,7 +128,7 @@ def test_a_batch_agrees_with_the_twin(name, params, shape):
     assert sum(merged is not None for merged in found) >= 2
     for group, merged in zip(groups, found, strict=True):
         if merged is not None:
-            assert relative(merged.delta, TWINS[name](group, **params)) < 1e-7
+            assert relative(merged.delta, REFERENCES[name](group, **params)) < 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

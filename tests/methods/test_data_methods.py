@@ -33,12 +33,12 @@ def with_rows(updates, rows, dead=()):
         inputs[:, list(dead)] = 0.0
         gram = (inputs.T @ inputs / rows).to(update)
         measured.append(Measured(gram, rows, float(gram.norm())))
-    return LinearGroup(tuple(updates), (1.0,) * len(updates), measured=tuple(measured))
+    return LinearGroup(tuple(updates), (1.0,) * len(updates), expert_statistics=tuple(measured))
 
 
 def with_measured(group, values):
-    measured = [replace(m, value=v) for m, v in zip(group.measured, values, strict=True)]
-    return replace(group, measured=tuple(measured))
+    measured = [replace(m, value=v) for m, v in zip(group.expert_statistics, values, strict=True)]
+    return replace(group, expert_statistics=tuple(measured))
 
 
 def test_the_plan_knows_what_they_need():
@@ -62,13 +62,13 @@ def test_without_data_the_next_step_is_named(name):
 def test_data_for_some_experts_only(name):
     group = group_for(name, random_updates(4, 6, 3, 4, 1.0, 0))
     with pytest.raises(RecipeError, match="has 2 for 3"):
-        merge(name, replace(group, measured=group.measured[:2]))
+        merge(name, replace(group, expert_statistics=group.expert_statistics[:2]))
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_data_of_another_shape(name):
     group = group_for(name, random_updates(4, 6, 3, 4, 1.0, 0))
-    wrong = [group.measured[0].value, torch.ones(5, 5), group.measured[2].value]
+    wrong = [group.expert_statistics[0].value, torch.ones(5, 5), group.expert_statistics[2].value]
     wanted = r"\[4, 6\] needs \[4, 6\]" if name == "fisher" else r"\[4, 6\] needs \[6, 6\]"
     with pytest.raises(TensorError, match=rf"expert 1 is \[5, 5\], its update {wanted}"):
         merge(name, with_measured(group, wrong))
@@ -98,7 +98,7 @@ class TestFewRows:
     def test_published_form(self):
         """The literal weight form raises, or returns noise in place of W₀."""
         group = with_rows([update.float() for update in self.updates], 8)
-        grams = [m.value for m in group.measured]
+        grams = [m.value for m in group.expert_statistics]
         base = torch.ones(24, 40)
         weighted = sum((base + d) @ g for d, g in zip(group.updates, grams, strict=True))
         try:
@@ -111,7 +111,7 @@ class TestFewRows:
         group = with_rows(self.updates, 8)
         merged = merge("lot", group)
         assert merged.stats["rank"] == 24
-        unseen = torch.linalg.svd(sum(m.value for m in group.measured))[2][24:]
+        unseen = torch.linalg.svd(sum(m.value for m in group.expert_statistics))[2][24:]
         assert (merged.delta @ unseen.T).norm() < 1e-9 * merged.delta.norm()
 
     def test_lot_in_float32(self):
@@ -163,8 +163,8 @@ def test_no_data_at_all_of_a_layer():
 def test_an_expert_without_rows_leaves_the_others():
     updates = random_updates(5, 6, 3, 5, 3.0, 1)
     group = group_for("regmean", updates)
-    group = with_measured(group, [m.value * (t < 2) for t, m in enumerate(group.measured)])
-    two = LinearGroup(group.updates[:2], (1.0, 1.0), measured=group.measured[:2])
+    group = with_measured(group, [m.value * (t < 2) for t, m in enumerate(group.expert_statistics)])
+    two = LinearGroup(group.updates[:2], (1.0, 1.0), expert_statistics=group.expert_statistics[:2])
     for name in GRAM:
         assert torch.allclose(merge(name, group).delta, merge(name, two).delta)
 
@@ -174,20 +174,22 @@ class TestRegMean:
 
     def test_weight_form_of_the_published_code(self):
         base = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double()
-        grams = [0.9 * m.value + 0.1 * torch.diag(m.value.diag()) for m in self.group.measured]
+        grams = [
+            0.9 * m.value + 0.1 * torch.diag(m.value.diag()) for m in self.group.expert_statistics
+        ]
         pairs = zip(self.group.updates, grams, strict=True)
         literal = (torch.inverse(sum(grams)) @ sum(g @ (base + d).T for d, g in pairs)).T
         assert torch.allclose(base + merge("regmean", self.group).delta, literal)
 
     def test_diagonal_is_an_average_per_input(self):
         merged = merge("regmean", self.group, off_diagonal=0.0).delta
-        diagonals = torch.stack([m.value.diag() for m in self.group.measured])
+        diagonals = torch.stack([m.value.diag() for m in self.group.expert_statistics])
         expected = sum(d * q for d, q in zip(self.group.updates, diagonals, strict=True))
         assert torch.allclose(merged, expected / diagonals.sum(0))
 
     @pytest.mark.parametrize("factor", [1e-6, 1e6])
     def test_the_ridge_does_not_know_the_scale_of_the_inputs(self, factor):
-        scaled = with_measured(self.group, [m.value * factor for m in self.group.measured])
+        scaled = with_measured(self.group, [m.value * factor for m in self.group.expert_statistics])
         expected = merge("regmean", self.group, ridge=0.1).delta
         assert torch.allclose(merge("regmean", scaled, ridge=0.1).delta, expected)
 
@@ -207,7 +209,9 @@ class TestRegMean:
         turned = LinearGroup(
             tuple(d @ turn.T for d in self.group.updates),
             self.group.weights,
-            measured=tuple(replace(m, value=turn @ m.value @ turn.T) for m in self.group.measured),
+            expert_statistics=tuple(
+                replace(m, value=turn @ m.value @ turn.T) for m in self.group.expert_statistics
+            ),
         )
         expected = merge("regmean", self.group, off_diagonal=1.0).delta @ turn.T
         assert relative(merge("regmean", turned, off_diagonal=1.0).delta, expected) < 1e-5
@@ -230,7 +234,7 @@ class TestFisher:
             Measured(torch.full((6, 5), value, dtype=torch.float64), 9, total)
             for value, total in zip(values, totals, strict=True)
         )
-        return LinearGroup(tuple(self.updates), weights, measured=measured)
+        return LinearGroup(tuple(self.updates), weights, expert_statistics=measured)
 
     def test_equal_information_is_the_average(self):
         merged = merge("fisher", self.given(0.3, 0.3, 0.3)).delta
@@ -272,7 +276,9 @@ class TestFisher:
             group_for("fisher", updates)
             if shape
             else LinearGroup(
-                tuple(updates), (1.0, 1.0), measured=(Measured(torch.tensor(0.5), 3, 1.0),) * 2
+                tuple(updates),
+                (1.0, 1.0),
+                expert_statistics=(Measured(torch.tensor(0.5), 3, 1.0),) * 2,
             )
         )
         merged = merge("fisher", group).delta
@@ -286,7 +292,7 @@ class TestFisher:
         blocks = []
         for rows in (slice(0, 2), slice(2, 6)):
             part = replace(group, updates=tuple(d[rows] for d in group.updates))
-            part = with_measured(part, [m.value[rows] for m in group.measured])
+            part = with_measured(part, [m.value[rows] for m in group.expert_statistics])
             blocks.append(merge("fisher", part).delta)
         assert torch.equal(torch.cat(blocks), whole)
 

@@ -90,7 +90,7 @@ def merged(name, updates):
     single = [update.to(torch.promote_types(update.dtype, torch.float32)) for update in updates]
     group = group_for(name, single)
     column = COLUMNS[name]
-    data = [measured.value for measured in group.measured]
+    data = [measured.value for measured in group.expert_statistics]
     stored = torch.float64 if updates[0].dtype == torch.float64 else None  # exact, with few digits
     delta = covmerge.merge_layer(
         updates, column.method, data=data, stored=stored, **column.parameters
@@ -218,7 +218,9 @@ def test_an_unchanged_expert_leaves_the_sums(name):
 def test_opposite_experts_cancel(name, dtype):
     update = UPDATES[OPPOSITE][0].to(dtype)
     group = group_for(name, [update, -update])
-    alike = LinearGroup(group.updates, group.weights, measured=group.measured[:1] * 2)
+    alike = LinearGroup(
+        group.updates, group.weights, expert_statistics=group.expert_statistics[:1] * 2
+    )
     # Adam's steps are as long as ever around the cancelled sum; ACE divides by a ridge of 1e-5.
     tolerance = {"wudi adam": 1e-3, "wudi adam 2e-5": 1e-3, "ace eps 1e-5": 1e-4}.get(name, 1e-6)
     assert kernel(name, alike).delta.norm() < tolerance * update.norm()

@@ -20,7 +20,9 @@ def merge(group, **parameters):
 def on_inputs(updates, rows, dtype=torch.float64):
     """A group whose experts have seen the rows `(n, d_in)`, each its own."""
     data = tuple(Measured((z.T @ z / len(z)).to(dtype), len(z), 1.0) for z in rows)
-    return LinearGroup(tuple(u.to(dtype) for u in updates), (1.0,) * len(updates), measured=data)
+    return LinearGroup(
+        tuple(u.to(dtype) for u in updates), (1.0,) * len(updates), expert_statistics=data
+    )
 
 
 def draw(*shape, seed=0):
@@ -60,12 +62,12 @@ def test_every_expert_has_a_direction():
 @pytest.mark.parametrize("parameters", [{}, PLAIN])
 def test_an_expert_whose_data_did_not_reach_the_layer_leaves_it(parameters):
     group = group_of(ESM, random_updates(12, 16, 3, 12, 3.0, seed=1))
-    own = group.measured
+    own = group.expert_statistics
     deaf = replace(own[1], value=torch.zeros_like(own[1].value))
-    merged = merge(replace(group, measured=(own[0], deaf, own[2])), **parameters)
+    merged = merge(replace(group, expert_statistics=(own[0], deaf, own[2])), **parameters)
     assert torch.equal(merged.delta, merge(permuted(group, [0, 2]), **parameters).delta)
     assert merged.stats["unheard"] == 1
-    assert not merge(replace(group, measured=(deaf,) * 3), **parameters).delta.any()
+    assert not merge(replace(group, expert_statistics=(deaf,) * 3), **parameters).delta.any()
 
 
 def test_inputs_that_an_update_does_not_answer_give_it_no_direction():

@@ -67,7 +67,9 @@ def both(name, params, updates, weights):
     given = method.resolve({**LOW_RANK.get(name, {}), **params})
     full = [u.dense() for u in updates]
     dense = group_of(method, full, weights, factors=tuple(updates))
-    factored = merge_factors(method, updates, weights, given, measured=dense.measured).delta
+    factored = merge_factors(
+        method, updates, weights, given, measured=dense.expert_statistics
+    ).delta
     return factored, method(dense, **given).delta
 
 
@@ -187,7 +189,7 @@ def test_zero_adapters_give_nothing():
     nothing = LowRank(torch.zeros(6, 2), torch.randn(2, 5))
     for name, params in VARIANTS:
         method = registry.get(name)
-        data = group_of(method, [nothing.dense()] * 2).measured
+        data = group_of(method, [nothing.dense()] * 2).expert_statistics
         given = method.resolve(params)
         merged = merge_factors(method, [nothing] * 2, [1.0] * 2, given, measured=data)
         assert not merged.delta.dense().any()

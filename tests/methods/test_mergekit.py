@@ -15,7 +15,7 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.linalg.mersenne import mersenne_twister
 from covmerge.maths.methods.mergekit import SETTINGS, Drawn, places
 from covmerge.maths.methods.sparsify import Rows, keep
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
 from tests.mergekit.agreement import assert_agrees
 from tests.methods.mergekit_cases import (
@@ -158,12 +158,14 @@ def test_of_mergekit_as_it_is_only_equal_magnitudes_at_a_threshold_differ(case, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_twins_know_the_same(case, dtype):
+def test_references_know_the_same(case, dtype):
     """Of the parameters of mergekit's recipes, places in the stream of random numbers among them."""
     method, parameters = resolved(case, dtype)
     for name, ours in merged(case, dtype, torch.float64).items():
-        twin = TWINS[method.name](group_of(case, dtype, name, torch.float64), **parameters[name])
-        off = (ours - twin).abs().max() / twin.abs().max()
+        reference = REFERENCES[method.name](
+            group_of(case, dtype, name, torch.float64), **parameters[name]
+        )
+        off = (ours - reference).abs().max() / reference.abs().max()
         assert off < (5e-2 if dtype == torch.bfloat16 else 1e-5), name
 
 

@@ -20,7 +20,7 @@ from tests.methods.groups import group_of, random_updates
 SOURCE = Path(covmerge.__file__).parent
 KINDS = {registry.get(name).noticed for name in registry.names()} - {Noticed}
 # The methods' own files, where the same word may be a parameter, or a fact of another.
-AT_HOME = {"methods", "twins"}
+AT_HOME = {"methods", "reference implementations"}
 # Words of the field that name other things too: ranks of adapters, the γ of an inspection, a parameter.
 COMMON = {"gamma", "k", "rank", "route", "sigma", "size", "solver"}
 

@@ -11,11 +11,11 @@ from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods import ace_rules, registry
 from covmerge.maths.methods.closed_form import active_experts
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from tests.advised import advice
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_factored import VARIANTS
-from tests.methods.variants import VARIANTS as TWINNED
+from tests.methods.variants import VARIANTS as REFERENCED
 
 WIDE, TALL = (96, 128), (128, 96)
 
@@ -200,7 +200,9 @@ def stored_group(method, shape, rank, spread, stored, computed, alike):
 
 
 OF_MATRICES = [
-    (n, p) for n, p in TWINNED if not registry.get(n).takes_any_shape and p.get("solver") != "adam"
+    (n, p)
+    for n, p in REFERENCED
+    if not registry.get(n).takes_any_shape and p.get("solver") != "adam"
 ]
 
 
@@ -215,29 +217,29 @@ OF_MATRICES = [
     ],
     ids=["1", "1000", "30"],
 )
-def test_kernel_and_twin_agree_on_where_rounding_begins(name, params, stored, spread, alike):
+def test_kernel_and_reference_agree_on_where_rounding_begins(name, params, stored, spread, alike):
     method = registry.get(name)
     for rank in (4, 24):
         for how in alike:
             group = stored_group(method, (48, 64), rank, spread, stored, torch.float64, how)
             merged = method(group, **method.resolve(params)).delta
-            assert relative(merged, TWINS[name](group, **params)) < 1e-6, (rank, how)
+            assert relative(merged, REFERENCES[name](group, **params)) < 1e-6, (rank, how)
 
 
-# What float32 leaves open is not the twin's to decide: Iso-CTS' weak directions of unlike experts.
+# What float32 leaves open is not the reference implementation's to decide: Iso-CTS' weak directions of unlike experts.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "params"), [(n, p) for n, p in OF_MATRICES if n != "iso_cts"], ids=str
 )
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_kernels_in_float32_agree_with_twins_on_it_too(name, params, spread):
+def test_kernels_in_float32_agree_with_references_on_it_too(name, params, spread):
     method = registry.get(name)
     for rank in (4, 24):
         group = stored_group(
             method, (48, 64), rank, spread, torch.bfloat16, torch.float32, "unlike"
         )
         merged = method(group, **method.resolve(params)).delta
-        assert relative(merged, TWINS[name](group, **params)) < 2e-3, rank
+        assert relative(merged, REFERENCES[name](group, **params)) < 2e-3, rank
 
 
 def drawn(shape, seed, decay=0.0):
@@ -384,7 +386,7 @@ class TestAce:
         assert relative(merged, alone.double()) < 1e-6
 
     @pytest.mark.parametrize("normalize", [True, False])
-    def test_the_twin_averages_them_too(self, normalize):
+    def test_the_reference_averages_them_too(self, normalize):
         generator = torch.Generator().manual_seed(3)
         usual = [torch.randn(12, 20, generator=generator, dtype=torch.float64) for _ in range(2)]
         alike = torch.randn(1, 20, generator=generator, dtype=torch.float64).expand(12, 20)
@@ -393,4 +395,4 @@ class TestAce:
         ace = registry.get("ace")
         merged = ace(group, **ace.resolve({"normalize": normalize}))
         assert merged.stats["averaged"] == (2 if normalize else 1)
-        assert relative(merged.delta, TWINS["ace"](group, normalize=normalize)) < 1e-8
+        assert relative(merged.delta, REFERENCES["ace"](group, normalize=normalize)) < 1e-8

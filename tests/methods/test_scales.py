@@ -25,7 +25,7 @@ NORMS = (0.8, 0.5, 1.1)
 
 def merge(method, updates, **parameters):
     group = group_of(method, [u.dense() if isinstance(u, LowRank) else u for u in updates])
-    data = [measured.value for measured in group.measured]
+    data = [measured.value for measured in group.expert_statistics]
     merged = covmerge.merge_layer(updates, method.name, data=data, **parameters)
     if isinstance(merged, LowRank):  # multiplied out where the product cannot leave the dtype
         return merged.to(torch.float64).dense()
@@ -175,7 +175,7 @@ def test_the_order_of_updates_changes_nothing(method):
     updates = random_updates(12, 9, 4, 9, 3.0, seed=4)
     updates.append(updates[1].clone())
     weights = [1.0, 2.0, 1.0, 0.5, 0.7]
-    data = [measured.value for measured in group_of(method, updates).measured]
+    data = [measured.value for measured in group_of(method, updates).expert_statistics]
     order = [4, 2, 0, 3, 1]
 
     def merged(places):

@@ -12,7 +12,7 @@ from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
 from covmerge.maths.methods import knots as knots_module
 from covmerge.maths.methods.factored import merge_factors, survey_factors
 from covmerge.maths.methods.knots import align
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
 from tests.methods.groups import random_rotation, random_updates, relative
 
@@ -276,11 +276,11 @@ def test_updates_without_factors_have_balanced_ones():
 
 
 @pytest.mark.parametrize("params", [{}, {"inner": "ties"}, {"inner": "ties", "isotropize": False}])
-def test_adapters_agree_with_the_twin_on_their_own_factors(params):
+def test_adapters_agree_with_the_reference_on_their_own_factors(params):
     group = group_of(adapters())
     limited = {"rank_rtol": 1e-9, **params}
     merged = merge("core_space", group, **limited).delta
-    assert relative(merged, TWINS["core_space"](group, **limited)) < 1e-9
+    assert relative(merged, REFERENCES["core_space"](group, **limited)) < 1e-9
 
 
 @pytest.mark.parametrize("method", ["knots", "core_space"])

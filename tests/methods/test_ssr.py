@@ -28,7 +28,9 @@ def adapters(d_out=20, d_in=30, ranks=(2, 3, 4), seed=0):
 
 
 def data_of(updates):
-    return [own.value for own in group_of(SSR, [update.dense() for update in updates]).measured]
+    return [
+        own.value for own in group_of(SSR, [update.dense() for update in updates]).expert_statistics
+    ]
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (20, 12)])
@@ -90,7 +92,12 @@ def test_experts_are_kept_on_inputs_that_their_factors_tell_apart():
 def test_who_did_not_change_the_layer_leaves_with_its_data():
     one, other = random_updates(8, 12, 2, 8, 3.0, seed=2)
     group = group_of(SSR, [one, torch.zeros_like(one), other])
-    two = replace(group, updates=(one, other), weights=(1.0, 1.0), measured=group.measured[::2])
+    two = replace(
+        group,
+        updates=(one, other),
+        weights=(1.0, 1.0),
+        expert_statistics=group.expert_statistics[::2],
+    )
     assert torch.equal(merge(SSR, group), merge(SSR, two))
     alone = replace(group, updates=(one, *(torch.zeros_like(one),) * 2))
     assert torch.equal(merge(SSR, alone, ridge=0.5), one)
@@ -98,18 +105,24 @@ def test_who_did_not_change_the_layer_leaves_with_its_data():
 
 def test_data_that_reached_nothing_keeps_the_base():
     group = group_of(SSR, random_updates(8, 12, 2, 8, 3.0, seed=2))
-    silent = tuple(replace(own, value=torch.zeros_like(own.value)) for own in group.measured)
+    silent = tuple(
+        replace(own, value=torch.zeros_like(own.value)) for own in group.expert_statistics
+    )
     for ridge in (0.0, 1e-4):
-        assert not merge(SSR, replace(group, measured=silent), ridge=ridge).any()
+        assert not merge(SSR, replace(group, expert_statistics=silent), ridge=ridge).any()
 
 
 def test_data_on_inputs_that_no_update_reads_keeps_the_base():
     group = group_of(SSR, [torch.eye(4).double(), 2 * torch.eye(4).double()])
     read = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]).double())
-    beside = tuple(replace(own, value=torch.eye(4).double() - read) for own in group.measured)
+    beside = tuple(
+        replace(own, value=torch.eye(4).double() - read) for own in group.expert_statistics
+    )
     updates = tuple(update @ read for update in group.updates)
     for ridge in (0.0, 1e-4):
-        assert not merge(SSR, replace(group, updates=updates, measured=beside), ridge=ridge).any()
+        assert not merge(
+            SSR, replace(group, updates=updates, expert_statistics=beside), ridge=ridge
+        ).any()
 
 
 def test_data_of_another_shape_is_named_for_adapters_too():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.data import wudi_loss
+from covmerge.maths.reference.data import wudi_loss
 from covmerge.methods import registry
 from tests.methods.edge_cases import IDENTICAL, PUBLISHED, draw
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, updates_of

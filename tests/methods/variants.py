@@ -1,4 +1,4 @@
-"""The parameters over which every kernel is compared with its twin.
+"""The parameters over which every kernel is compared with its reference implementation.
 
 VARIANTS   (method, parameters)
 LOW_RANK   method -> parameters that make updates of low rank well posed, where it needs any
@@ -134,7 +134,7 @@ VARIANTS = [
     ("ctm", {"core_rank": 6, "inner": "cart", "rank_ratio": 0.4, "scale": 1.5}),
     ("ctm", {"core_rank": 3, "inner": "iso_c", "scale": 0.5}),
 ]
-# The twin's directions beyond the rank are arbitrary.
+# The reference implementation's directions beyond the rank are arbitrary.
 LOW_RANK = {
     "ace": {"rank_rtol": 1e-9},
     "knots": {"rank_rtol": 1e-9},

@@ -1,4 +1,4 @@
-"""The parameters over which every step is compared with its twin."""
+"""The parameters over which every step is compared with its reference implementation."""
 
 VARIANTS = [
     ("norm_balance", {}),

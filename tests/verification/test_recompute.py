@@ -46,7 +46,10 @@ def test_a_merge_is_what_its_sources_give(tmp_path, method, dtype):
     covmerge.merge(base, experts, method, tmp_path / "out", out_dtype=dtype)
     check = recompute(tmp_path / "out", tensors=99)
     assert check.ok
-    assert check.detail == "5 of 5 merged tensors are what the sources give by the float64 twins"
+    assert (
+        check.detail
+        == "5 of 5 merged tensors are what the sources give by the float64 reference implementations"
+    )
 
 
 @pytest.mark.parametrize("kind", ["ace", "ties"])

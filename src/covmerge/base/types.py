@@ -295,7 +295,7 @@ class LinearGroup:
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
     streams: tuple[Uniform, ...] = ()
-    measured: tuple[Measured, ...] = ()
+    expert_statistics: tuple[Measured, ...] = ()
     thresholds: tuple[float, ...] | None = None
     shared: dict[str, Any] | None = None
     frame: Frame | None = None
@@ -304,8 +304,8 @@ class LinearGroup:
     base: Tensor | None = None
     models: tuple[Tensor, ...] = ()
     known: tuple[Any, ...] = ()
-    inputs: Tensor | None = None
-    inputs_mean: float | None = None
+    base_inputs: Tensor | None = None
+    base_inputs_mean: float | None = None
     base_norm: float | None = None
     base_outputs: float | None = None
 

@@ -171,12 +171,12 @@ def merge_layer(
         models=tuple(seen_models),
         streams=_streams(dense, shares) if chosen.seeded else (),
         rounding=_rounding(chosen, dense, given, stored, start),
-        measured=_measured(data or (), dense[0]),
+        expert_statistics=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
         base_norm=_size(chosen, base),
         base_outputs=_outputs(chosen, base, inputs),
-        inputs=inputs,
+        base_inputs=inputs,
     )
     merged = chosen(group, **parameters).times(scale, group.base)
     norms = [norm(update) for update in dense]

@@ -91,7 +91,7 @@ def auto_with(
     used = torch.tensor([_used(update, unfelt) for update in updates], dtype=torch.float64)
     mean_used = (shares * used).sum() / shares.sum()
     base_outputs = group.base_outputs
-    if group.inputs is None:
+    if group.base_inputs is None:
         units = zip(shares / energies, updates, strict=True)
         inputs = sum(own * (unit.mT @ unit) for own, unit in units) * (d_in / shares.sum())
         if told is None:
@@ -100,12 +100,12 @@ def auto_with(
         inputs = told * inputs
         inputs.diagonal().add_(1.0 - told)
     else:
-        inputs = group.inputs.double()
+        inputs = group.base_inputs.double()
         beside_them = untold * float((1.0 - mean_used + unfelt) * inputs.diagonal().mean())
         inputs = inputs + beside_them * torch.eye(d_in, dtype=torch.float64)
         if base_outputs is not None and group.base_norm is not None:
             base_outputs = (base_outputs**2 + beside_them * group.base_norm**2) ** 0.5
-    unit = 1.0 if group.inputs is None else float(inputs.diagonal().sum() / d_in)
+    unit = 1.0 if group.base_inputs is None else float(inputs.diagonal().sum() / d_in)
     inputs = inputs * (d_in / float(inputs.diagonal().sum()))
     total = torch.stack(updates).sum(0)
     fused = total if start == "sum" else _regression(updates, energies, shares, ridge)

@@ -22,7 +22,8 @@ def verify(
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Compute some tensors again from the sources, by float64 twins."
+            "--deep",
+            help="Compute some tensors again from the sources, by float64 reference implementations.",
         ),
     ] = False,
     tensors: Annotated[

@@ -39,12 +39,12 @@ def measured_values(
         covmerge.base.errors.RecipeError: method 'regmean' needs the Gram matrix of every expert, and has \
 0 for 1: pass one for each update (data=)
     """
-    if len(group.measured) != len(group.updates):
+    if len(group.expert_statistics) != len(group.updates):
         raise RecipeError(
             f"method '{method}' needs the {_NAMES[kind]} of every expert, and has "
-            f"{len(group.measured)} for {len(group.updates)}: pass one for each update (data=)"
+            f"{len(group.expert_statistics)} for {len(group.updates)}: pass one for each update (data=)"
         )
-    values = tuple(measured.value for measured in group.measured)
+    values = tuple(measured.value for measured in group.expert_statistics)
     check_shapes(values, kind, group.updates[0].shape, method=method)
     return values
 

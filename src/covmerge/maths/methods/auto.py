@@ -142,7 +142,7 @@ def auto(group: LinearGroup) -> Merged:
     counted = Counted.of(group)
     if counted is None:
         return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
-    measured, told = group.inputs, None
+    measured, told = group.base_inputs, None
     if measured is not None and not counted.inputs_mean > 0.0:  # nothing ever came in
         return auto(_unmeasured(group))
     known = measured is not None
@@ -158,7 +158,7 @@ def auto(group: LinearGroup) -> Merged:
 
 def _unmeasured(group: LinearGroup) -> LinearGroup:
     """The group as it is where nobody has measured the base's inputs."""
-    return replace(group, inputs=None, inputs_mean=None, base_outputs=None)
+    return replace(group, base_inputs=None, base_inputs_mean=None, base_outputs=None)
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:

@@ -58,16 +58,16 @@ def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
 def _kind(group: LinearGroup) -> tuple[bool, float]:
     """Whether its inputs were measured, and its tolerance."""
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, None, group.rounding)
-    return group.inputs is not None, rtol
+    return group.base_inputs is not None, rtol
 
 
 def _counted(groups: Sequence[LinearGroup], active: Sequence[Active]) -> list[Counted]:
     """How the experts of each layer count; numbers of the device are read for all layers at once."""
-    known = [group.inputs for group in groups if group.inputs is not None]
+    known = [group.base_inputs for group in groups if group.base_inputs is not None]
     if known:
         means = numbers(torch.stack([own.diagonal().double().mean() for own in known]))
         pairs = zip(groups, means, strict=True)
-        groups = [replace(group, inputs_mean=mean) for group, mean in pairs]
+        groups = [replace(group, base_inputs_mean=mean) for group, mean in pairs]
     each = zip(groups, active, _used(active, min(groups[0].shape)), strict=True)
     return [Counted.of_active(group, own, used) for group, own, used in each]
 
@@ -92,7 +92,7 @@ def _merged(layers: Sequence[Counted], rtol: float, *, known: bool) -> list[Merg
 
 def _measured(layers: Sequence[Counted]) -> tuple[Tensor, list[float | None]]:
     """Ĉ, what was measured of the base's inputs, `(n, d_in, d_in)`, and that no ψ was asked for."""
-    inputs = [layer.group.inputs for layer in layers]
+    inputs = [layer.group.base_inputs for layer in layers]
     return torch.stack([own for own in inputs if own is not None]), [None] * len(layers)
 
 

@@ -111,7 +111,7 @@ def auto_measured(group: LinearGroup) -> Merged:
         >>> from covmerge.base.types import Measured
         >>> d = torch.tensor([[2.0, 2.0]])
         >>> data = Measured(torch.diag(torch.tensor([3.0, 1.0])), rows=8, total=3.2)
-        >>> group = LinearGroup((d, d), (1.0, 1.0), measured=(data, data))
+        >>> group = LinearGroup((d, d), (1.0, 1.0), expert_statistics=(data, data))
         >>> auto_measured(group).delta.round(decimals=4).tolist()
         [[2.0, 2.0]]
     """

@@ -133,7 +133,7 @@ class Counted:
     @cached_property
     def inputs_mean(self) -> float:
         """The mean eigenvalue of the group's `inputs` in the layer's own axes; 0 where nobody has them."""
-        inputs, mean = self.group.inputs, self.group.inputs_mean
+        inputs, mean = self.group.base_inputs, self.group.base_inputs_mean
         if inputs is None:
             return 0.0
         return mean_of(inputs) if mean is None else mean

@@ -183,7 +183,7 @@ def esm(
         >>> from covmerge.base.types import Measured
         >>> a, b = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
         >>> data = Measured(torch.eye(2), rows=8, total=1.4)
-        >>> group = LinearGroup((a, b), (1.0, 1.0), measured=(data, data))
+        >>> group = LinearGroup((a, b), (1.0, 1.0), expert_statistics=(data, data))
         >>> esm(group, power=0.0, scale=1.0).delta.tolist()  # a spectrum made flat
         [[2.0, 0.0], [0.0, 2.0]]
     """

@@ -114,9 +114,11 @@ def merge_factors(
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
-        measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
-        inputs=None if inputs is None else _turned(inputs, reduced.right),
-        inputs_mean=None if inputs is None else mean_of(inputs),
+        expert_statistics=tuple(
+            replace(own, value=_turned(own.value, reduced.right)) for own in measured
+        ),
+        base_inputs=None if inputs is None else _turned(inputs, reduced.right),
+        base_inputs_mean=None if inputs is None else mean_of(inputs),
         base_norm=base_norm,
         base_outputs=base_outputs,
     )

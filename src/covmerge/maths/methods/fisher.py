@@ -90,14 +90,14 @@ def fisher(
         >>> updates = (torch.ones(1, 2), torch.zeros(1, 2))
         >>> matters = Measured(torch.tensor([[3.0, 0.0]]), rows=8, total=3.0)
         >>> other = Measured(torch.tensor([[1.0, 0.0]]), rows=8, total=1.0)
-        >>> group = LinearGroup(updates, (1.0, 1.0), measured=(matters, other))
+        >>> group = LinearGroup(updates, (1.0, 1.0), expert_statistics=(matters, other))
         >>> fisher(group, normalize=False).delta.tolist()
         [[0.75, 0.5]]
     """
     values = measured_values(group, "fisher", method="fisher")
     numerator, denominator = torch.zeros_like(values[0]), torch.zeros_like(values[0])
     for t, (update, importance) in enumerate(zip(group.updates, values, strict=True)):
-        share, total = group.weights[t], group.measured[t].total
+        share, total = group.weights[t], group.expert_statistics[t].total
         if normalize and total > 0.0:
             share /= total + floor if floor_how == "add" else total
         if floor_on == "all" or t == 0:

@@ -83,7 +83,7 @@ def lot(
         >>> import torch
         >>> from covmerge.base.types import Measured
         >>> seen = Measured(torch.diag(torch.tensor([4.0, 0.0])), rows=1, total=4.0)
-        >>> group = LinearGroup((torch.ones(1, 2),), (1.0,), measured=(seen,))
+        >>> group = LinearGroup((torch.ones(1, 2),), (1.0,), expert_statistics=(seen,))
         >>> merged = lot(group)
         >>> merged.delta.tolist(), merged.stats["rank"]
         ([[1.0, 0.0]], 1)

@@ -113,7 +113,7 @@ def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge
         >>> d, e = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2)
         >>> data = Measured(torch.diag(torch.tensor([3.0, 1.0])), rows=8, total=3.2)
         >>> other = Measured(torch.diag(torch.tensor([1.0, 3.0])), rows=8, total=3.2)
-        >>> merged = regmean(LinearGroup((d, e), (1.0, 1.0), measured=(data, other)))
+        >>> merged = regmean(LinearGroup((d, e), (1.0, 1.0), expert_statistics=(data, other)))
         >>> merged.delta.round(decimals=4).tolist()
         [[1.5, 0.5]]
     """
@@ -163,7 +163,7 @@ def regmean_plus_plus(
         >>> from covmerge.base.types import Measured
         >>> data = Measured(torch.eye(2), rows=8, total=1.4)
         >>> group = LinearGroup((torch.ones(1, 2), torch.zeros(1, 2)), (1.0, 1.0))
-        >>> group = LinearGroup(group.updates, group.weights, measured=(data, data))
+        >>> group = LinearGroup(group.updates, group.weights, expert_statistics=(data, data))
         >>> regmean_plus_plus(group).delta.tolist()
         [[0.5, 0.5]]
     """

@@ -140,7 +140,7 @@ def ssr(
         >>> from covmerge.base.types import Measured
         >>> a, b = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 3.0]])
         >>> data = Measured(torch.eye(2), rows=8, total=1.4)
-        >>> group = LinearGroup((a, b), (1.0, 1.0), measured=(data, data))
+        >>> group = LinearGroup((a, b), (1.0, 1.0), expert_statistics=(data, data))
         >>> ssr(group).delta.round(decimals=3).tolist()  # each input is the other's as often
         [[1.0, 1.5]]
     """

@@ -73,7 +73,9 @@ def _rows(group: LinearGroup, rows: slice) -> LinearGroup:
         updates=tuple(map(cut, group.updates)),
         models=tuple(map(cut, group.models)),
         streams=tuple(Stream(f"tensor/expert{t}", first) for t in range(len(group.tensors))),
-        measured=tuple(replace(own, value=cut(own.value)) for own in group.measured),
+        expert_statistics=tuple(
+            replace(own, value=cut(own.value)) for own in group.expert_statistics
+        ),
         base=None if group.base is None else cut(group.base),
     )
 
@@ -94,7 +96,7 @@ def factors(subject: Subject, case: Case) -> None:
         adapters.append(LowRank(left * (0.3 * (t + 1) / norm(left @ right)), right))
     weights = (1.0,) * case.count
     full = replace(subject.group([one.dense() for one in adapters]), factors=tuple(adapters))
-    merged = merge_factors(method, adapters, weights, given, measured=full.measured)
+    merged = merge_factors(method, adapters, weights, given, measured=full.expert_statistics)
     by_factors = merged.delta.dense()
     off = relative(by_factors, method(full, **given).delta)
     expect(

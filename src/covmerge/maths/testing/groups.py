@@ -67,7 +67,7 @@ def group_of(
         models=tuple(models),
         weights=tuple(weights or [1.0] * len(updates)),
         streams=tuple(Stream(f"tensor/expert{t}") for t in range(len(updates))),
-        measured=tuple(measured),
+        expert_statistics=tuple(measured),
         base=start,
         **given,
     )
@@ -85,7 +85,7 @@ def permuted(group: LinearGroup, order: Sequence[int]) -> LinearGroup:
         models=take(group.models),
         weights=take(group.weights),
         streams=take(group.streams),
-        measured=take(group.measured),
+        expert_statistics=take(group.expert_statistics),
         thresholds=None if group.thresholds is None else take(group.thresholds),
         factors=take(group.factors),
         rounding=take(group.rounding),

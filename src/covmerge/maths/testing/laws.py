@@ -96,14 +96,14 @@ def rotating_all_updates(subject: Subject, case: Case) -> None:
     d_out, d_in = case.shape
     left, right = random_rotation(d_out, 1), random_rotation(d_in, 2)
     group = subject.group(case.updates)
-    measured = group.measured
+    measured = group.expert_statistics
     if subject.method.data == "gram":
         measured = tuple(replace(m, value=right @ m.value @ right.T) for m in measured)
     turned = replace(
         group,
         updates=tuple(left @ update @ right.T for update in group.updates),
         models=tuple(left @ model @ right.T for model in group.models),
-        measured=measured,
+        expert_statistics=measured,
         base=None if group.base is None else left @ group.base @ right.T,
     )
     off = relative(subject.merge(turned), left @ subject.merge(group) @ right.T)
@@ -136,7 +136,7 @@ def a_weight_pulls_towards_its_expert(subject: Subject, case: Case) -> None:
 def inputs_are_not_modified(subject: Subject, case: Case) -> None:
     """Updates, data and base are as they were."""
     group = subject.group([update.clone() for update in case.updates])
-    given = [*group.tensors, *(m.value for m in group.measured)]
+    given = [*group.tensors, *(m.value for m in group.expert_statistics)]
     given += [] if group.base is None else [group.base]
     copies = [tensor.clone() for tensor in given]
     subject.merge(group)

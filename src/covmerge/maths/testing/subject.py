@@ -78,7 +78,7 @@ class Subject:
             updates,
             self.name,
             weights=weights,
-            data=[measured.value for measured in group.measured],
+            data=[measured.value for measured in group.expert_statistics],
             base=group.base,
             # Strange updates may have few digits in float64, and are exact.
             stored=torch.float64 if updates[0].dtype == torch.float64 else None,

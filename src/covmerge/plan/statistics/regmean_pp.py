@@ -334,7 +334,7 @@ class _Ensemble:
         group = LinearGroup(
             tuple(update.mT if layer.transposed else update for update in updates),
             (1.0,) * len(updates),
-            measured=tuple(measured),
+            expert_statistics=tuple(measured),
         )
         method = registry.get("regmean++")
         merged = method(group, **method.resolve({})).delta

@@ -279,7 +279,7 @@ class Layer:
                 )
                 if method.seeded
                 else (),
-                measured=self._measured(item.tensor, method),
+                expert_statistics=self._measured(item.tensor, method),
                 thresholds=tuple(thresholds[expert] for expert in self._given)
                 if thresholds
                 else None,
@@ -290,7 +290,7 @@ class Layer:
                 known=tuple(self._inputs.known[expert] for expert in self._given)
                 if self._inputs.known
                 else (),
-                inputs=seen,
+                base_inputs=seen,
                 base_norm=size[0],
                 base_outputs=size[1],
             )

@@ -1,7 +1,7 @@
 """A merged model held against its sources: `covmerge verify --deep`.
 
 sources    base and experts as the merge had them
-choice     which tensors are computed again, and which of them by a twin
+choice     which tensors are computed again, and which of them by a reference implementation
 compute    the computation, and how far the stored tensors are from it
 """
 

@@ -1,4 +1,4 @@
-"""Which tensors of a merged model are computed again, and which of them by a float64 twin."""
+"""Which tensors of a merged model are computed again, and which of them by a float64 reference implementation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.files.tensors import matrix_shapes
 from covmerge.maths.methods import Method, registry
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from covmerge.plan.planning import Merge, Plan, TensorPlan
 
-# A twin forms a d × d matrix of every expert, d the longer side, and multiplies updates with it: so
+# A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies updates with it: so
 # many float64 numbers (a few of 0.8 GB are alive at once), so many multiplications (minutes).
 _MOST_NUMBERS = 10**8
 _MOST_PRODUCTS = 5 * 10**10
@@ -22,27 +22,27 @@ _MOST_PRODUCTS = 5 * 10**10
 _T = TypeVar("_T")
 
 
-def by_twin(name: str) -> Method:
-    """A registered method, carried out by its twin on updates that are multiplied out."""
+def by_reference(name: str) -> Method:
+    """A registered method, carried out by its reference implementation on updates that are multiplied out."""
     method = registry.get(name)
 
     @wraps(method.kernel)  # with its parameters
     def kernel(group: LinearGroup, **parameters: Any) -> Merged:
-        return Merged(TWINS[name](group, **parameters))
+        return Merged(REFERENCES[name](group, **parameters))
 
     return replace(method, kernel=kernel, factored="none", writes_masks=False, overview=None)
 
 
 def choose(plan: Plan, count: int) -> dict[str, str]:
-    """Take so many of the merged tensors, evenly, of those first that a twin can compute.
+    """Take so many of the merged tensors, evenly, of those first that a reference implementation can compute.
 
-    A method of which no tensor is within its twin's reach is not passed over.
+    A method of which no tensor is within its reference implementation's reach is not passed over.
 
     Returns:
-        By name, why it is not for a twin; "" where it is.
+        By name, why it is not for a reference implementation; "" where it is.
     """
     reasons = {
-        t.name: _beyond_a_twin(t, t.operation)
+        t.name: _beyond_a_reference(t, t.operation)
         for t in plan.tensors
         if isinstance(t.operation, Merge)
     }
@@ -54,10 +54,10 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if name in chosen}
 
 
-def _beyond_a_twin(tensor: TensorPlan, merge: Merge) -> str:
-    """Why no twin computes a tensor; "" where one does."""
-    if merge.method not in TWINS:
-        return f"'{merge.method}' has no twin"
+def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
+    """Why no reference implementation computes a tensor; "" where one does."""
+    if merge.method not in REFERENCES:
+        return f"'{merge.method}' has no reference implementation"
     unit = registry.get(merge.method).unit_for(merge.parameters)
     shape, count = tensor.stored.shape, len(tensor.operands)
     numbers = products = 0

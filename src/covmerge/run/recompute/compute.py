@@ -1,4 +1,4 @@
-"""Some tensors of a merged model computed again from its sources, by the float64 twins."""
+"""Some tensors of a merged model computed again from its sources, by the float64 reference implementations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from covmerge.run.engine import (
     work,
 )
 from covmerge.run.engine.selection import Selections
-from covmerge.run.recompute.choice import by_twin, choose
+from covmerge.run.recompute.choice import by_reference, choose
 from covmerge.run.recompute.sources import check_sources, pinned, sources_of
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification import Check
@@ -110,7 +110,7 @@ def _share(found: float, allowed: float) -> float:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor computed again; `instead`: why not by a twin, "" where it was."""
+    """A tensor computed again; `instead`: why not by a reference implementation, "" where it was."""
 
     name: str
     distance: _Distance
@@ -122,15 +122,15 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 
     The sources must be those of the merge, by their hashes. Their plan is made anew from the
     recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
-    by the methods' twins (`covmerge.maths.twins`), which share no code with what merged them. Where there
-    is no twin, or the tensor is too large for one, the method's own code is run in float64.
+    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with what merged them. Where there
+    is no reference implementation, or the tensor is too large for one, the method's own code is run in float64.
 
     Args:
         folder: the output, by path or address.
-        tensors: how many are taken, evenly, of those that were merged; first those that a twin can do.
+        tensors: how many are taken, evenly, of those that were merged; first those that a reference implementation can do.
 
     Returns:
-        A check that names the tensors that are not what the sources give, and those that no twin did.
+        A check that names the tensors that are not what the sources give, and those that no reference implementation did.
 
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
@@ -164,11 +164,11 @@ def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> st
     own = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
     kernels = f"covmerge's own kernels in float64: {some(own, 5, between='; ')}"
     if not own:
-        how = "the float64 twins"
+        how = "the float64 reference implementations"
     elif len(own) == len(found):
         how = kernels
     else:
-        how = f"the float64 twins, but for {len(own)} by {kernels}"
+        how = f"the float64 reference implementations, but for {len(own)} by {kernels}"
     if wrong:
         off = some((f"'{tensor.name}' is {tensor.distance}" for tensor in wrong), 5, between="; ")
         return f"not what the sources give: {off}; computed by {how}"
@@ -178,7 +178,7 @@ def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> st
 def _compare(
     plan: Plan, checkpoints: OpenCheckpoints, output: Checkpoint, chosen: Mapping[str, str]
 ) -> list[_Tensor]:
-    """Compute the chosen tensors, by their twins but for those that say why not."""
+    """Compute the chosen tensors, by their reference implementations but for those that say why not."""
     sources = checkpoints.sources()
     context = Context(plan.compute_dtype, torch.device("cpu"))
     executor = Threads(in_flight=2 * max(item.read_bytes for item in plan.items), lanes=1)
@@ -217,10 +217,10 @@ def _compare(
     for name, instead in chosen.items():
         if not instead:
             try:
-                found.append(_Tensor(name, distance(name, by_twin), ""))
+                found.append(_Tensor(name, distance(name, by_reference), ""))
                 continue
             except TensorError:
-                instead = "its twin fails"
+                instead = "its reference implementation fails"
         try:
             found.append(_Tensor(name, distance(name, registry.get), instead))
         except TensorError as error:
@@ -279,5 +279,5 @@ def _unrounded(item: WorkItem) -> WorkItem:
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
     unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
-    # A twin knows no overview: it sees the whole.
+    # A reference implementation knows no overview: it sees the whole.
     return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded

@@ -10,8 +10,23 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import deltas_of, identity, inverse, length, svd, total, weighted
-from covmerge.maths.twins.rank import gram_inverse, leading, of_sum, roundings, together, tolerance
+from covmerge.maths.reference.algebra import (
+    deltas_of,
+    identity,
+    inverse,
+    length,
+    svd,
+    total,
+    weighted,
+)
+from covmerge.maths.reference.rank import (
+    gram_inverse,
+    leading,
+    of_sum,
+    roundings,
+    together,
+    tolerance,
+)
 
 
 def average(group: LinearGroup) -> Tensor:
@@ -139,10 +154,10 @@ def auto(group: LinearGroup) -> Tensor:
     rounding = Rounding.together(own)
     V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
-    if group.inputs is not None and not group.inputs.any():
-        return auto(replace(group, inputs=None, base_outputs=None))
-    if group.inputs is not None:
-        inputs = group.inputs.double()
+    if group.base_inputs is not None and not group.base_inputs.any():
+        return auto(replace(group, base_inputs=None, base_outputs=None))
+    if group.base_inputs is not None:
+        inputs = group.base_inputs.double()
         omega = [share_used(d) for d, _ in changed]
         unused = 1 - sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
         beside = 0.1 * (unused + 10**-4) * float(inputs.diagonal().mean())
@@ -150,7 +165,7 @@ def auto(group: LinearGroup) -> Tensor:
             gives = (group.base_outputs**2 + beside * group.base_norm**2) ** 0.5
             group = replace(group, base_outputs=gives)
         found = equalised(group, R, inputs + beside * identity(d_in))
-        return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
+        return auto(replace(group, base_inputs=None, base_outputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = share_told(G)
     w = [x * sum(s) / sum(scales) for _, x in changed]
@@ -288,7 +303,7 @@ def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
     return [w * len(active) / sum(active) for w in weights]
 
 
-TWINS = {
+REFERENCES = {
     "average": average,
     "task_arithmetic": task_arithmetic,
     "actmat": actmat,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import deltas_of, identity, length, weighted
-from covmerge.maths.twins.elementwise import ties_of
-from covmerge.maths.twins.rank import (
+from covmerge.maths.reference.algebra import deltas_of, identity, length, weighted
+from covmerge.maths.reference.elementwise import ties_of
+from covmerge.maths.reference.rank import (
     far_apart,
     leading,
     of_sum,
@@ -20,8 +20,8 @@ from covmerge.maths.twins.rank import (
     tolerance,
     with_equals,
 )
-from covmerge.maths.twins.spectral import cart, flat, iso_c, tsv_m
-from covmerge.maths.twins.steps import norm_balance
+from covmerge.maths.reference.spectral import cart, flat, iso_c, tsv_m
+from covmerge.maths.reference.steps import norm_balance
 
 
 def inside(
@@ -208,4 +208,4 @@ def most(blocks: list[Tensor], k: int, rtol: float) -> Tensor:
     return U[:, : with_equals(S, k)]
 
 
-TWINS = {"knots": knots, "core_space": core_space, "ctm": ctm}
+REFERENCES = {"knots": knots, "core_space": core_space, "ctm": ctm}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.twins.algebra import lengths
-from covmerge.maths.twins.weights import given, shares_of
+from covmerge.maths.reference.algebra import lengths
+from covmerge.maths.reference.weights import given, shares_of
 
 
 def slerp(group: LinearGroup, *, t: float = 0.5, arithmetic: str | None = None) -> Tensor:
@@ -133,4 +133,4 @@ def karcher(
     return (rounded(sum(sizes) / len(sizes)) * m).double()
 
 
-TWINS = {"slerp": slerp, "nuslerp": nuslerp, "multislerp": multislerp, "karcher": karcher}
+REFERENCES = {"slerp": slerp, "nuslerp": nuslerp, "multislerp": multislerp, "karcher": karcher}

@@ -1,6 +1,6 @@
-"""Steps around a method: twins of their own, as a step may stand around any method.
+"""Steps around a method: reference implementations of their own, as a step may stand around any method.
 
-A twin of a step before a method gives the updates in float64; one of a step after it gives the merged
+A reference implementation of a step before a method gives the updates in float64; one of a step after it gives the merged
 update.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.twins.algebra import deltas_of, length, svd
-from covmerge.maths.twins.rank import leading, roundings, tolerance, with_equals
+from covmerge.maths.reference.algebra import deltas_of, length, svd
+from covmerge.maths.reference.rank import leading, roundings, tolerance, with_equals
 
 
 def norm_balance(group: LinearGroup, *, strength: float = 1.0) -> list[Tensor]:
@@ -109,7 +109,7 @@ def _mean_length(deltas: list[Tensor]) -> float:
     return sum(sizes) / max(1, len(sizes))
 
 
-STEP_TWINS: Mapping[str, Callable[..., Tensor | list[Tensor]]] = {
+STEP_REFERENCES: Mapping[str, Callable[..., Tensor | list[Tensor]]] = {
     "norm_balance": norm_balance,
     "pact": pact,
     "pico": pico,

@@ -1,4 +1,4 @@
-"""`verify --deep` computes by the twins: right merges pass it, and a wrong kernel does not."""
+"""`verify --deep` computes by the reference implementations: right merges pass it, and a wrong kernel does not."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.maths.twins import TWINS
+from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
 from covmerge.run.recompute import choice, recompute
 from tests.cli.runs import covmerge as cli
@@ -126,16 +126,18 @@ def merge(sources, out, kind, method, **given):
     return out
 
 
-def assert_by_twins(out):
+def assert_by_references(out):
     check = recompute(out, tensors=99)
     assert check.ok, check.detail
-    assert check.detail.endswith("what the sources give by the float64 twins"), check.detail
+    assert check.detail.endswith(
+        "what the sources give by the float64 reference implementations"
+    ), check.detail
 
 
-def test_a_twin_has_the_parameters_of_its_method():
-    assert set(TWINS) == set(registry.names())
+def test_a_reference_has_the_parameters_of_its_method():
+    assert set(REFERENCES) == set(registry.names())
     for method in registry:
-        own = inspect.signature(TWINS[method.name]).parameters
+        own = inspect.signature(REFERENCES[method.name]).parameters
         known = {parameter.name: parameter.default for parameter in method.parameters}
         assert {n: p.default for n, p in own.items() if n != "group"} == known
 
@@ -166,12 +168,12 @@ def rarely(method, *given):
     ],
 )
 def test_every_method(sources, tmp_path, kind, stored, method):
-    assert_by_twins(merge(sources, tmp_path / "out", kind, method, out_dtype=stored))
+    assert_by_references(merge(sources, tmp_path / "out", kind, method, out_dtype=stored))
 
 
 @pytest.mark.parametrize(("method", "parameters"), [v for v in VARIANTS if v[1]], ids=str)
 def test_their_parameters(sources, tmp_path, method, parameters):
-    assert_by_twins(merge(sources, tmp_path / "out", "full", method, **parameters))
+    assert_by_references(merge(sources, tmp_path / "out", "full", method, **parameters))
 
 
 def faulty(name, wrong):
@@ -219,7 +221,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("wrong", "method"), WRONG)
 def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
-    """The same wrong code, run again, would give the same: only a twin can tell."""
+    """The same wrong code, run again, would give the same: only a reference implementation can tell."""
     monkeypatch.setitem(registry._declared, method, faulty(method, wrong))
     out = merge(sources, tmp_path / "out", "full", method)
     assert cli("verify", out, "--json").json["ok"]
@@ -227,7 +229,7 @@ def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     (failed,) = [check for check in report["checks"] if not check["ok"]]
     assert failed["name"] == "recomputed"
     assert "up_proj.weight' is off by" in failed["detail"]
-    assert failed["detail"].endswith("computed by the float64 twins")
+    assert failed["detail"].endswith("computed by the float64 reference implementations")
 
 
 @pytest.mark.covering(1)
@@ -240,8 +242,8 @@ def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     ],
 )
 def test_adapters_folded_into_bfloat16(sources, tmp_path, method, stored):
-    """Below the edge of rounding there is no direction of the expert: the twins know that too."""
-    assert_by_twins(merge(sources, tmp_path / "out", "folded", method, out_dtype=stored))
+    """Below the edge of rounding there is no direction of the expert: the reference implementations know that too."""
+    assert_by_references(merge(sources, tmp_path / "out", "folded", method, out_dtype=stored))
 
 
 # Of equal singular values directions are arbitrary, and so is what KnOTS' TIES and DC-Merge make of them.
@@ -250,10 +252,10 @@ ORDERED = [m.name for m in registry if m.data == "none" and m.name not in ("knot
 
 @pytest.mark.parametrize("method", ORDERED)
 def test_equal_singular_values_and_an_expert_that_changed_nothing(sources, tmp_path, method):
-    assert_by_twins(merge(sources, tmp_path / "out", "tied", method))
+    assert_by_references(merge(sources, tmp_path / "out", "tied", method))
 
 
-class TestWithoutATwin:
+class TestWithoutAReference:
     def test_a_method_of_somebody_else(self, sources, tmp_path, monkeypatch):
         mine = replace(registry.get("average"), name="mine")
         monkeypatch.setitem(registry._declared, "mine", mine)
@@ -261,7 +263,7 @@ class TestWithoutATwin:
         check = recompute(out, tensors=2)
         assert check.ok
         assert "2 of 8 merged tensors are what the sources give by covmerge's own" in check.detail
-        assert "('mine' has no twin)" in check.detail
+        assert "('mine' has no reference implementation)" in check.detail
 
     def test_a_tensor_that_is_too_large_for_one(self, sources, tmp_path, monkeypatch):
         """Others of its method are taken first, and it is said who computed it."""
@@ -269,8 +271,14 @@ class TestWithoutATwin:
         out = merge(sources, tmp_path / "out", "full", "ace")
         few, everything = recompute(out, tensors=4), recompute(out, tensors=8)
         assert few.ok and everything.ok
-        assert few.detail == "4 of 8 merged tensors are what the sources give by the float64 twins"
-        assert "by the float64 twins, but for 4 by covmerge's own kernels" in everything.detail
+        assert (
+            few.detail
+            == "4 of 8 merged tensors are what the sources give by the float64 reference implementations"
+        )
+        assert (
+            "by the float64 reference implementations, but for 4 by covmerge's own kernels"
+            in everything.detail
+        )
         assert "'layers.0.mlp.up_proj.weight' (72 × 48 of 3 experts" in everything.detail
 
     def test_a_method_with_none_within_reach_is_not_passed_over(
@@ -280,12 +288,12 @@ class TestWithoutATwin:
         out = merge(sources, tmp_path / "out", "full", "ace")
         assert "'layers.1.mlp.up_proj.weight' (72 × 48 of 3" in recompute(out, tensors=3).detail
 
-    def test_a_twin_that_fails(self, sources, tmp_path, monkeypatch):
+    def test_a_reference_that_fails(self, sources, tmp_path, monkeypatch):
         def fails(group, **parameters):
             raise torch.linalg.LinAlgError("no convergence")
 
-        monkeypatch.setitem(TWINS, "tsv_m", fails)
+        monkeypatch.setitem(REFERENCES, "tsv_m", fails)
         out = merge(sources, tmp_path / "out", "full", "tsv_m")
         check = recompute(out, tensors=8)
         assert check.ok
-        assert "layers.0.mlp.up_proj.weight' (its twin fails)" in check.detail
+        assert "layers.0.mlp.up_proj.weight' (its reference implementation fails)" in check.detail

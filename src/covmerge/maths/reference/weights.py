@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.twins.algebra import lengths, total
+from covmerge.maths.reference.algebra import lengths, total
 
 _NAMED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -247,7 +247,7 @@ def generalized_task_arithmetic(
     return (W0 + (merged if scale == 1 else merged * scale)).double()
 
 
-TWINS = {
+REFERENCES = {
     "linear": linear,
     "passthrough": passthrough,
     "nearswap": nearswap,

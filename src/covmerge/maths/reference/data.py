@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import deltas_of, identity, length, pinv, svd, total, weighted
-from covmerge.maths.twins.closed_form import (
+from covmerge.maths.reference.algebra import deltas_of, identity, length, pinv, svd, total, weighted
+from covmerge.maths.reference.closed_form import (
     average,
     bounds,
     equalised,
@@ -21,7 +21,7 @@ from covmerge.maths.twins.closed_form import (
     share_told,
     shares,
 )
-from covmerge.maths.twins.rank import leading, roundings, tolerance, with_equals
+from covmerge.maths.reference.rank import leading, roundings, tolerance, with_equals
 
 
 def wudi(
@@ -120,7 +120,7 @@ def regmean(group: LinearGroup, *, off_diagonal: float = 0.9, ridge: float = 0.0
     Along inputs that no data has seen it is zero; without any data it is the average.
     """
     G: list[Tensor] = []
-    for measured, weight in zip(group.measured, group.weights, strict=True):
+    for measured, weight in zip(group.expert_statistics, group.weights, strict=True):
         g = measured.value.double()
         G.append(weight * (off_diagonal * g + (1 - off_diagonal) * torch.diag(torch.diag(g))))
     system = total(G)
@@ -143,7 +143,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
 
     As docs/auto-measured.md has it.
     """
-    heard = [bool(m.value.any()) for m in group.measured]
+    heard = [bool(m.value.any()) for m in group.expert_statistics]
     deltas = [d * own for d, own in zip(deltas_of(group), heard, strict=True)]
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
@@ -152,7 +152,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     b = dict(zip(changed, bounds([length(deltas[t]) for t in changed]), strict=True))
     s = dict(zip(changed, shares([b[t] * length(deltas[t]) for t in changed]), strict=True))
     d_in = group.shape[1]
-    values = [m.value.double() for m in group.measured]
+    values = [m.value.double() for m in group.expert_statistics]
     G = [0.9 * g + 0.1 * torch.diag(torch.diag(g)) for g in values]
     C = list(G)
     for t in changed:
@@ -167,7 +167,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
 
 def lot(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
     """(Σ w_t Δ_t G_t)(Σ w_t G_t)†  (LOT Merging, Eq. 9)."""
-    G = [w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True)]
+    G = [w * m.value.double() for w, m in zip(group.weights, group.expert_statistics, strict=True)]
     cutoff = len(G[0]) * torch.finfo(torch.float32).eps if rtol is None else rtol
     return total(d @ g for d, g in zip(deltas_of(group), G, strict=True)) @ pinv(total(G), cutoff)
 
@@ -176,7 +176,9 @@ def ssr(group: LinearGroup, *, ridge: float = 1e-4, rank_rtol: float | None = No
     """B Q(G + ρI)⁻¹ A, z = A x, G = Σ w_t E_t[z zᵀ], Q_t = w_t E_t[z_t zᵀ]  (SSR-Merge)."""
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
     deltas = deltas_of(group)
-    changed = [t for t, d in enumerate(deltas) if d.any() and group.measured[t].value.any()]
+    changed = [
+        t for t, d in enumerate(deltas) if d.any() and group.expert_statistics[t].value.any()
+    ]
     if len(changed) < 2:
         return deltas[changed[0]] if changed else torch.zeros_like(deltas[0])
     if group.factors:
@@ -185,7 +187,7 @@ def ssr(group: LinearGroup, *, ridge: float = 1e-4, rank_rtol: float | None = No
         found = [leading(deltas[t], rtol, errors[t]) for t in changed]
         pairs = [(each.U @ torch.diag(each.S), each.Vh) for each in found]
     B, A = torch.hstack([b for b, _ in pairs]), torch.vstack([a for _, a in pairs])
-    of_inputs = [group.weights[t] * group.measured[t].value.double() for t in changed]
+    of_inputs = [group.weights[t] * group.expert_statistics[t].value.double() for t in changed]
     G = total(A @ g @ A.T for g in of_inputs)
     Q = torch.vstack([a @ g @ A.T for (_, a), g in zip(pairs, of_inputs, strict=True)])
     rho = ridge * float(G.trace()) / len(G)
@@ -203,7 +205,7 @@ def esm(
 ) -> Tensor:
     """α σ̄_U σ̄_V polar([U_1s_1 …]) polar([s_1U_1ᵀΔ̂_1; …]c), U_t of Δ_tG_tΔ_tᵀ  (ESM)."""
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
-    deltas, data = deltas_of(group), [own.value.double() for own in group.measured]
+    deltas, data = deltas_of(group), [own.value.double() for own in group.expert_statistics]
     heard = [t for t, d in enumerate(deltas) if d.any() and data[t].any()]
     share = max(1, group.shape[0] // max(1, len(heard)))
     mean = sum(length(deltas[t]) for t in heard) / max(1, len(heard))
@@ -265,7 +267,9 @@ def fisher(
 ) -> Tensor:
     """Σ c_t F_t Δ_t / Σ c_t F_t, c_t = w_t / ‖F_t‖₂  (Fisher merging), entry by entry."""
     F: list[Tensor] = []
-    for t, (measured, weight) in enumerate(zip(group.measured, group.weights, strict=True)):
+    for t, (measured, weight) in enumerate(
+        zip(group.expert_statistics, group.weights, strict=True)
+    ):
         f = measured.value.double()
         if floor_on == "all" or t == 0:
             f = f + floor if floor_how == "add" else torch.maximum(f, torch.tensor(floor).double())
@@ -278,7 +282,7 @@ def fisher(
     return total(f * d for f, d in zip(F, deltas_of(group), strict=True)) / total(F)
 
 
-TWINS = {
+REFERENCES = {
     "wudi": wudi,
     "aswudi": aswudi,
     "swudi": swudi,

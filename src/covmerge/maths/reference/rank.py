@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import length, svd
+from covmerge.maths.reference.algebra import length, svd
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.twins.algebra import deltas_of, length, total, weighted
-from covmerge.maths.twins.elementwise import ties_of
-from covmerge.maths.twins.rank import (
+from covmerge.maths.reference.algebra import deltas_of, length, total, weighted
+from covmerge.maths.reference.elementwise import ties_of
+from covmerge.maths.reference.rank import (
     Spectrum,
     leading,
     of_sum,
@@ -235,7 +235,7 @@ def _filtered(d: Tensor, mask: Tensor) -> Tensor:
     return cast("Tensor", _fft.ifft2(_fft.fft2(d) * mask).real)
 
 
-TWINS = {
+REFERENCES = {
     "cart": cart,
     "tsv_m": tsv_m,
     "dc_merge": dc_merge,

@@ -1,4 +1,4 @@
-"""torch's own float64 routines, with types: all that the twins take from elsewhere."""
+"""torch's own float64 routines, with types: all that the reference implementations take from elsewhere."""
 
 from __future__ import annotations
 

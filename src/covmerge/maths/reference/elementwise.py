@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.twins.algebra import deltas_of, total, weighted
+from covmerge.maths.reference.algebra import deltas_of, total, weighted
 
 
 def threshold(delta: Tensor, density: float) -> float:
@@ -140,7 +140,7 @@ def emr(group: LinearGroup) -> Tensor:
     return sign * torch.stack(agreeing).amax(0)
 
 
-TWINS = {
+REFERENCES = {
     "ties": ties,
     "dare_task_arithmetic": dare_task_arithmetic,
     "dare_ties": dare_ties,
