@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -254,6 +255,11 @@ class Measured:
     total: float
 
 
+def _renamed(old: str, new: str) -> None:
+    said = f"LinearGroup.{old} is now LinearGroup.{new}; the old name goes with the next release"
+    warnings.warn(said, DeprecationWarning, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class LinearGroup:
     """One linear layer of every expert, oriented, as a method sees it.
@@ -264,7 +270,8 @@ class LinearGroup:
             methods that see the models.
         weights: one positive number per expert; 1 is neutral.
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
-        measured: per expert, for methods registered with `data`; empty for the others.
+        expert_statistics: per expert, what its data says of the layer, for methods registered with `data`;
+            empty for the others.
         thresholds: per expert, what the survey of all tensors found, for methods registered with a
             `survey`; None: this group is all there is.
         shared: results that several methods ask for on the same group; None: nothing is kept.
@@ -281,15 +288,14 @@ class LinearGroup:
             see the `weights`, in place of the updates; empty for the others. They must not be modified.
         known: per expert, what the overview of its whole tensor found, of these rows, for methods
             registered with an `overview`; empty: this group is all of the tensor.
-        inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
-            device, for whom is registered with `base_inputs`, where somebody has measured it; None:
-            nobody has.
-        inputs_mean: the mean eigenvalue of `inputs` in the layer's own axes, where they are written in the
-            basis of a `frame`; None: they are in these axes.
+        base_inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
+            device, for methods registered with `base_inputs`, where it has been measured; else None.
+        base_inputs_mean: the mean eigenvalue of `base_inputs` in the layer's own axes, where it is written
+            in the basis of a `frame`; else None.
         base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
             blocks; None: it stands in none, or its weights were not read.
-        base_outputs: ‖W_0C^½‖_F beside it, C the `inputs` in their units; None: nobody has measured these,
-            or nothing ever came in.
+        base_outputs: ‖W_0C^½‖_F beside it, C the `base_inputs` in their units; None: nobody has measured
+            these, or nothing ever came in.
     """
 
     updates: tuple[Tensor, ...]
@@ -308,6 +314,24 @@ class LinearGroup:
     base_inputs_mean: float | None = None
     base_norm: float | None = None
     base_outputs: float | None = None
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """The old name of `base_inputs`, for one release."""
+        _renamed("inputs", "base_inputs")
+        return self.base_inputs
+
+    @property
+    def inputs_mean(self) -> float | None:
+        """The old name of `base_inputs_mean`, for one release."""
+        _renamed("inputs_mean", "base_inputs_mean")
+        return self.base_inputs_mean
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """The old name of `expert_statistics`, for one release."""
+        _renamed("measured", "expert_statistics")
+        return self.expert_statistics
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

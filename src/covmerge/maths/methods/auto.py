@@ -142,16 +142,16 @@ def auto(group: LinearGroup) -> Merged:
     counted = Counted.of(group)
     if counted is None:
         return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
-    measured, told = group.base_inputs, None
-    if measured is not None and not counted.inputs_mean > 0.0:  # nothing ever came in
+    base_inputs, told = group.base_inputs, None
+    if base_inputs is not None and not counted.inputs_mean > 0.0:  # nothing ever came in
         return auto(_unmeasured(group))
-    known = measured is not None
-    if measured is None:
-        measured, told = _told(counted.active, counted.shares)
+    known = base_inputs is not None
+    if base_inputs is None:
+        base_inputs, told = _told(counted.active, counted.shares)
     rtol = rank_tolerance(group.shape, first.dtype, None, group.rounding)
     fused = least_squares(counted, rtol).to(first.dtype)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
-    seen = Metric.of(measured, counted.untold)
+    seen = Metric.of(base_inputs, counted.untold)
     found = equalise(counted, fused, seen, noticed, rtol=rtol)
     return auto(_unmeasured(group)) if found is None else found  # updates that cancel each other
 

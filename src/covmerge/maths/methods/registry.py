@@ -221,8 +221,8 @@ class Method(Declared):
             the base's too (`needs_base`). A method that sees weights takes tensors as they are stored,
             and a tensor that it returns is W̄ itself.
         experts: the fewest and the most experts that it merges; None: there is no most.
-        base_inputs: `LinearGroup.base_inputs` is what was measured of the base's layer inputs, where anything
-            was, written in the basis of adapters (`inputs_mean` is of before); it can do without.
+        base_inputs: `LinearGroup.base_inputs` is what was measured of the base's layer inputs, if anything
+            was, in the basis of adapters (`base_inputs_mean` is in the layer's own); it can do without.
         base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read, and with `base_inputs`
             `LinearGroup.base_outputs` how long what it gives; it can do without.
         stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
