@@ -37,4 +37,4 @@ REFERENCES: Mapping[str, ReferenceFunction] = {
     **spheres.REFERENCES,
 }
 
-__all__ = ["REFERENCES", "STEP_REFERENCES", "Reference implementation"]
+__all__ = ["REFERENCES", "STEP_REFERENCES", "ReferenceFunction"]
