@@ -1,5 +1,6 @@
 """What `import covmerge` offers, in whatever order it is touched."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -79,3 +80,33 @@ def test_none_is_no_source():
         merge(None, [state])
     with pytest.raises(RecipeError, match="expert 'a' is None"):
         covmerge.inspect(state, {"a": None})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("inputs", "base_inputs"),
+        ("inputs_mean", "base_inputs_mean"),
+        ("measured", "expert_statistics"),
+    ],
+)
+def test_old_names_of_a_group_warn_and_work(old, new):
+    group = covmerge.LinearGroup((torch.eye(2),), (1.0,), base_inputs=torch.eye(2))
+    with pytest.warns(DeprecationWarning, match=f"LinearGroup.{old} is now LinearGroup.{new}"):
+        assert getattr(group, old) is getattr(group, new)
+
+
+@pytest.mark.parametrize("name", ["errors", "methods", "registry", "steps", "testing"])
+def test_public_paths_have_what_lies_on_the_floors(name):
+    public = importlib.import_module(f"covmerge.{name}")
+    home = importlib.import_module(f"covmerge.{'base' if name == 'errors' else 'maths'}.{name}")
+    names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
+    assert names and all(getattr(public, n) is getattr(home, n) for n in names)
+
+
+def test_the_module_and_the_table_of_one_name():
+    """`covmerge.methods.registry` is a module to import from, and the table of methods as an attribute."""
+    from covmerge.methods.registry import register
+
+    assert covmerge.methods.registry is covmerge.methods.get.__self__
+    assert register is covmerge.register

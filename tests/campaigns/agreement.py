@@ -1,13 +1,13 @@
 """How far a merge may be from its equation, and whether it is.
 
-The equation is the reference implementation f of float64. A stable algorithm gives f of updates that are off by rounding,
-rounded itself (Higham, Accuracy and Stability of Numerical Algorithms, 2002, §1.5), so that with u the
-unit roundoff of the dtype that is computed in, x the updates, n the longest of d_out, d_in and T, and
-errors that add up as √n (Higham and Mary, SIAM Journal on Scientific Computing 2019)
+The equation is the reference implementation f in float64. A stable algorithm gives f of updates that are
+off by rounding, rounded itself (Higham, Accuracy and Stability of Numerical Algorithms, 2002, §1.5), so
+that with u the unit roundoff of the dtype that is computed in, x the updates, n the longest of d_out,
+d_in and T, and errors that add up as √n (Higham and Mary, SIAM Journal on Scientific Computing 2019)
 
     ‖f̂(x) − f(x)‖ ≤ 64 √n ( u ‖f(x)‖ + max_δ ‖f(x + δ) − f(x)‖ ),   ‖δ_t‖ ≈ 2u ‖Δ_t‖.
 
-The last term is the condition number times u, and is measured by the reference implementation itself: at δ drawn at random,
+The last term is the condition number times u, and is measured by the reference: at δ drawn at random,
 entry by entry in proportion, and for methods on matrices in all entries, where the first term alone does
 not do. Base and data are moved as the updates are. Methods on Gram matrices have κ² of that in float32,
 and go over to float64 where it is large (docs/numbers.md): `GRAM` is what they then have lost, in shares
@@ -71,7 +71,7 @@ class Found:
 
 
 def look(layer: Layer) -> Found:
-    """Merge a layer, and hold it against its reference implementation and against itself in other circumstances."""
+    """Merge a layer, and compare it with its reference implementation, and with itself elsewhere."""
     try:
         group = layer.group
         merged = layer.merged(group)
@@ -172,7 +172,7 @@ class _Bound:
         if off <= straight:
             return "agrees", said
         near, far = self._responses()
-        said += f"; rounding moves the reference implementation by {near:.3g}, sixteen times that by {far:.3g}"
+        said += f"; rounding moves the reference by {near:.3g}, sixteen times that by {far:.3g}"
         allowed = straight + _C * self._n * near
         jumps = far < 4 * near and near > 4 * straight
         if off <= allowed:

@@ -4,10 +4,10 @@
 
     python -m tests.campaigns.exact --minutes 1 --seed 0
 
-Where the system's condition number κ is beyond float64, reference implementation and kernel have the same excuse, and agree
-by it or by chance. So tiny layers are solved by mpmath in 120 digits, with graded updates and data up to
-κ = 1e30, and the kernel is held to what a backward-stable solution of the system has (Higham 2002,
-Theorem 9.3 and §7.1), C = ΔᵀΔ being formed in the same precision:
+Where the system's condition number κ is beyond float64, reference implementation and kernel have the
+same excuse, and agree by it or by chance. So tiny layers are solved by mpmath in 120
+digits, with graded updates and data up to κ = 1e30, and the kernel is held to what a backward-stable
+solution of the system has (Higham 2002, Theorem 9.3 and §7.1), C = ΔᵀΔ being formed in the same precision:
 
     ‖ΔW̄‖ ≤ 16 n u κ (‖W̄‖ + Σ ‖w_tΔ_tC_t‖ / ‖Σ w_tC_t + P‖),   κ = ‖Σ w_tC_t + P‖ ‖(Σ w_tC_t + P)⁻¹‖,
 

@@ -1,4 +1,4 @@
-"""Numbers: every method and step on layers of every size, dtype and kind, against its reference implementation in float64.
+"""Numbers: every method and step on layers of every size, dtype and kind, against its reference.
 
     python -m tests.campaigns.numbers --minutes 10 --seed 0
 

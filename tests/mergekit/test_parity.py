@@ -73,7 +73,7 @@ def test_the_imported_recipe_makes_the_same(name, here, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_merged_in_half_precision_is_computed_again(method, here, tmp_path):
-    """Where the twins must round as mergekit does."""
+    """Where reference implementations must round as mergekit does."""
     their = METHODS[method]
     parameters = {
         name: value

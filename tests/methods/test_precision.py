@@ -226,7 +226,7 @@ def test_kernel_and_reference_agree_on_where_rounding_begins(name, params, store
             assert relative(merged, REFERENCES[name](group, **params)) < 1e-6, (rank, how)
 
 
-# What float32 leaves open is not the reference implementation's to decide: Iso-CTS' weak directions of unlike experts.
+# What float32 leaves open no reference implementation decides: Iso-CTS' weak directions of unlike experts.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "params"), [(n, p) for n, p in OF_MATRICES if n != "iso_cts"], ids=str

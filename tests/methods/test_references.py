@@ -1,4 +1,4 @@
-"""Every kernel against its naive float64 reference implementation, over shapes, ranks, weights and dtypes."""
+"""Every kernel against its reference implementation in float64, over shapes, ranks, weights and dtypes."""
 
 from math import prod
 

@@ -14,7 +14,7 @@ from tests.steps.variants import VARIANTS
 
 
 def both(name, params, updates, weights=None):
-    """What the step gives around a mean, and what its reference implementation gives: the updates, or the merged update."""
+    """What the step gives around a mean, and what its reference gives: updates, or the merged update."""
     step = steps.get(name)
     average = registry.get("average")
     (use,) = resolve_steps([{name: params}], step.when)

@@ -1,4 +1,4 @@
-"""`verify --deep` computes by the reference implementations: right merges pass it, and a wrong kernel does not."""
+"""`verify --deep` computes by reference implementations: right merges pass, wrong kernels do not."""
 
 import functools
 import inspect
@@ -242,7 +242,7 @@ def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     ],
 )
 def test_adapters_folded_into_bfloat16(sources, tmp_path, method, stored):
-    """Below the edge of rounding there is no direction of the expert: the reference implementations know that too."""
+    """Below the edge of rounding there is no direction of the expert: the reference knows that too."""
     assert_by_references(merge(sources, tmp_path / "out", "folded", method, out_dtype=stored))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -254,6 +255,11 @@ class Measured:
     total: float
 
 
+def _renamed(old: str, new: str) -> None:
+    said = f"LinearGroup.{old} is now LinearGroup.{new}; the old name goes with the next release"
+    warnings.warn(said, DeprecationWarning, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class LinearGroup:
     """One linear layer of every expert, oriented, as a method sees it.
@@ -264,7 +270,8 @@ class LinearGroup:
             methods that see the models.
         weights: one positive number per expert; 1 is neutral.
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
-        measured: per expert, for methods registered with `data`; empty for the others.
+        expert_statistics: per expert, what its data says of the layer, for methods registered with `data`;
+            empty for the others.
         thresholds: per expert, what the survey of all tensors found, for methods registered with a
             `survey`; None: this group is all there is.
         shared: results that several methods ask for on the same group; None: nothing is kept.
@@ -298,6 +305,12 @@ class LinearGroup:
     models: tuple[Tensor, ...] = ()
     known: tuple[Any, ...] = ()
     base_norm: float | None = None
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """The old name of `expert_statistics`, for one release."""
+        _renamed("measured", "expert_statistics")
+        return self.expert_statistics
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

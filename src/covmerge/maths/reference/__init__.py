@@ -1,12 +1,11 @@
 """The papers' equations typed literally, in float64, without any thought of speed.
 
-Every fast kernel is compared with its reference implementation in the tests, and `covmerge verify --deep` holds merged
-models against them. So that no fault can be in both, reference implementations share nothing with the kernels but
-`covmerge.base.types`: no solver, no estimate, no rule of where a rank ends (`covmerge.maths.reference.rank`).
+The tests compare every kernel with its reference implementation, and `covmerge verify --deep` compares
+merged models with it. So that no fault can be in both, a reference implementation shares nothing with the
+kernels but `covmerge.base.types`: no solver, no estimate, no rule of where a rank ends (`rank.py`).
 
-A reference implementation is a function `(group, **parameters) -> Tensor`: the merged update of a group that is not in a
-`Frame`, in float64, with the parameters of its method. Names follow the papers. Steps have reference implementations of
-their own (`steps.py`).
+It is a function `(group, **parameters) -> Tensor`: the merged update of a group that is not in a `Frame`,
+in float64, with the parameters of its method. Names follow the papers. Steps have their own (`steps.py`).
 """
 
 from __future__ import annotations
@@ -38,4 +37,4 @@ REFERENCES: Mapping[str, ReferenceFunction] = {
     **spheres.REFERENCES,
 }
 
-__all__ = ["REFERENCES", "STEP_REFERENCES", "Reference implementation"]
+__all__ = ["REFERENCES", "STEP_REFERENCES", "ReferenceFunction"]

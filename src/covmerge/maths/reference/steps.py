@@ -1,6 +1,6 @@
 """Steps around a method: reference implementations of their own, as a step may stand around any method.
 
-A reference implementation of a step before a method gives the updates in float64; one of a step after it gives the merged
+That of a step before a method gives the updates in float64; that of a step after it gives the merged
 update.
 """
 

@@ -1,4 +1,4 @@
-"""Which tensors of a merged model are computed again, and which of them by a float64 reference implementation."""
+"""Which tensors of a merged model are computed again, and which by a reference implementation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from covmerge.maths.methods import Method, registry
 from covmerge.maths.reference import REFERENCES
 from covmerge.plan.planning import Merge, Plan, TensorPlan
 
-# A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies updates with it: so
-# many float64 numbers (a few of 0.8 GB are alive at once), so many multiplications (minutes).
+# A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies
+# updates with it: so many float64 numbers (a few of 0.8 GB are alive at once), so many
+# multiplications (minutes).
 _MOST_NUMBERS = 10**8
 _MOST_PRODUCTS = 5 * 10**10
 
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def by_reference(name: str) -> Method:
-    """A registered method, carried out by its reference implementation on updates that are multiplied out."""
+    """A registered method, carried out by its reference implementation on dense updates."""
     method = registry.get(name)
 
     @wraps(method.kernel)  # with its parameters
@@ -34,7 +35,7 @@ def by_reference(name: str) -> Method:
 
 
 def choose(plan: Plan, count: int) -> dict[str, str]:
-    """Take so many of the merged tensors, evenly, of those first that a reference implementation can compute.
+    """Take so many of the merged tensors, evenly, first those that a reference implementation can do.
 
     A method of which no tensor is within its reference implementation's reach is not passed over.
 

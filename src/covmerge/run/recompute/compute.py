@@ -1,4 +1,4 @@
-"""Some tensors of a merged model computed again from its sources, by the float64 reference implementations."""
+"""Some tensors of a merged model computed again by reference implementations in float64."""
 
 from __future__ import annotations
 
@@ -121,15 +121,18 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 
     The sources must be those of the merge, by their hashes. Their plan is made anew from the
     recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
-    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with what merged them. Where there
-    is no reference implementation, or the tensor is too large for one, the method's own code is run in float64.
+    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with what
+    merged them. Where there is none, or the tensor is too large for it, the method's own code is run in
+    float64.
 
     Args:
         folder: the output, by path or address.
-        tensors: how many are taken, evenly, of those that were merged; first those that a reference implementation can do.
+        tensors: how many are taken, evenly, of those that were merged; first those that a
+            reference implementation can do.
 
     Returns:
-        A check that names the tensors that are not what the sources give, and those that no reference implementation did.
+        A check that names the tensors that are not what the sources give, and those that
+        no reference implementation did.
 
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
