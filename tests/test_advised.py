@@ -35,9 +35,7 @@ REASONS = {
         r"^run/engine/(forecast\.py: look over|options\.py: there is)",
         r"^front/cli/collect\.py: (EXPERT, DATA|--base, --expert)",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: ",
-        r"^run/unsaid\.py: an adapter of adapters",
         r"^base/text\.py: keep such",
-        r"^run/sources\.py: \{\}\. The statistics",
         r"^plan/planning/build\.py: \{\} complex",
     ],
     "the intact file is what is merged wherever nothing else is said": [
@@ -61,7 +59,7 @@ REASONS = {
         r"^front/cli/stages\.py: ranks share",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
-        r"^run/engine/(budget|room|forecast)\.py: |^run/unsaid\.py: to run the base",
+        r"^run/engine/(budget|room|forecast)\.py: ",
         r"^files/stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
         r"^plan/statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",
@@ -95,6 +93,9 @@ REASONS = {
         r"^plan/.*/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)",
         r"^front/cli/theirs\.py: |^front/viewer/|^files/quantised/gguf\.py: ",
     ],
+    "the intact adapter over its own base, or one of another training: tests/checkpoints/test_adapter_types.py": [
+        r"^files/checkpoints/(adapter_types/\w+|adapter_folds|adapter_config)\.py: ",
+    ],
     "an interrupted merge: tests/checkpoints/test_writer_journal.py": [
         r"^files/checkpoints/(journal|writer|staging)\.py: .*(--overwrite|--resume)",
         r"run again with --resume",
@@ -117,6 +118,7 @@ LISTED = {
         "file nor a folder: pass one of them",
         "{} drops {}'s parameters in {}: {}",
         "is given: end the command with one",
+        "are of one, and written there",
         "out, and end the command with > {}",
         "and the recipe has none: leave it out",
         "sources: --overwrite merges it anew ({})",

@@ -349,6 +349,16 @@ LINES = {
         advice("holds no {}, which method '{}' needs: run {}."),
         f"{MERGE} out --method fisher {FISHER}",
     ),
+    "of another model": (
+        f"{MERGE} out --method regmean {STATS.replace('stats/e1', 'stats/e2')}",
+        advice("which has other weights than {} ({}): pass the statistics of this model, or {}"),
+        f"{MERGE} out --method regmean {STATS} --tensors few_rows=allow",
+    ),
+    "no file of statistics": (
+        f"{MERGE} out --method regmean {STATS.replace('stats/e1.covstats', 'e1/model')}",
+        advice("(its metadata has no '{}'): pass one that `covmerge collect` wrote"),
+        f"{MERGE} out --method regmean {STATS} --tensors few_rows=allow",
+    ),
 }
 
 

@@ -12,8 +12,8 @@ _LORA = {
 _PAGE = """\
 # What adapter types are read
 
-Generated from the code by `python -m covmerge.files.checkpoints.adapter_types.page`; a test checks that it is
-current.
+Generated from the code by `python -m covmerge.files.checkpoints.adapter_types.page`; a test checks that it
+is current.
 
 PEFT 0.21 has {count} types, of which {read} are read. W is the base's weight `(d_out, d_in)`, and what it
 becomes is what PEFT computes before it merges anything. An update that depends on the base is computed from
