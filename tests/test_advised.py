@@ -93,7 +93,7 @@ REASONS = {
         r"^plan/.*/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)",
         r"^front/cli/theirs\.py: |^front/viewer/|^files/quantised/gguf\.py: ",
     ],
-    "the intact adapter over its own base, or one of another training: tests/checkpoints/test_adapter_types.py": [
+    "the intact adapter over its own base: tests/checkpoints/test_adapter_types.py": [
         r"^files/checkpoints/(adapter_types/\w+|adapter_folds|adapter_config)\.py: ",
     ],
     "an interrupted merge: tests/checkpoints/test_writer_journal.py": [
