@@ -86,9 +86,10 @@ def auto_measured(group: LinearGroup) -> Merged:
     and b_t, s_t, N, φ, τ, q, λ and a as docs/auto-measured.md has them. G_t = E[z zᵀ] over expert t's
     inputs of this layer stands beside what its update tells of them, which counts as much where the update
     uses all directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together say
-    which outputs are long. Where updates are long beside the base's weights the merge goes to R. Equalising makes up for most of what inputs lack that the experts write themselves, and for
-    what RegMean averages of experts that share it (docs/auto-measured.md). Where no data reached what was
-    changed, updates are averaged.
+    which outputs are long. Where updates are long beside the base's weights the merge goes to R.
+    Equalising makes up for most of what inputs lack that the experts write themselves, and for what RegMean
+    averages of experts that share it (docs/auto-measured.md). Where no data reached what was changed,
+    updates are averaged.
 
     An expert whose data did not reach the layer has no part in it. One that did not change it keeps its
     Gram matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates
