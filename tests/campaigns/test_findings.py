@@ -123,12 +123,8 @@ def test_masks_over_a_model_of_another_dtype(dtype, tmp_path):
     covmerge.merge(base, dict(zip("ab", experts, strict=True)), "emr", tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     save_file({name: own.to(dtype) for name, own in load_file(path).items()}, path)
-    if dtype.is_floating_point:
-        loaded = covmerge.load_expert(tmp_path / "out", "a", base)
-        assert {own.dtype for own in loaded.values()} == {dtype}
-    else:
-        with pytest.raises(CheckpointError, match="does not fit the model"):
-            covmerge.load_expert(tmp_path / "out", "a", base)
+    with pytest.raises(CheckpointError, match="is not the file that the merge wrote"):
+        covmerge.load_expert(tmp_path / "out", "a", base)
 
 
 def test_masks_with_a_hole_are_not_hashed(tmp_path):

@@ -96,7 +96,7 @@ def quantised(folder):
 
 def adapter(folder):
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    (folder / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
 
 
 CASES = {
@@ -112,7 +112,7 @@ CASES = {
     pickled_code: "mkdir",
     bare_pickle: "pytorch_model.bin",
     quantised: "quantization_config",
-    adapter: "IA3",
+    adapter: "PREFIX_TUNING",
 }
 
 

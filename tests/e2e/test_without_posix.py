@@ -69,9 +69,6 @@ seen = covmerge.inspect(given["base"], given["experts"], threads=1).as_json()["l
 print(json.dumps([verified.ok, list(result.notes), seen]))
 """
 
-# Of the base nothing but its weights: whether it can be run is another question.
-ALONE = {"base_statistics": "none"}
-
 
 def adapters(folder: Path) -> dict[str, str]:
     """A base, and two adapters whose ranks go by patterns."""
@@ -97,7 +94,7 @@ def adapters(folder: Path) -> dict[str, str]:
 
 
 def merge(folder: Path, inputs: dict[str, object], kill: int = 0):
-    given = {**inputs, **ALONE, "out": str(folder / "out")}
+    given = {**inputs, "out": str(folder / "out")}
     return run(WITHOUT + MERGE, json.dumps(given), kill, anew=True)
 
 
@@ -112,7 +109,7 @@ def test_a_merge_that_is_killed_and_resumed(tmp_path: Path, kind: str) -> None:
         inputs = {"base": paths["base"], "experts": {n: paths[n] for n in "ab"}}
     for name in ("with", "without"):
         (tmp_path / name).mkdir()
-    covmerge.merge(**inputs, **ALONE, out=tmp_path / "with" / "out", threads=1)
+    covmerge.merge(**inputs, out=tmp_path / "with" / "out", threads=1)
     expected = covmerge.inspect(**inputs, threads=1).as_json()["layers"]
 
     folder = tmp_path / "without"

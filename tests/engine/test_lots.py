@@ -23,7 +23,7 @@ from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import PARTIAL, digests, interrupt_after
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-METHODS = ["ace", "actmat", "auto", "wudi", "iso_c"]
+METHODS = ["ace", "actmat", "wudi", "iso_c"]
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def held_to_the_kernel(name, params, groups, *, loose=()):
 
 
 def test_who_declares_a_batch():
-    assert set(BATCHED) == {"ace", "actmat", "auto", "wudi", "iso_c"}
+    assert set(BATCHED) == {"ace", "actmat", "wudi", "iso_c"}
 
 
 @pytest.mark.parametrize(("name", "params"), BATCHED_VARIANTS, ids=str)
@@ -194,10 +194,6 @@ def test_a_system_that_wants_jitter_or_float64_is_the_kernels():
 def test_eigenvalues_are_masked_not_left_out():
     """Members of other ranks than their neighbours', each cut off where its own spectrum ends."""
     for dtype in (torch.float64, torch.float32):
-        updates = [random_updates(20, 16, 2, rank, 2.0, rank, dtype) for rank in (1, 3, 5, 16)]
-        groups = [group_of(registry.get("auto"), own) for own in updates]
-        assert all(held_to_the_kernel("auto", {}, groups))
-    for dtype in (torch.float64, torch.float32):
         method = registry.get("actmat")
         groups = [
             group_of(method, random_updates(20, 16, 2, rank, 2.0, rank, dtype))
@@ -239,7 +235,7 @@ def test_what_rounding_made_is_refined_in_no_batch(dtype):
 
 
 def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
-    for name in ("actmat", "auto", "wudi", "iso_c", "ace"):
+    for name in ("actmat", "wudi", "iso_c", "ace"):
         groups = []
         for seed in range(3):
             updates = random_updates(24, 16, 2, 3, 2.0, seed, torch.float32)

@@ -212,7 +212,7 @@ def test_a_language_model_is_shown_drawn_tokens_if_asked(tmp_path, encoder):
     assert about.examples == 9 and about.generated is not None
     assert about.generated["lengths"] == "8, 24, 64"  # as far as there is room
     assert str(about.generated["kind"]).startswith("tokens")
-    assert any("for base_statistics (--base-stats)" in note for note in about.notes)
+    assert any("C_t of all experts are equal" in note for note in about.notes)
     assert about.rows["gram/model.layers.0.mlp.down_proj.weight"] == 3 * (8 + 2) + 6 * 12
 
 

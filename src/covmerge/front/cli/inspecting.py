@@ -223,7 +223,7 @@ def _foreseen(inspection: Inspection) -> tuple[str, Table]:
     for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
         cells = (f"{median(own[kind]):.3g}" if kind in own else "" for own in found.values())
         rows.add_row(printable(kind), *cells)
-    title = f"What {PREFERRED} would do by the weights alone, medians of {'; '.join(found)}"
+    title = f"What {PREFERRED} would do, medians of {'; '.join(found)}"
     return title, rows
 
 

@@ -74,7 +74,7 @@ class LayerView:
         rows: by expert, which rows of an embedding it changed; empty for every other tensor.
         spectra: by expert; `merged` apart. Empty where none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
-        foreseen: what `auto` would do to it by the weights alone, by headings, where spectra were taken
+        foreseen: what `auto` would do to it, by headings, where spectra were taken
             and experts are several.
         merged: spectrum of the merged update.
         before: the same before spectral refinement, where the method refined it.
