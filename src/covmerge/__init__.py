@@ -8,10 +8,12 @@ Everything public is reachable from here and imported on first use, so that `imp
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from covmerge.base.version import __version__
+from covmerge.moved import Moved
 
 if TYPE_CHECKING:
     # Each from the file that defines it: `run.verification.verify` and `plan.statistics.collect` are a
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from covmerge.run.export import load_expert
     from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
     from covmerge.run.verification.verify import verify
+
+sys.meta_path.insert(0, Moved())
 
 _HOMES = {
     "Comparison": "covmerge.run.comparison",
