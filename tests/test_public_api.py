@@ -12,6 +12,7 @@ import torch
 from typing_extensions import get_overloads
 
 import covmerge
+from covmerge.base.types import Measured
 from covmerge.errors import RecipeError
 from covmerge.front.api import merge
 from tests.forked import printed
@@ -87,6 +88,11 @@ def test_the_old_name_of_the_experts_statistics_warns_and_works():
     group = covmerge.LinearGroup((torch.eye(2),), (1.0,))
     with pytest.warns(DeprecationWarning, match="measured is now LinearGroup.expert_statistics"):
         assert group.measured is group.expert_statistics
+    data = (Measured(torch.eye(2), rows=4, total=2.0),)
+    with pytest.warns(DeprecationWarning, match="measured is now LinearGroup.expert_statistics"):
+        assert (
+            covmerge.LinearGroup((torch.eye(2),), (1.0,), measured=data).expert_statistics == data
+        )
 
 
 @pytest.mark.parametrize(

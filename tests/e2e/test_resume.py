@@ -170,7 +170,7 @@ def test_another_order_of_experts_is_not_resumed(tmp_path):
 def test_other_code_is_not_resumed(tmp_path, monkeypatch):
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2)
-    for module in ("job", "plan.types"):
+    for module in ("front.job", "plan.planning.types"):
         monkeypatch.setattr(f"covmerge.{module}.own_version", lambda: "0.1.0, code 1f2e")
     with pytest.raises(
         InputError, match=r"covmerge was '0\.1\.0, code \w{12}' and is now '0\.1\.0, c"

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import wraps
 from math import hypot, prod
 from typing import Any, Protocol, TypeVar
 
@@ -350,6 +351,22 @@ class LinearGroup:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+
+def _takes_the_old_name(made: Callable[..., None]) -> Callable[..., None]:
+    """Take `measured=` for `expert_statistics=`, for one release."""
+
+    @wraps(made)
+    def init(self: LinearGroup, *args: Any, **given: Any) -> None:
+        if "measured" in given:
+            _renamed("measured", "expert_statistics")
+            given["expert_statistics"] = given.pop("measured")
+        made(self, *args, **given)
+
+    return init
+
+
+LinearGroup.__init__ = _takes_the_old_name(LinearGroup.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

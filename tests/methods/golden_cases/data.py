@@ -33,7 +33,7 @@ def with_data(kind: str, method: str, names: tuple[str, ...], **parameters: obje
         for name in names:
             updates = updates_of(variant, name)
             if f"{variant}/{kind}/0/{name}" in inputs():
-                group = group_of(updates, measured=measured_of(kind, variant, name))
+                group = group_of(updates, expert_statistics=measured_of(kind, variant, name))
                 results[name] = merged(method, group, **parameters)
             else:
                 results[name] = merged("average", group_of(updates))
@@ -76,7 +76,9 @@ def essential(experts: int = 4, rows: int = 256, **parameters: object) -> Case:
         for name in LINEAR:
             seen = [inputs()[f"{variant}/X/{t}/{name}"][:rows].double() for t in range(experts)]
             data = tuple(Measured(x.T @ x / rows, rows, float((x.T @ x).norm())) for x in seen)
-            group = group_of(updates_of(variant, name, torch.float64)[:experts], measured=data)
+            group = group_of(
+                updates_of(variant, name, torch.float64)[:experts], expert_statistics=data
+            )
             results[name] = merged("esm", group, energy_rtol=0.0, **parameters)
         return results
 
