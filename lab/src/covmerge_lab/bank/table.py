@@ -13,6 +13,7 @@ from covmerge_lab.bank import rules
 
 # An expert that is not so much better than the base, and than one answer to all, is not counted.
 LEARNT = 0.05
+_ROUNDED = 1e-6  # what writing scores with six digits may move them by
 DRAWS = 2000
 
 Scored = Mapping[str, Any]  # a set as `scoring.score` writes it
@@ -52,7 +53,7 @@ def is_candidate(name: str) -> bool:
 def counted(scored: Scored) -> list[str]:
     """Return the experts of a set that learnt something."""
     own, least = scored["experts"], (scored["base"], scored["always"])
-    return [name for name in own if own[name] >= max(s[name] for s in least) + LEARNT]
+    return [name for name in own if own[name] >= max(s[name] for s in least) + LEARNT - _ROUNDED]
 
 
 def accuracy(scored: Scored, model: Mapping[str, float]) -> float:
