@@ -132,7 +132,7 @@ def test_what_it_says():
     assert 0.0 < found.agreement < 1.0
     account = account_of([Seen("a", {}, ("x", "y", "z"), (found,))])
     assert account.totals["flat_share"] == pytest.approx(found.flat_share)
-    assert dict(account.rows)["flat share"].startswith(f"{found.flat_share:.2f} (")
+    assert dict(account.rows)["h, flat share"].startswith(f"{found.flat_share:.2f},")
     assert found.told(("x", "y", "z"))["h, flat share"] == found.flat_share
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Seen, Words
-from covmerge.base.types import Json, LinearGroup, Merged, Rounding
+from covmerge.base.noticed import Noticed, Words
+from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import normal_equations
 from covmerge.maths.linalg.auto import Cost, solve_cost, sums_cost, svd_cost, system_choice
@@ -19,7 +18,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import Laws, register
-from covmerge.maths.methods.words import UNCHANGED, facts
+from covmerge.maths.methods.words import UNCHANGED, Median
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,7 @@ class Constants:
 CONSTANTS = Constants()
 
 
-class _FlatShare(Words):
-    """How much of the merge is the flat spectrum."""
-
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
-        """The median over the matrices."""
-        found = facts(seen, "flat_share")
-        return {"flat_share": median(found) if found else None}
-
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        """The same in words."""
-        found = facts(seen, "flat_share")
-        if found:
-            middle, least, most = median(found), min(found), max(found)
-            yield (
-                "flat share",
-                f"{middle:.2f} ({least:.2f} to {most:.2f}), the rest is the regression",
-            )
+FLAT_SHARE = Median("flat_share", "h, flat share", "{numbers}, the rest is the regression")
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,7 @@ class AutoNoticed(Noticed):
         agreement: cosine between the updates of the regression and of the flat spectrum.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (_FlatShare(), UNCHANGED)
+    words: ClassVar[tuple[Words, ...]] = (FLAT_SHARE, UNCHANGED)
 
     unchanged: int = 0
     unlike_experts: float | None = None
@@ -138,6 +121,12 @@ def auto(group: LinearGroup) -> Merged:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
             sum. All w_t are scaled so that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖.
 
+    Returns:
+        W̄ − W₀ `(d_out, d_in)`, of the updates' dtype.
+
+    Raises:
+        OverflowError: Σ w_tC_t is not finite in the updates' dtype.
+
     Departs from the paper: ACTMat has Δ_tᵀΔ_t, which counts a long update by its square, and a
         pseudo-inverse. Here ρ keeps the condition number of the system below 10 √d_in + 1, so float32
         solves it. Iso-C raises all directions alike; here faint ones are raised less.
@@ -156,7 +145,9 @@ def auto(group: LinearGroup) -> Merged:
     flat = _flat(active, alike.weights, group) if share else None
     if flat is None:
         return Merged(merged, AutoNoticed(active.unchanged, alike.experts, 0.0))
-    noticed = AutoNoticed(active.unchanged, alike.experts, share, _cosine(merged, flat))
+    lengths = norm(merged) * norm(flat)
+    agreement = _dot(merged, flat) / lengths if lengths else None
+    noticed = AutoNoticed(active.unchanged, alike.experts, share, agreement)
     return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), noticed)
 
 
@@ -167,12 +158,12 @@ class _Alike:
     Attributes:
         weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. One of an update that vanishes changes no other.
         experts: N.
-        agreement: κ.
+        shortening: κ.
     """
 
     weights: tuple[float, ...]
     experts: float
-    agreement: float
+    shortening: float
 
     @classmethod
     def of(cls, active: Active) -> _Alike:
@@ -183,7 +174,7 @@ class _Alike:
         alike = sum(size**2 for size in own)
         for t, update in enumerate(active.updates):
             for u in range(t):
-                cosine = _cosine(update, active.updates[u]) or 0.0
+                cosine = _dot(update, active.updates[u]) / (sizes[t] * sizes[u])
                 alike += 2.0 * own[t] * own[u] * cosine**2
         energy = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
         return cls(weights, max(1.0, sum(own) ** 2 / alike), energy / alike)
@@ -195,7 +186,7 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
     covariances = [Covariance(update, scale=w / size) for update, size, w in each]
     normal = normal_equations(covariances)
     ridge = CONSTANTS.ridge * norm(normal.gram) ** 2 / sum(active.norms)
-    shares = [ridge * alike.agreement * w for w in alike.weights]
+    shares = [ridge * alike.shortening * w for w in alike.weights]
     return solve_ridge(normal.with_prior(covariances, shares, ridge))[0]
 
 
@@ -215,6 +206,5 @@ def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tenso
     return (top.left * raised.to(total.dtype)) @ top.right
 
 
-def _cosine(one: Tensor, other: Tensor) -> float | None:
-    lengths = norm(one) * norm(other)
-    return float((one * other).sum(dtype=torch.float64)) / lengths if lengths else None
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float((one * other).sum(dtype=torch.float64))

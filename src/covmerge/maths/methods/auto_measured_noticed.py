@@ -4,74 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from statistics import fmean, median
+from statistics import fmean
 from typing import ClassVar
 
 from covmerge.base.noticed import Noticed, Seen, Words
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
-from covmerge.maths.methods.words import UNCHANGED, facts
+from covmerge.maths.methods.words import UNCHANGED, Median, facts
 
 # An expert with a smaller share counted less than the others, one with a smaller bound was shortened.
 _LESS = 0.9
 
 
-@dataclass(frozen=True)
 class _Inputs(Words):
-    """By which inputs lengths and likeness were told.
-
-    Attributes:
-        label: of its row.
-        unknown: what is said where they were not known anywhere.
-    """
-
-    label: str
-    unknown: str
+    """Whether data reached what was changed."""
 
     def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
         return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
 
     def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
         known = facts(seen, "inputs_known")
-        if any(known):
-            text = f"known in {int(sum(known))} of {len(known)} matrices"
-        else:
-            text = self.unknown
-        yield self.label, text
-
-
-@dataclass(frozen=True)
-class _Median(Words):
-    """The median of a fact over the matrices, and its range.
-
-    Attributes:
-        fact: its name.
-        label: of its row.
-        text: what stands beside it, with a place for the `{numbers}`.
-        form: how a number is written.
-        least: it is said where the median is larger.
-    """
-
-    fact: str
-    label: str
-    text: str
-    form: str = ".2f"
-    least: float = -inf
-
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
-        found = facts(seen, self.fact)
-        return {self.fact: median(found) if found else None}
-
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        found = facts(seen, self.fact)
-        if not found or median(found) <= self.least:
-            return
-        middle, least, most = (
-            format(value, self.form) for value in (median(found), min(found), max(found))
+        text = f"known in {int(sum(known))} of {len(known)} matrices"
+        yield (
+            "experts' inputs",
+            text if any(known) else "no data reached what was changed: averaged",
         )
-        span = "" if least == most else f" ({least} to {most})"
-        yield self.label, self.text.format(numbers=middle + span)
 
 
 @dataclass(frozen=True)
@@ -113,39 +70,39 @@ class _Less(Words):
         return found
 
 
-OF_EXPERTS = _Inputs("experts' inputs", "no data reached what was changed: averaged")
+OF_EXPERTS = _Inputs()
 SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
 LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
-BESIDE_INPUTS = _Median(
+BESIDE_INPUTS = Median(
     "told_beside_inputs",
     "C_t, updates",
     "what an update tells of its inputs counts {numbers} of what was measured",
     ".0%",
 )
-UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
-IN_USE = _Median(
+UNLIKE = Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
+IN_USE = Median(
     "directions_in_use",
     "φ, directions",
     "{numbers} of those that the layers have are in use",
     ".0%",
 )
-UNEVEN = _Median(
+UNEVEN = Median(
     "uneven_use",
     "η, unevenness",
     "{numbers}, where 0 is experts that use equally many directions, and 1 some all and the others none: "
     "q is less by that share",
     least=0.05,
 )
-FLATTENING = _Median(
+FLATTENING = Median(
     "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
 )
-TOWARDS_LEAST_SQUARES = _Median(
+TOWARDS_LEAST_SQUARES = Median(
     "towards_least_squares",
     "a, to least squares",
     "{numbers} of the way to least squares, for how long it is beside the base",
     ".0%",
 )
-LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
+LENGTHENING = Median("lengthening", "λ, length", "{numbers} times that of least squares")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import median
 
 from covmerge.base.noticed import Seen, Words
 from covmerge.base.text import some
@@ -63,6 +65,41 @@ class Counted(Words):
         if found:
             names, total = some(list(found), 2), sum(found.values())
             yield self.text.format(count=total, tensors=len(found), names=names)
+
+
+@dataclass(frozen=True)
+class Median(Words):
+    """The median of a fact over the matrices, and its range.
+
+    Attributes:
+        fact: its name.
+        label: of its row.
+        text: what stands beside it, with a place for the `{numbers}`.
+        form: how a number is written.
+        least: it is said where the median is larger.
+    """
+
+    fact: str
+    label: str
+    text: str
+    form: str = ".2f"
+    least: float = -inf
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        """The median."""
+        found = facts(seen, self.fact)
+        return {self.fact: median(found) if found else None}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        """The same in words, with the range."""
+        found = facts(seen, self.fact)
+        if not found or median(found) <= self.least:
+            return
+        middle, least, most = (
+            format(value, self.form) for value in (median(found), min(found), max(found))
+        )
+        span = "" if least == most else f" ({least} to {most})"
+        yield self.label, self.text.format(numbers=middle + span)
 
 
 UNCHANGED, JITTER = Unchanged(), Jitter()
