@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import covmerge
+from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
 from covmerge.files.checkpoints.adapter_types.page import markdown
 from covmerge.run.sources import open_checkpoints
@@ -211,6 +213,38 @@ def test_the_run_says_that_the_updates_are_of_this_base(base: nn.Module, tmp_pat
     with open_checkpoints(base.state_dict(), {"a": str(tmp_path)}, {}) as opened:
         notes = opened.experts["a"].notes
     assert any("3 of its layers become depends on the base's weights" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "cut"),
+    [
+        ("FOURIERFT", {"n_frequency": 9}, "first.fourierft_spectrum"),
+        ("MISS", {"r": 3}, "first.miss_block"),
+        ("MISS", {"r": 4, "init_weights": "bat"}, "first.miss_block"),
+        ("LOHA", {"r": 2}, "first.hada_w1_a"),
+    ],
+)
+def test_a_tensor_that_lost_a_row_is_refused(
+    kind: str, fields: dict[str, Any], cut: str, base: nn.Module, tmp_path: Path
+) -> None:
+    """Fewer numbers of one kind make another update, of a shape that would do."""
+    trained(base, config_of(kind, target_modules=LINEAR, **fields), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith(cut))
+    save_file({**tensors, name: tensors[name][:-1].clone()}, file)
+    with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}' is of shape"):
+        merged(base, tmp_path)
+
+
+def test_a_missing_tensor_is_named(base: nn.Module, tmp_path: Path) -> None:
+    trained(base, config_of("LOHA", target_modules=LINEAR, r=2), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("hada_w1_b"))
+    save_file({own: value for own, value in tensors.items() if own != name}, file)
+    with pytest.raises(CheckpointError, match="no 'hada_w1_b' beside it: the file is incomplete"):
+        merged(base, tmp_path)
 
 
 def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:

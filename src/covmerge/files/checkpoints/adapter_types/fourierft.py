@@ -17,7 +17,10 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
     count = layer.size("spectrum", 0)
     if count > layer.d_out * layer.d_in:
         layer.refuse(f"is {list(layer.shape)} in the base, and has {count} frequencies")
-    return {"spectrum": (count,)}
+    pattern: Any = layer.option("n_frequency_pattern") or {}
+    known = [layer.integer("n_frequency", 1000), *dict(pattern).values()]
+    # Fewer numbers than were trained would be another update.
+    return {"spectrum": (count if count in known else known[0],)}
 
 
 def _update(layer: Layer) -> Tensor:
@@ -40,6 +43,6 @@ FOURIERFT = AdapterType(
     shapes=_shapes,
     update=_update,
     by_rows=False,
-    fields=frozenset({"scaling", "random_loc_seed"}),
-    unused=frozenset({"n_frequency", "n_frequency_pattern", "init_weights"}),
+    fields=frozenset({"scaling", "random_loc_seed", "n_frequency", "n_frequency_pattern"}),
+    unused=frozenset({"init_weights"}),
 )

@@ -212,13 +212,15 @@ def check_shapes(kind: AdapterType, layer: Layer) -> None:
         CheckpointError: one is missing, is not wanted, or is of another shape.
     """
     expected = kind.shapes(layer)
-    for part, shape in expected.items():
-        header = layer.parts.get(part)
-        if header is None:
+    for part in expected:  # first: ranks, and so the shapes, are those of other parts
+        if part not in layer:
             names = ", ".join(f"'{own.name}'" for own in layer.parts.values())
+            ends = (end.lstrip(".") for end, of in kind.ends.items() if of == part)
             layer.refuse(
-                f"has {names} and no '{part}' beside it: the file is incomplete, fetch it again"
+                f"has {names} and no '{next(ends, part)}' beside it: the file is incomplete, fetch it again"
             )
+    for part, shape in expected.items():
+        header = layer.parts[part]
         if header.numel == 0 and 0 not in shape[-1:]:
             layer.refuse(
                 f"has '{header.name}' of shape {list(header.shape)}, as the parts of a sharded model are: "

@@ -11,18 +11,18 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank = layer.integer("r", 64, least=1)
     if _is_bat(layer):
-        size = max(1, layer.size("block", 1))
-        if layer.d_in % size or layer.d_out % size:
+        if layer.d_in % rank or layer.d_out % rank:
             layer.refuse(
-                f"is {list(layer.shape)} in the base, which blocks of {size} do not divide"
+                f"is {list(layer.shape)} in the base, which blocks of {rank} do not divide"
             )
-        return {"block": (layer.d_out // size, size, size)}
-    rank = layer.size("block", 0)
-    if not 0 < rank <= layer.d_in:
+        return {"block": (layer.d_out // rank, rank, rank)}
+    if rank > layer.d_in:
         layer.refuse(f"has {layer.d_in} inputs, and its matrix {rank} rows")
-    columns = layer.size("block", 1) if layer.option("init_weights") == "mini" else layer.d_out
-    if not columns or layer.d_out % columns:
+    mini = layer.option("init_weights") == "mini"
+    columns = layer.integer("mini_r", 1, least=1) if mini else layer.d_out
+    if layer.d_out % columns:
         layer.refuse(f"has {layer.d_out} outputs, which {columns} columns do not divide")
     return {"block": (rank, columns)}
 
