@@ -12,6 +12,11 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     size = max(1, layer.size("kernel", 2))
+    if layer.d_out % size or layer.d_in % size:
+        layer.refuse(
+            f"is {list(layer.shape)} in the base, which blocks of {size} do not divide: pass the base that "
+            "the adapter was trained on, or fetch the adapter again"
+        )
     return {"kernel": (layer.d_out // size, layer.d_in // size, size)}
 
 

@@ -9,7 +9,7 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
-    rank = layer.size("A", 0)
+    rank = layer.rank("A", 0)
     return {
         "A": (rank, layer.d_in),
         "B": (layer.d_out, rank),
@@ -36,7 +36,7 @@ DELORA = AdapterType(
     },
     shapes=_shapes,
     factors=_factors,
-    rank=lambda layer: layer.size("A", 0),
+    rank=lambda layer: layer.rank("A", 0),
     fields=frozenset({"r", "rank_pattern"}),
     unused=frozenset({"delora_lambda", "lambda_pattern", "module_dropout", "init_weights"}),
 )

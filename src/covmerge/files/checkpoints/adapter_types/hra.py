@@ -11,7 +11,7 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
-    return {"u": (layer.columns, layer.size("u", 1))}
+    return {"u": (layer.columns, layer.rank("u", 1))}
 
 
 def _weight(layer: Layer) -> Tensor:

@@ -82,6 +82,10 @@ class Layer:
         header = self.parts.get(part)
         return 0 if header is None or len(header.shape) <= axis else header.shape[axis]
 
+    def rank(self, part: str, axis: int) -> int:
+        """Return the configuration's rank; of a file by itself, the length of an axis of a part."""
+        return self.size(part, axis) if self.config is None else self.config.rank(self.name)
+
     def vector(self, part: str, length: int) -> Shape:
         """Return the shape of a part if it is a vector of so many numbers, along whichever axis."""
         shape = self.parts[part].shape if part in self.parts else ()

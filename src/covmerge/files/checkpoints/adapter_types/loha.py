@@ -15,10 +15,10 @@ LOHA_ENDS = {f".hada_{name}": name for name in ("w1_a", "w1_b", "w2_a", "w2_b", 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     if "t1" not in layer and "t2" not in layer:
-        rank = layer.size("w1_b", 0)
+        rank = layer.rank("w1_b", 0)
         left, right = (layer.d_out, rank), (rank, layer.columns)
         return {"w1_a": left, "w1_b": right, "w2_a": left, "w2_b": right, **alpha_of(layer)}
-    rank, window = layer.size("t1", 0), cores(layer)
+    rank, window = layer.rank("t1", 0), cores(layer)
     left, right, core = (rank, layer.d_out), (rank, layer.d_in), (rank, rank, *window)
     own = {"w1_a": left, "w1_b": right, "t1": core, "w2_a": left, "w2_b": right, "t2": core}
     return {**own, **alpha_of(layer)}
@@ -39,7 +39,7 @@ def tucker(core: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def update(layer: Layer) -> Tensor:
     """The wanted rows of s (w1_a w1_b) ⊙ (w2_a w2_b)."""
     product = _half(layer, "1").mul_(_half(layer, "2"))
-    return product.mul_(layer.scaling(layer.size("w1_b", 0)))
+    return product.mul_(layer.scaling(layer.rank("w1_b", 0)))
 
 
 def _half(layer: Layer, side: str) -> Tensor:

@@ -15,7 +15,7 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
             "has its scales alone, and the random factors were not saved (save_projection: false): merge "
             "it into its base with PEFT (model.merge_and_unload()), save the model, and merge full models"
         )
-    rank, bases = layer.size("lambda", 0), layer.size("lambda", 1)
+    rank, bases = layer.rank("lambda", 0), layer.size("lambda", 1)
     least, most = sorted((layer.d_out, layer.d_in))
     return {
         "lambda": (rank, bases),

@@ -14,7 +14,7 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
-    rank = layer.size("d", 0)
+    rank = layer.rank("d", 0)
     found: dict[str, Shape] = {"b": (layer.d_out,), "d": (rank,)}
     if _is_drawn(layer):
         return found
@@ -31,7 +31,7 @@ def _factors(layer: Layer) -> LowRank:
     """diag(b) B · diag(d) A, with the first rows and columns of the shared factors."""
     if _is_drawn(layer):
         seed = layer.integer("projection_prng_key", -1)
-        down, up = _drawn(seed, layer.size("d", 0), *layer.widest)
+        down, up = _drawn(seed, layer.rank("d", 0), *layer.widest)
     else:
         down, up = layer["A"], layer["B"]
     scales = layer["d"]
@@ -59,7 +59,7 @@ VERA = AdapterType(
     shared={"vera_A": "A", "vera_B": "B"},
     shapes=_shapes,
     factors=_factors,
-    rank=lambda layer: layer.size("d", 0),
+    rank=lambda layer: layer.rank("d", 0),
     fields=frozenset({"r", "projection_prng_key", "save_projection"}),
     unused=frozenset({"vera_dropout", "d_initial", "init_weights"}),
 )
