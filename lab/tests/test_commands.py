@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from covmerge.front.cli.extensions import GROUP, LAB
+from covmerge_lab import run
 from tests.cli.runs import covmerge, words
 from tests.cli.test_light import WITHOUT_TORCH
 
@@ -37,6 +38,22 @@ def test_results_have_a_place_before_hours_of_work(tmp_path):
     done = covmerge("study", "ridge", *place, tmp_path / "other", code=2)
     assert "holds something else than results of a suite" in words(done.stderr)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+    """`make demo` keeps its cache in the folder of its results, which has nothing else until the end."""
+
+    class Reached(Exception):
+        pass
+
+    def reached():
+        raise Reached
+
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(run, "prepare", reached)
+    places = {"out": tmp_path, "cache": tmp_path / "cache"}
+    with pytest.raises(Reached):
+        run.run_bench("text", **places, kinds=("full",), seeds=(0,), methods=None, quick=True)
 
 
 def test_a_number_of_experts_is_named_once(tmp_path):

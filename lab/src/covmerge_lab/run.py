@@ -85,7 +85,7 @@ def run_bench(
     """
     suite = open_suite(name, cache, quick=quick, counts=counts)
     chosen = _kinds(suite, kinds)
-    _check(out, methods)
+    _check(out, cache, methods)
     prepare()
     console = terminal()
     groups: list[Group] = []
@@ -144,7 +144,7 @@ def run_study(
         raise InputError(f"study '{name}' is of other experts: pass --kind {its}, or leave it out")
     study.check(suite, of)
     variants = [Variant(kind, seed) for kind in of for seed in seeds]
-    _check(out, None)
+    _check(out, cache, None)
     prepare()
     console = terminal()
     with Workers(console) as workers:
@@ -167,13 +167,14 @@ def _kinds(suite: Suite, wanted: Sequence[str] | None) -> tuple[Kind, ...]:
     return tuple(kind for kind in suite.kinds if wanted is None or kind in wanted)
 
 
-def _check(out: Path, methods: Sequence[str] | None) -> None:
+def _check(out: Path, cache: Path, methods: Sequence[str] | None) -> None:
     for method in methods or ():
         registry.get(method)
     try:
         # Before hours of work: what cannot be written is not to be found out after it.
         out.mkdir(parents=True, exist_ok=True)
-        held = any(out.iterdir())
+        # The cache may lie in it: it is all that is there where an earlier run was interrupted.
+        held = any(path.resolve() != cache.resolve() for path in out.iterdir())
     except OSError as error:
         raise InputError(
             f"{out} is no folder for results ({error.strerror}): give another --out"
