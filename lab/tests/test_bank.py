@@ -19,21 +19,21 @@ from tests.cli.runs import covmerge, words
 
 def test_cards_are_drawn_from_their_names() -> None:
     every = cards.cards()
-    assert len(every) == 64
-    assert len({card.name for card in every}) == 64
+    assert len(every) == 82
+    assert len({card.name for card in every}) == 82
     assert every == cards.cards()
     assert {card.form for card in every} == {"full", "adapters", "mixed"}
     for card in every:
         assert len({expert.name for expert in card.experts}) == len(card.experts)
 
 
-def test_each_third_has_bases_of_its_own() -> None:
-    thirds = bases.thirds()
-    assert set(thirds) == {base.name for base in bases.BASES}
-    counts = [list(thirds.values()).count(third) for third in ("design", "validation", "sealed")]
-    assert counts == [6, 5, 5]
+def test_each_part_has_bases_of_its_own() -> None:
+    part_of = bases.parts()
+    assert set(part_of) == {base.name for base in (*bases.BASES, *bases.LATER)}
+    names = ("design", "validation", "sealed", "later")
+    assert [list(part_of.values()).count(name) for name in names] == [6, 5, 5, 9]
     assert {card.base for card in run.chosen(["sealed"])} == {
-        name for name, third in thirds.items() if third == "sealed"
+        name for name, part in part_of.items() if part == "sealed"
     }
     with pytest.raises(InputError, match="'desing' is no part of the bank"):
         run.chosen(["desing"])

@@ -133,3 +133,86 @@ def wav2vec() -> Any:
         feat_extract_norm="layer", do_stable_layer_norm=True,
     )  # fmt: skip
     return _t.Wav2Vec2Model(config)
+
+
+# --- Networks of the bases that came later.
+def deberta() -> Any:
+    """Return an encoder whose attention sees distances between tokens."""
+    config = _t.DebertaV2Config(
+        **_TEXT, **_STILL, intermediate_size=256, initializer_range=0.1, relative_attention=True,
+        max_position_embeddings=32, max_relative_positions=32, pos_att_type=["p2c", "c2p"],
+        position_biased_input=False, norm_rel_ebd="layer_norm", share_att_key=True,
+    )  # fmt: skip
+    return _t.DebertaV2Model(config)
+
+
+def distilbert() -> Any:
+    """Return an encoder with ReLU."""
+    config = _t.DistilBertConfig(
+        vocab_size=VOCABULARY, pad_token_id=PAD, dim=96, n_layers=4, n_heads=4, hidden_dim=320,
+        dropout=0.0, attention_dropout=0.0, max_position_embeddings=LENGTH + 2,
+        initializer_range=0.1, activation="relu",
+    )  # fmt: skip
+    return _t.DistilBertModel(config)
+
+
+def qwen3() -> Any:
+    """Return a language model with one key for all heads, normed queries, and a tied head."""
+    config = _t.Qwen3Config(
+        **_TEXT, **_ENDS, **_PLACES, num_key_value_heads=1, head_dim=24, intermediate_size=224,
+        initializer_range=0.08, tie_word_embeddings=True,
+    )  # fmt: skip
+    return _t.Qwen3ForCausalLM(config)
+
+
+def opt() -> Any:
+    """Return a language model with ReLU, biases and learnt places."""
+    config = _t.OPTConfig(
+        **_TEXT, **_ENDS, **_PLACES, ffn_dim=320, word_embed_proj_dim=96, dropout=0.0,
+        attention_dropout=0.0, init_std=0.08,
+    )  # fmt: skip
+    return _t.OPTForCausalLM(config)
+
+
+def bart() -> Any:
+    """Return an encoder with a decoder, with norms behind their layers."""
+    config = _t.BartConfig(
+        vocab_size=VOCABULARY, d_model=96, encoder_layers=3, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=224,
+        decoder_ffn_dim=224, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        pad_token_id=PAD, decoder_start_token_id=PAD, forced_eos_token_id=None, init_std=0.08,
+        **_ENDS, **_PLACES,
+    )  # fmt: skip
+    return _t.BartForConditionalGeneration(config)
+
+
+def swin() -> Any:
+    """Return a transformer over windows of patches, with a second stage of half as many."""
+    config = _t.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=48, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        drop_path_rate=0.0, initializer_range=0.1, mlp_ratio=3.0,
+    )  # fmt: skip
+    return _t.SwinModel(config, add_pooling_layer=False)
+
+
+def poolformer() -> Any:
+    """Return a net of means over neighbours and of convolutions of one pixel."""
+    config = _t.PoolFormerConfig(
+        depths=[2, 2, 2], hidden_sizes=[40, 80, 112], num_encoder_blocks=3,
+        patch_sizes=[3, 3, 3], strides=[2, 2, 2], padding=[1, 1, 1], mlp_ratio=3.0,
+        drop_path_rate=0.0, layer_scale_init_value=0.1, initializer_range=0.1,
+    )  # fmt: skip
+    return _t.PoolFormerModel(config)
+
+
+def hubert() -> Any:
+    """Return convolutions over a sound, and a transformer with norms behind its layers."""
+    config = _t.HubertConfig(
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=224,
+        conv_dim=(32, 64, 96), conv_kernel=(20, 6, 3), conv_stride=(10, 4, 2),
+        num_feat_extract_layers=3, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        hidden_dropout=0.0, layerdrop=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        feat_proj_dropout=0.0, mask_time_prob=0.0, initializer_range=0.1,
+        feat_extract_norm="group",
+    )  # fmt: skip
+    return _t.HubertModel(config)

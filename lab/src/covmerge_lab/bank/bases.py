@@ -1,6 +1,7 @@
-"""The bank's bases: sixteen small networks of different kinds, fifteen pretrained here, one from a package.
+"""The bank's bases: small networks of different kinds, all pretrained here except one from a package.
 
-Which third of the bank a base belongs to was drawn once, within each kind of data, by the seed `THIRDS`.
+The first sixteen are in three thirds, drawn once within each kind of data. The others came later, when the
+rule of `auto` had been written: no rule was chosen by them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _t: Any = transformers
 _files: Any = safetensors.torch
 _tokenizers: Any = tokenizers
 
-Third = Literal["design", "validation", "sealed"]
+Part = Literal["design", "validation", "sealed", "later"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # what language models answer with
 
 
@@ -43,6 +44,7 @@ class Base:
         rate: a learning rate of AdamW that suits it; experts' are drawn around it.
         steps: of its pretraining.
         steps_of_experts: about as many as its experts take.
+        sets: of experts that it has.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Base:
     rate: float
     steps: int = 1000
     steps_of_experts: int = 280
+    sets: int = 4
 
 
 def _names(some: str, more: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -90,12 +93,28 @@ BASES = (
     Base("wav2vec", "sounds", architectures.wav2vec, "heads", _WAV2VEC, 8e-4),
     Base("soundnet", "sounds", own_nets.SoundNet, "heads", _names("last"), 1e-3),
 )
+_DISTILBERT = _names("q_lin v_lin", "k_lin out_lin lin1 lin2")
+_DEBERTA = _names("query_proj value_proj", "key_proj dense")
+_OPT = _names("q_proj v_proj", "k_proj out_proj fc1 fc2")
+_SWIN = _names("q_proj v_proj", "k_proj o_proj fc1 fc2")
+_POOLFORMER = _names("conv1 conv2")
+LATER = (
+    Base("distilbert", "text", architectures.distilbert, "heads", _DISTILBERT, 8e-4, sets=2),
+    Base("deberta", "text", architectures.deberta, "heads", _DEBERTA, 8e-4, sets=2),
+    Base("qwen3", "text", architectures.qwen3, "tokens", _LLAMA, 1e-3, sets=2),
+    Base("opt", "text", architectures.opt, "tokens", _OPT, 1e-3, sets=2),
+    Base("bart", "text", architectures.bart, "tokens", _OPT, 1e-3, sets=2),
+    Base("swin", "pictures", architectures.swin, "heads", _SWIN, 1e-3, sets=2),
+    Base("poolformer", "pictures", architectures.poolformer, "heads", _POOLFORMER, 1e-3, sets=2),
+    Base("columns", "tables", own_nets.TableMixer, "heads", _names("up", "down"), 1e-3, sets=2),
+    Base("hubert", "sounds", architectures.hubert, "heads", _WAV2VEC, 8e-4, sets=2),
+)
 
 
-def thirds() -> Mapping[str, Third]:
-    """Return the third of each base: drawn, so that each third has its share of each kind of data."""
-    draw, found = Random(63), dict[str, Third]()
-    of: Sequence[Third] = ("design", "validation", "sealed")
+def parts() -> Mapping[str, Part]:
+    """Return the part of each base: a third, drawn so that each has its share of each kind, or `later`."""
+    draw, found = Random(63), dict[str, Part]()
+    of: Sequence[Part] = ("design", "validation", "sealed")
     turn = 0
     for kind in ("text", "pictures", "tables", "sounds"):
         names = [base.name for base in BASES if base.kind == kind]
@@ -103,6 +122,8 @@ def thirds() -> Mapping[str, Third]:
         for name in names:
             found[name] = of[turn % 3]
             turn += 1
+    for base in LATER:
+        found[base.name] = "later"
     return found
 
 
@@ -113,9 +134,7 @@ def features(net: Any, base: Base, inputs: Tensor) -> Tensor:
         mask = (inputs != PAD).long()
         hidden = net(input_ids=inputs, attention_mask=mask).last_hidden_state
         return (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-    if isinstance(
-        net, own_nets.Mixer | own_nets.TableTransformer | own_nets.TableMLP | own_nets.SoundNet
-    ):
+    if type(net).__module__ == own_nets.__name__:
         return net(inputs)
     found = net(inputs).last_hidden_state
     return found.mean(dim=1) if found.ndim == 3 else found.mean(dim=(2, 3))
@@ -187,7 +206,7 @@ def save(net: Any, folder: Path) -> None:
         _files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-_HAS_A_POOLER = ("BertModel", "ViTModel")  # which no base uses
+_HAS_A_POOLER = ("BertModel", "ViTModel", "SwinModel")  # which no base uses
 
 
 def save_tokenizer(base: Base, cache: Path, folder: Path) -> None:

@@ -7,10 +7,8 @@ from math import exp, log
 from random import Random
 from typing import Any, Literal
 
-from covmerge_lab.bank.bases import BASES, Base
+from covmerge_lab.bank.bases import BASES, LATER, Base
 from covmerge_lab.training import Optimizer
-
-SETS = 4  # of each base
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,14 @@ class Card:
         return {"form": self.form, **asdict(self)}
 
 
-def cards(only: tuple[str, ...] = ()) -> tuple[Card, ...]:
-    """Return all sets, or those of some bases."""
+def cards() -> tuple[Card, ...]:
+    """Return all sets, the first of each base before the second."""
+    most = max(base.sets for base in (*BASES, *LATER))
     return tuple(
         draw(base, number)
-        for number in range(SETS)
-        for base in BASES
-        if not only or base.name in only
+        for number in range(most)
+        for base in (*BASES, *LATER)
+        if number < base.sets
     )
 
 

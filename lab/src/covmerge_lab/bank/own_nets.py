@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from covmerge_lab.bank.data import BINS, COLUMN_NAMES, COLUMNS
 
@@ -110,12 +110,29 @@ class TableMLP(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Return features `(n, inner)`."""
         cells = self.cells(rows)
-        filled = torch.zeros(len(rows), COLUMNS, cells.shape[-1])
-        filled[:, : cells.shape[1]] = cells
-        x = self.into(filled.flatten(1))
+        x = self.into(pad(cells, (0, 0, 0, COLUMNS - cells.shape[1])).flatten(1))
         for feed in self.feeds:
             x = feed(x)
         return self.norm(x)
+
+
+class TableMixer(nn.Module):
+    """An MLP-Mixer over the columns of a row, short rows filled up."""
+
+    def __init__(self, width: int = 72, depth: int = 4) -> None:
+        super().__init__()
+        self.cells = Cells(width)
+        self.places = nn.ModuleList(Feed(COLUMNS, 48) for _ in range(depth))
+        self.channels = nn.ModuleList(Feed(width, 3 * width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return features `(n, width)`."""
+        cells = self.cells(rows)
+        x = pad(cells, (0, 0, 0, COLUMNS - cells.shape[1]))
+        for place, channel in zip(self.places, self.channels, strict=True):
+            x = channel(place(x.transpose(1, 2)).transpose(1, 2))
+        return self.norm(x).mean(dim=1)
 
 
 class SoundNet(nn.Module):

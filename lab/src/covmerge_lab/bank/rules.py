@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import covmerge
 from covmerge import LinearGroup
+from covmerge.maths.methods import auto
 from covmerge.methods import registry
 
 # Their annotations are partial.
@@ -142,3 +143,22 @@ def registered(title: str) -> Generator[str]:
         yield name
     finally:
         registry.unregister(name)
+
+
+# --- `auto` with other constants: how much its scores depend on them.
+CONSTANTS: Mapping[str, auto.Constants] = {
+    f"auto, {name} {value:.2g}": replace(auto.CONSTANTS, **{name: value})
+    for name, chosen in asdict(auto.CONSTANTS).items()
+    for value in (chosen / 3, chosen * 3)
+}
+
+
+@contextmanager
+def other_constants(title: str) -> Generator[str]:
+    """Let `auto` have other constants while a block runs; yield its name."""
+    chosen = auto.CONSTANTS
+    auto.CONSTANTS = CONSTANTS[title]
+    try:
+        yield "auto"
+    finally:
+        auto.CONSTANTS = chosen

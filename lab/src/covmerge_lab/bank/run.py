@@ -7,36 +7,47 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab import training
-from covmerge_lab.bank import bases, candidates, cards, experts, pretraining, scoring, table
+from covmerge_lab.bank import (
+    bases,
+    candidates,
+    cards,
+    experts,
+    informed,
+    pretraining,
+    rules,
+    scoring,
+    table,
+)
 from covmerge_lab.bank.cards import Card
 from covmerge_lab.workers import Job, OnProgress, Workers
 
 Parts = Sequence[str]
+What = Literal["methods", "candidates", "constants", "inputs"]
 
 
 def chosen(parts: Parts) -> tuple[Card, ...]:
-    """Return the sets of some thirds or bases; of all where none is named.
+    """Return the sets of some parts or bases; of all where none is named.
 
     Raises:
         InputError: a name is neither.
     """
-    thirds = bases.thirds()
-    unknown = set(parts) - set(thirds) - set(thirds.values())
+    part_of = bases.parts()
+    unknown = set(parts) - set(part_of) - set(part_of.values())
     if unknown:
         raise InputError(
-            f"'{unknown.pop()}' is no part of the bank: name design, validation or sealed, or a base of "
-            f"{', '.join(thirds)}"
+            f"'{unknown.pop()}' is no part of the bank: name design, validation, sealed or later, or a "
+            f"base of {', '.join(part_of)}"
         )
     return tuple(
         card
         for card in cards.cards()
-        if not parts or card.base in parts or thirds[card.base] in parts
+        if not parts or card.base in parts or part_of[card.base] in parts
     )
 
 
@@ -56,14 +67,27 @@ def train(cache: Path, parts: Parts, minutes: float, console: Console) -> None:
         )
 
 
-def score(cache: Path, parts: Parts, minutes: float, console: Console) -> None:
-    """Score every method and candidate on the sets whose experts are there, until the time is over."""
+def score(
+    cache: Path, parts: Parts, minutes: float, console: Console, what: What = "methods"
+) -> None:
+    """Score the sets whose experts are there, until the time is over.
+
+    Args:
+        cache: folder of the bank.
+        parts: as `chosen` takes them.
+        minutes: begin nothing more after so long.
+        console: where progress is shown.
+        what: every data-free `methods`; `candidates` for a default that were tried; `auto` with other
+            `constants`; methods with `inputs` of each task.
+    """
     sets = [card for card in chosen(parts) if _is_trained(card, cache)]
     if not sets:
         raise InputError(f"no set is trained in {cache}: run `covmerge bank train` first")
     late = time.monotonic() + 60 * minutes
     with Workers(console) as workers:
-        workers.run({c.name: partial(_in_time, late, partial(_score, c, cache)) for c in sets})
+        workers.run(
+            {c.name: partial(_in_time, late, partial(_SCORES[what], c, cache)) for c in sets}
+        )
 
 
 def scored(cache: Path, parts: Parts) -> list[dict[str, Any]]:
@@ -131,8 +155,28 @@ def _in_time(late: float, job: Callable[[OnProgress], object], on_progress: OnPr
         job(on_progress)
 
 
-def _score(card: Card, cache: Path, on_progress: OnProgress) -> Mapping[str, Any]:
-    found = scoring.score(card, cache, on_progress=on_progress)
+def _methods(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.score(card, cache, on_progress=on_progress)
+
+
+def _candidates(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.score(card, cache, [*scoring.data_free(card), *rules.RULES], on_progress)
     for methods, equal in candidates.MEANS:
         candidates.mean_of(card, cache, methods, equal_length=equal)
-    return found
+
+
+def _constants(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.score(card, cache, ["auto", *rules.CONSTANTS], on_progress)
+
+
+def _inputs(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.score(card, cache, ["auto"])
+    informed.score(card, cache, on_progress)
+
+
+_SCORES: Mapping[What, Callable[[Card, Path, OnProgress], None]] = {
+    "methods": _methods,
+    "candidates": _candidates,
+    "constants": _constants,
+    "inputs": _inputs,
+}

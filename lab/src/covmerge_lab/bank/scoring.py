@@ -129,7 +129,7 @@ def score(
     Args:
         card: the set, whose experts are there.
         cache: folder of the bank. The result is `bank/scores/NAME.json` in it.
-        methods: names; by default all data-free methods and candidates that are rules.
+        methods: names of methods or rules; by default all data-free methods.
         on_progress: called with the methods done and all methods.
     """
     path = cache / "bank" / "scores" / f"{card.name}.json"
@@ -139,8 +139,7 @@ def score(
     if found.get("experts_hash") != hashed:
         found = {"card": card.described(), "experts_hash": hashed, **bounds(this), "methods": {}}
     known = {*found["methods"], *found.get("refused", ())}
-    every = [*data_free(card), *rules.RULES]
-    wanted = [m for m in methods or every if m not in known]
+    wanted = [m for m in methods or data_free(card) if m not in known]
     for done, method in enumerate(wanted):
         on_progress(done, len(wanted))
         try:
@@ -168,7 +167,11 @@ def _hash(card: Card, cache: Path) -> str:
 def _merged(judge: Judge, method: str) -> Scores:
     """Merge a set from disk to disk, and return the scores."""
     out = merged_folder(judge.card, judge.cache, method)
-    known = rules.registered(method) if method in rules.RULES else nullcontext(method)
+    known = nullcontext(method)
+    if method in rules.RULES:
+        known = rules.registered(method)
+    elif method in rules.CONSTANTS:
+        known = rules.other_constants(method)
     started = time.process_time()
     with known as name:
         covmerge.merge(

@@ -46,8 +46,8 @@ class Row:
 
 
 def is_candidate(name: str) -> bool:
-    """Whether a row is no published method: a mean of merges, or a rule that was tried."""
-    return " + " in name or name.startswith(rules.PREFIX)
+    """Whether a row is no data-free method: a mean of merges, a rule that was tried, or one with inputs."""
+    return " + " in name or ", " in name or name.startswith(rules.PREFIX)
 
 
 def counted(scored: Scored) -> list[str]:

@@ -17,8 +17,15 @@ def bank(
     ],
     part: Annotated[
         list[str] | None,
-        typer.Option(help="A third (design, validation, sealed) or a base; may be given again."),
+        typer.Option(help="design, validation, sealed, later, or a base; may be given again."),
     ] = None,
+    what: Annotated[
+        Literal["methods", "candidates", "constants", "inputs"],
+        typer.Option(
+            help="Score data-free methods, candidates for a default, auto with other constants, or "
+            "methods with inputs of each task."
+        ),
+    ] = "methods",
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all scores of a table as JSON.")
     ] = None,
@@ -36,7 +43,7 @@ def bank(
     minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
     cache: options.Cache = None,
 ) -> None:
-    """Measure merging methods on 64 sets of experts of 16 bases.
+    """Measure merging methods on 82 sets of experts of 25 bases.
 
     covmerge bank train --part design
 
@@ -52,5 +59,7 @@ def bank(
         typer.echo(run.show(shown, against))
         if save is not None:
             run.write(sets, save)
+    elif stage == "score":
+        run.score(folder, parts, minutes, terminal(), what)
     else:
-        {"train": run.train, "score": run.score}[stage](folder, parts, minutes, terminal())
+        run.train(folder, parts, minutes, terminal())
