@@ -67,6 +67,22 @@ def test_regret_is_to_the_best_of_each_set() -> None:
     assert (first.low, first.high) == (pytest.approx(0), pytest.approx(30))
 
 
+def test_each_half_is_judged_by_what_is_best_on_the_other() -> None:
+    scored = _set("x", first=(0.6, 0.6, 0.6), second=(0.6, 0.6, 0.6), third=(0.4, 0.4, 0.4))
+    scored["halves"] = {
+        "first": dict.fromkeys("abc", (0.9, 0.5)),  # the best on the even examples
+        "second": dict.fromkeys("abc", (0.6, 0.7)),  # the best on the odd ones
+        "third": dict.fromkeys("abc", (0.4, 0.4)),
+    }
+    shown = run.show([scored], halves=True)
+    for method, regret in (
+        ("first", (-30 + 0) / 2),
+        ("second", (0 - 20) / 2),
+        ("third", (20 + 10) / 2),
+    ):
+        assert f"| {method} | 1 | {regret:.1f} |" in shown
+
+
 def test_differences_are_between_methods_of_the_same_sets() -> None:
     sets = [
         _set("x", first=(0.6, 0.6, 0.6), second=(0.5, 0.5, 0.5)),
@@ -150,6 +166,12 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(found["methods"]) == set(wanted)
     assert "bank_candidate" not in registry.names()
     assert all(found["experts"][name] > found["base"][name] for name in tasks)
+    scoring.halves(card, tmp_path)
+    stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())
+    for name in tasks:
+        assert sum(stored["halves"]["aswudi"][name]) / 2 == pytest.approx(
+            found["methods"]["aswudi"][name]
+        )
     mean = candidates.mean_of(card, tmp_path, ("average", "aswudi"))
     assert set(mean) == set(tasks)
     stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())
