@@ -60,7 +60,7 @@ BANNED = {
     "nothing but": r"\b(all|none|nothing) but\b",
     "data-free (say: without data)": r"\bdata-free\b",
 }
-ENDS = re.compile(r'(?<=[.!?])["*)]*\s+(?=["*(\[]*[A-Z0-9])|\n\s*\n|\n\s*(?=[-*]\s|\d+\.\s)')
+ENDS = re.compile(r'(?<=[.!?])["*)]*\s+(?=["*(\[]*(?:[^\Wa-z_]|covmerge|float))|\n\s*\n|\n\s*(?=[-*]\s|\d+\.\s)')
 
 
 def sentences(text: str) -> list[str]:
@@ -72,7 +72,7 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"(?<=\n\n)( {4}.*\n+)+", "\n\n", text)  # formulas; lists go on by two spaces
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]+`", "code", text)
+    text = re.sub(r"`[^`]+`", "Code", text)  # may begin a sentence
     found = (" ".join(part.split()).strip("-* ") for part in ENDS.split(text))
     return [part for part in found if re.search(r"\w", part)]
 
@@ -114,7 +114,7 @@ def test_what_is_counted():
     text = (
         "# No\n\nOne two. Of three, `four five`:\n\n    x = 1\n\n| no |\n\n- Six [se ven](a.md).\n"
     )
-    assert sentences(text) == ["One two.", "Of three, code:", "Six se ven."]
+    assert sentences(text) == ["One two.", "Of three, Code:", "Six se ven."]
 
 
 if __name__ == "__main__":
