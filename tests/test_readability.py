@@ -18,10 +18,9 @@ PAGES += sorted({p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md
 
 # At most: words of a page's mean sentence, words of its longest, banned turns.
 LIMIT = (17, 40, 0)
-# Pages that are not rewritten yet, a little above what they are. A page leaves this table when it is; none comes in.
+# Pages that are not rewritten yet, a little above what they are. None comes in.
 LATER: dict[str, tuple[float, int, int]] = {
     "CONTRIBUTING.md": (14, 58, 0),
-    "SECURITY.md": (18, 46, 1),
     "docs/design.md": (26, 107, 9),
     "docs/mergekit.md": (26, 67, 0),
     "docs/quantised.md": (26, 150, 4),

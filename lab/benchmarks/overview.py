@@ -67,7 +67,8 @@ def columns(results: Path = RESULTS) -> list[Column]:
                 rows: dict[str, dict[str, Any]] = {}
                 for mark, group in sorted(marked, key=itemgetter(0)):
                     for row in group["rows"]:
-                        title = _FIRST_RULE.get(row["title"], row["title"])
+                        title: str = row["title"]
+                        title = _FIRST_RULE.get(title, title)
                         rows.setdefault(title, {**row, "mark": MARKS[mark]})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
@@ -142,7 +143,8 @@ def written(text: str) -> str:
 
     def fill(found: re.Match[str]) -> str:
         begin, titles, end = found.groups()
-        return f"{begin}{table(of, titles and titles.split('; '))}\n{end}"
+        named = titles.split("; ") if titles else None
+        return f"{begin}{table(of, named)}\n{end}"
 
     return _TABLE.sub(fill, text)
 
