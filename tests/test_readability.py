@@ -28,7 +28,7 @@ LATER: dict[str, tuple[float, int, int]] = {
     "docs/scale.md": (28, 130, 4),
     "docs/trust.md": (29, 134, 0),
 }
-MOST_WORDS = 59_700  # of all these pages together, with their tables and code
+MOST_WORDS = 59_400  # of all these pages together, with their tables and code
 
 BANNED = {
     "a sentence that begins with 'Of …'": r"^Of\b",
