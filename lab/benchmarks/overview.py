@@ -25,10 +25,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "results.md", DOCS / "auto-measured.md"]
 _TABLE = re.compile(r"(<!-- results(?:: (.*?))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 # The committed results have `auto` by the rule before the present one.
-_FIRST_RULE = {
-    "auto": "first rule of auto",
-    "auto, base's inputs": "first rule of auto, base's inputs",
-}
+FIRST_RULE = "auto, first rule"
+_RENAMED = {"auto": FIRST_RULE, "auto, base's inputs": f"{FIRST_RULE}, base's inputs"}
 FOLDERS = ("-auto", "", "-newer", "-measured", "-first")  # the first that has a row gives it
 MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"
@@ -68,7 +66,7 @@ def columns(results: Path = RESULTS) -> list[Column]:
                 for mark, group in sorted(marked, key=itemgetter(0)):
                     for row in group["rows"]:
                         title: str = row["title"]
-                        title = _FIRST_RULE.get(title, title)
+                        title = _RENAMED.get(title, title)
                         rows.setdefault(title, {**row, "mark": MARKS[mark]})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
