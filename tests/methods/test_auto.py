@@ -118,6 +118,18 @@ def test_updates_that_cancel():
     assert not nothing.delta.any() and nothing.stats == {"unchanged": 2}
 
 
+def test_unlike_updates_whose_sum_cancels_make_no_jump():
+    """F fades with the sum, and h stays, as three updates of sum 0 are not alike."""
+    one, two, moved = (1000 * u / u.norm() for u in random_updates(24, 40, 3, 24, 1.0, seed=7))
+    one, two = one.round(), two.round()  # so that their sum is exact
+    found = AUTO(group_of([one, two, -one - two]))
+    near = [merged([one, two, 10.0**-power * moved - one - two]) for power in (6, 9)]
+    assert relative(near[0], found.delta) < 1e-4 and relative(near[1], found.delta) < 1e-7
+    assert relative(REFERENCES["auto"](group_of([one, two, -one - two])), found.delta) < 1e-9
+    assert found.stats["flat_share"] == pytest.approx(0.5 * (1 - found.noticed.unlike_experts**-2))
+    assert found.stats["flat_share"] > 0.2 and "agreement" not in found.stats
+
+
 def test_it_does_not_modify_the_updates():
     updates = random_updates(24, 40, 3, 24, 1.0, seed=8)
     before = [update.clone() for update in updates]

@@ -142,9 +142,9 @@ def auto(group: LinearGroup) -> Merged:
     alike = _Alike.of(active)
     merged = _regression(active, alike)
     share = 0.5 * (1.0 - alike.experts**-2)
-    flat = _flat(active, alike.weights, group) if share else None
-    if flat is None:
-        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, 0.0))
+    if not share:
+        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, share))
+    flat = _flat(active, alike.weights, group)
     lengths = norm(merged) * norm(flat)
     agreement = _dot(merged, flat) / lengths if lengths else None
     noticed = AutoNoticed(active.unchanged, alike.experts, share, agreement)
@@ -190,8 +190,8 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
     return solve_ridge(normal.with_prior(covariances, shares, ridge))[0]
 
 
-def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tensor | None:
-    """Return F `(d_out, d_in)`, of the updates' dtype; None where the updates cancel each other."""
+def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tensor:
+    """Return F `(d_out, d_in)`, of the updates' dtype; 0 where the updates cancel each other."""
     total = stack_weighted(active.updates, weights)
     pairs = zip(active.rounding, weights, strict=True)
     rounding = Rounding.together(error.times(weight) for error, weight in pairs)
@@ -199,7 +199,7 @@ def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tenso
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
     sigma = top.kept
     if not len(sigma):
-        return None
+        return total
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
     raised = sigma / torch.hypot(sigma, faint)
     raised *= sigma.sum() / raised.sum()
