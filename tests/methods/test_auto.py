@@ -76,6 +76,20 @@ def test_one_expert_and_copies_of_it_come_back(weights):
         assert relative(merged([update] * count, given_weights), update) < 1e-8
 
 
+def test_how_many_unlike_experts_there_are_in_float32():
+    """Copies are one to the last digit, and lengths far apart lose nothing."""
+    (update,) = random_updates(300, 400, 1, 300, 1.0, seed=3)
+    assert AUTO(group_of([update.float()] * 5)).noticed.unlike_experts == pytest.approx(
+        1, abs=1e-12
+    )
+    updates = random_updates(300, 400, 9, 300, 1e30, seed=6)
+    sizes = torch.stack([own.norm() for own in updates])
+    flat = torch.stack([(own / own.norm()).flatten() for own in updates])
+    expected = sizes.sum() ** 2 / (sizes @ (flat @ flat.mT).square() @ sizes)
+    found = AUTO(group_of([own.float() for own in updates])).stats["unlike_experts"]
+    assert found == pytest.approx(float(expected), rel=1e-5)
+
+
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 1.0, 8.0), (2.0, 0.3, 0.1)])
 def test_an_update_that_vanishes_leaves_without_a_jump_whatever_it_weighs(weights):
     one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
