@@ -29,6 +29,9 @@ def title(method: str, examples: int) -> str:
     return f"{method}, {examples} inputs"
 
 
+TITLES = [title(method, examples) for method in METHODS for examples in EXAMPLES]
+
+
 def score(card: Card, cache: Path, on_progress: OnProgress = ignore_progress) -> dict[str, Any]:
     """Score merges by the layers' inputs on training examples, without their labels.
 

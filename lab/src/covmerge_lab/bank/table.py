@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from covmerge_lab.bank import rules
+from covmerge_lab.bank import informed, rules
 
 # An expert that is not so much better than the base, and than one answer to all, is not counted.
 LEARNT = 0.05
@@ -46,8 +46,12 @@ class Row:
 
 
 def is_candidate(name: str) -> bool:
-    """Whether a row is no data-free method: a mean of merges, a rule that was tried, or one with inputs."""
-    return " + " in name or ", " in name or name.startswith(rules.PREFIX)
+    """Whether a row is no data-free method: a mean of merges, a rule that was tried, or one with inputs.
+
+    The first rule of `auto` was a method, and the pages' regrets are measured with it.
+    """
+    mean, tried = " + " in name, name.startswith(rules.PREFIX) or name in rules.CONSTANTS
+    return mean or tried or name in informed.TITLES
 
 
 def counted(scored: Scored) -> list[str]:
