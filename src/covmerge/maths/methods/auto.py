@@ -115,8 +115,8 @@ def auto(group: LinearGroup) -> Merged:
     R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
     direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
     which, so they are averaged. Outside the inputs that updates tell of, R is their sum. κ shortens that
-    sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or copies of it, have N = 1
-    and come back whole. An update that vanishes leaves both parts without a jump.
+    sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or
+    copies of it, have N = 1 and come back whole. An update that vanishes leaves both parts without a jump.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
