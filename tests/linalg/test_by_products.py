@@ -188,9 +188,10 @@ def test_rounding_ends_a_rank():
 
 @pytest.mark.parametrize(("floor", "rank"), [(2.5, 1), (2e-3, 2), (1e-5, 12), (4.0, 0)])
 def test_a_rank_ends_no_lower_than_the_floor_of_a_sum(floor, rank):
-    matrix = of_spectrum([3.0, 2.0] + [1e-3] * 10, 12, 12)
+    matrix = of_spectrum([3.0, 2.0] + [1e-3] * 10, 12, 12, torch.float32)
     found = polar_by_products(matrix, rtol=1e-5, rounding=Rounding(floor=floor))
-    values, _ = kept_eigenpairs(matrix @ matrix.mT, rtol=1e-10, rounding=Rounding(floor=floor))
+    gram = matrix.double() @ matrix.double().mT
+    values, _ = kept_eigenpairs(gram, rtol=1e-10, rounding=Rounding(floor=floor))
     assert len(values) == rank
     assert found.k == rank if rank else found is None
 
