@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from covmerge.maths.linalg.joint import far_apart
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.pinv import largest_singular_values
 from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
+
+_OF_CORES = 256  # the least length of the products that may have made a small matrix
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,17 @@ class Resolution:
         """What rounding gives to S = Σ w_tΔ_t.
 
         Where updates cancel, arithmetic is off by `rtol` of them and not of S: no direction of S is below
-        rtol √(Σ w_t²σ₁(Δ_t)²). `sizes`: σ₁(Δ_t), where they are known.
+        rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`: longer products may have made a small
+        matrix, which may be a core. `sizes`: σ₁(Δ_t), where they are known.
         """
         if self.given:
             return EXACT
         if sizes is None:
             sizes = [float(largest_singular_values(update)) for update in group.updates]
         each = zip(self.rounding, group.weights, sizes, strict=True)
+        rtol = self.rtol * max(1.0, sqrt(_OF_CORES / max(group.shape)))
         return Rounding.together(
-            replace(error, floor=self.rtol * size).times(weight) for error, weight, size in each
+            replace(error, floor=rtol * size).times(weight) for error, weight, size in each
         )
 
     def changed(self, group: LinearGroup) -> list[tuple[Tensor, float, Rounding]]:

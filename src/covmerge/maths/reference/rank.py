@@ -54,6 +54,9 @@ def roundings(group: LinearGroup, given: float | None) -> tuple[Rounding, ...]:
 
 def of_sum(group: LinearGroup, given: float | None, rtol: float) -> Rounding:
     """What rounding gave to Σ w_t Δ_t, of the weights and, relative to its terms, of the arithmetic."""
+    rtol *= max(
+        1.0, (256 / max(group.shape)) ** 0.5
+    )  # a core is made by longer products than itself
     floors = [0.0 if given is not None else rtol * size_of(d) for d in group.updates]
     each = zip(roundings(group, given), floors, group.weights, strict=True)
     return Rounding.together(replace(e, floor=floor).times(w) for e, floor, w in each)
