@@ -26,6 +26,7 @@ FOLDERS = (
 # By name: MKL's, oneDNN's, ATen's and OpenBLAS's instructions, and threads.
 CONFIGURATIONS = {
     "this machine, 1 thread": "OMP_NUM_THREADS=1",
+    "this machine, 3 threads": "OMP_NUM_THREADS=3",
     "SSE4.2, 1 thread": "MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 "
     "ATEN_CPU_CAPABILITY=default OPENBLAS_CORETYPE=Nehalem OMP_NUM_THREADS=1 INTEL=1",
     "AVX2, 3 threads": "MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 "

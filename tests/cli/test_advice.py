@@ -69,6 +69,16 @@ LINES = {
         advice("no output folder is given: covmerge merge {} OUT (without OUT, --dry-run only)"),
         "merge recipe.yml --dry-run",
     ),
+    "no output for flags": (
+        f"merge {PAIR}",
+        advice("no output folder is given: end the command with one"),
+        f"merge {PAIR} out",
+    ),
+    "another form": (
+        f"merge {PAIR} out --as things",
+        advice("--as {}: it is one of {}"),
+        f"merge {PAIR} out --as model",
+    ),
     "both name experts": (
         f"merge recipe.yml {PAIR} out",
         advice("both name experts: which of the two is meant? Leave out one of them"),

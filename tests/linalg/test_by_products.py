@@ -12,7 +12,12 @@ from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.linalg import auto, by_products
 from covmerge.maths.linalg import polar as polar_rules
 from covmerge.maths.linalg.by_products import inverse_root, largest_bound, newton_schulz, projector
-from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, kept_projector
+from covmerge.maths.linalg.pinv import (
+    cut_off_right,
+    kept_eigenpairs,
+    kept_projector,
+    largest_singular_values,
+)
 from covmerge.maths.linalg.polar import goes_by_products, polar, polar_by_products
 from covmerge.maths.linalg.spectral import EXACT, leading_directions, rank_tolerance
 from covmerge.maths.methods import iso, registry
@@ -179,6 +184,28 @@ def test_rounding_ends_a_rank():
         found = polar_by_products(matrix, rtol=1e-5, rounding=Rounding(edge, energy))
         assert found.k == k
         assert found.nuclear == pytest.approx(5.0 if k == 2 else 5.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(("floor", "rank"), [(2.5, 1), (2e-3, 2), (1e-5, 12), (4.0, 0)])
+def test_a_rank_ends_no_lower_than_the_floor_of_a_sum(floor, rank):
+    matrix = of_spectrum([3.0, 2.0] + [1e-3] * 10, 12, 12, torch.float32)
+    found = polar_by_products(matrix, rtol=1e-5, rounding=Rounding(floor=floor))
+    gram = matrix.double() @ matrix.double().mT
+    values, _ = kept_eigenpairs(gram, rtol=1e-10, rounding=Rounding(floor=floor))
+    assert len(values) == rank
+    assert found.k == rank if rank else found is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_singular_values_are_found_to_a_tenth(dtype):
+    kinds = [
+        *(of_spectrum(sigma, 20, 30, dtype) for sigma in (steps(1e6), [1.0] * 20, [3.0])),
+        torch.randn(20, 30, generator=torch.Generator().manual_seed(1)).to(dtype),
+        torch.zeros(20, 30, dtype=dtype),
+    ]
+    found, expected = largest_singular_values(torch.stack(kinds)), torch.stack(kinds).double()
+    expected = torch.linalg.svdvals(expected)[:, 0]
+    assert (found <= expected * (1 + 1e-6)).all() and (found >= 0.9 * expected).all()
 
 
 def test_the_steps_are_those_of_the_table():

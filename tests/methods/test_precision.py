@@ -396,3 +396,77 @@ class TestAce:
         merged = ace(group, **ace.resolve({"normalize": normalize}))
         assert merged.stats["averaged"] == (2 if normalize else 1)
         assert relative(merged.delta, REFERENCES["ace"](group, normalize=normalize)) < 1e-8
+
+
+# What remains of updates that cancel. By two experts, or what is left of them, a flat spectrum is a sum's.
+OF_SUMS = [
+    ("iso_c", {}),
+    ("iso_cts", {}),
+    *((name, {"inner": "iso_c"}) for name in ("core_space", "ctm", "knots")),
+]
+
+
+def opposed(shared, own, shape=WIDE):
+    """D + E and −D + E in float64, and E, with ‖D‖ and ‖E‖ beside weights of norm 1."""
+    each = (
+        adapters(shape, rank=8, norms=(shared or 1.0,)),
+        adapters(shape, norms=(own or 1.0,), seed=2),
+    )
+    d, e = (found[0].dense() * bool(norm) for found, norm in zip(each, (shared, own), strict=True))
+    return [d + e, e - d], e
+
+
+def flat_of(update):
+    """σ̄UVᵀ of an update of rank 4, float64."""
+    left, sigma, right = torch.linalg.svd(update, full_matrices=False)
+    return sigma[:4].mean() * left[:, :4] @ right[:4]
+
+
+def stored_in(updates, dtype):
+    """Updates of weights of norm 1 that were stored in a dtype, and what a group knows of that."""
+    base = torch.randn(updates[0].shape, generator=torch.Generator().manual_seed(7))
+    base = (base / base.norm()).to(dtype)
+    moved = [(base.double() + update).to(dtype).float() - base.float() for update in updates]
+    return LinearGroup(
+        tuple(moved), (1.0, 1.0), rounding=rounding_of(moved, [dtype] * 2, base.float())
+    )
+
+
+@pytest.mark.parametrize(("name", "params"), OF_SUMS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shared", "own", "tolerance"),
+    [
+        # Of float64 the rounding of D is what W_0 would be, so that no file's rounding is known.
+        (torch.float64, 5.0, 1e-2, 1e-9),
+        (torch.float64, 5.0, 1e-5, 1e-7),
+        (torch.float32, 5.0, 1e-2, 1e-4),
+        (torch.float32, 0.3, 1e-4, 1e-3),
+        (torch.bfloat16, 0.3, 0.05, 5e-2),
+    ],
+    ids=str,
+)
+def test_a_flat_spectrum_raises_no_rounding_of_experts_that_nearly_cancel(
+    name, params, dtype, shared, own, tolerance
+):
+    updates, e = opposed(shared, own)
+    given = LinearGroup(tuple(updates), (1.0, 1.0))
+    group = given if dtype == torch.float64 else stored_in(updates, dtype)
+    found = registry.get(name)(group, **params).delta.double()
+    if name == "iso_cts":  # has directions of tasks too; the sum's rank is 4
+        assert registry.get(name)(group).stats["rank"] == 4
+        expected = REFERENCES[name](given)
+        tolerance *= 4
+    else:
+        expected = flat_of(2 * e)
+    assert relative(found, expected) < tolerance
+
+
+@pytest.mark.parametrize(("name", "params"), OF_SUMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [0.3, 0.0], ids=["cancel", "zeros"])
+def test_the_rounding_of_experts_that_cancel_is_no_merge(name, params, dtype, shared):
+    updates, _ = opposed(shared, 0.0)
+    group = LinearGroup(tuple(updates), (1.0, 1.0))
+    if dtype != torch.float64:
+        group = stored_in(updates, dtype)
+    assert not registry.get(name)(group, **params).delta.any()

@@ -61,6 +61,7 @@ def here(models, tmp_path, monkeypatch):
     write_json_lines(tmp_path / "other.jsonl", [{"body": f"w{n}"} for n in range(40)])
     (tmp_path / "some.md").write_text("w1 w2")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "text.covstats.safetensors").write_text("text")
     return tmp_path
 
 
@@ -286,6 +287,33 @@ LINES = {
             "fold it into its base first, with `covmerge merge --base BASE --expert NAME=ADAPTER OUT`"
         ),
         f"merge --base base --expert NAME=lora folded2; {MADE} --base base --other folded2",
+    ),
+    "likelier than the likeliest": (
+        f"{MADE} --temperature 1e-9",
+        advice("temperature is {}: pass {} or more, where the likeliest token follows already"),
+        f"{MADE} --temperature 0.1",
+    ),
+    "confidence of a language model": (
+        f"collect e1 {OUT} --inputs generated --by-confidence",
+        advice("without a head that is sure of one of several: leave out --by-confidence"),
+        MADE,
+    ),
+    "no chat": (
+        f"{MADE} --start chat",
+        advice(
+            "which --start {} goes on from: pass {}, or with --tokenizer the folder of one that has it"
+        ),
+        f"{MADE} --start bos",
+    ),
+    "a file for all": (
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out a.txt",
+        advice("{} is no folder, and none can be made there: choose another output"),
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
+    ),
+    "another file": (
+        "collect e1 a.txt text.covstats.safetensors --overwrite",
+        advice("{} is not replaced, because it is no statistics file ({}): choose another output"),
+        f"collect e1 a.txt {OUT}",
     ),
     "no folder": (
         f"collect e1 a.txt no/{OUT}",

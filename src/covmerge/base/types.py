@@ -191,18 +191,25 @@ class Rounding:
         energy: ‖E‖²_F.
         before: what rounding of the update before it was stored may add to that.
         eps: of the arithmetic that made the matrix, relative to the matrix; 0: it is exact.
+        floor: of a sum, the largest singular value that arithmetic on its terms may make. They are larger
+            than the sum where they cancel.
     """
 
     edge: float = 0.0
     energy: float = 0.0
     before: float = 0.0
     eps: float = 0.0
+    floor: float = 0.0
 
     def times(self, factor: float) -> Rounding:
         """The same of factor · E."""
         square = factor**2
         return Rounding(
-            abs(factor) * self.edge, square * self.energy, square * self.before, self.eps
+            abs(factor) * self.edge,
+            square * self.energy,
+            square * self.before,
+            self.eps,
+            abs(factor) * self.floor,
         )
 
     @staticmethod
@@ -214,6 +221,7 @@ class Rounding:
             sum(e.energy for e in errors),
             sum(e.before for e in errors),
             max((e.eps for e in errors), default=0.0),
+            hypot(*(e.floor for e in errors)),
         )
 
 

@@ -14,7 +14,6 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
 from covmerge.files.checkpoints.json_file import shorten
@@ -88,7 +88,7 @@ class DistributedFiles:
         )
         names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
         self.files = tuple(child(metadata.store, name) for name in names)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
+        with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
             found = pool.map(_look, self.files)
             self._stamps = dict(zip(names, found, strict=True))
         self._file = {file.name: file for file in self.files}

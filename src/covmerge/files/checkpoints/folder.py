@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.checkpoints.base import (
     CARD_NAME,
@@ -582,7 +582,7 @@ def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
     found = list(files)
     if len(found) == 1:  # nothing to wait for beside it
         return {found[0]: open_weights(found[0])}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
+    with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
         return dict(zip(found, pool.map(open_weights, found), strict=True))
 
 

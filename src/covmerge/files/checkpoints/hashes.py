@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.gguf_file import GGUF, slots_of
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
@@ -55,7 +55,7 @@ def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> File
     """
     with (
         _Reader(file_at(local_store(folder), name)) as file,
-        ThreadPoolExecutor(2, "covmerge-hash") as pool,
+        ThreadPool(2, "covmerge-hash") as pool,
     ):
         slots, header = _slots(file)
         whole = hashlib.sha256(header)

@@ -7,6 +7,7 @@ import webbrowser
 from contextlib import closing
 from pathlib import Path
 
+from covmerge.base.threads import start
 from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import stdout
 from covmerge.front.viewer import Server, ViewJob
@@ -26,7 +27,7 @@ def view(path: Path, options: RunOptions, *, port: int, browser: bool) -> None:
         )
         if browser:
             # A browser of the terminal would keep this thread.
-            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            start(threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True))
         try:
             server.serve()
         except KeyboardInterrupt:

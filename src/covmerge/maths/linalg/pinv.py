@@ -22,6 +22,7 @@ _MARGIN = 1.1
 # (tests/linalg/test_routes.py).
 _FLOAT32_RATIO = 1e-3
 LANCZOS_STEPS = 16
+_POWER_STEPS = 8
 # Where all depends on the largest eigenvalue: so many steps, and how far above what they find it may be.
 _MORE_STEPS, _ABOVE = 64, (1e-8, 1e-4, 1e-1)
 
@@ -150,7 +151,10 @@ def kept_projector(
     if above is None:
         return None
     most = least * (1.0 + above)
-    low, high, noise = rtol * least * (1.0 - _ABOVE[0]), rtol * most, rounding.edge**2
+    floor, noise = rounding.floor**2, rounding.edge**2
+    low, high = max(rtol * least, floor) * (1.0 - _ABOVE[0]), max(rtol * most, floor)
+    if high >= least:
+        return None
     if high < noise < least:
         found = projector(system, low=noise * (1.0 - _ABOVE[0]), high=noise, bound=most)
         if found is None:
@@ -158,7 +162,7 @@ def kept_projector(
         energy = float(system.diagonal().sum()) - float((system * found.matrix).sum())
         if energy_of_rounding(energy, found.rank, shape, rounding):
             return found
-    elif low < noise < most:
+    elif low < noise:
         return None  # which of the two ends the rank, is not known
     return projector(system, low=low, high=high, bound=most)
 
@@ -207,6 +211,29 @@ def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
     tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     tridiagonal += torch.diag(off, 1) + torch.diag(off, -1)
     return float(eigh(tridiagonal)[0][-1])
+
+
+def largest_singular_values(matrices: Tensor) -> Tensor:
+    """Return σ₁ of matrices `(…, m, n)` as `(…)`, of their dtype, from below, to a tenth of it or so.
+
+    By power iteration from a fixed random vector. It is the size that rounding goes by.
+
+    Example:
+        >>> largest_singular_values(torch.diag(torch.tensor([3.0, 1.0, 0.0])))
+        tensor(3.)
+    """
+    vector = start_vector(matrices.shape[-1]).to(matrices.device, matrices.dtype).unsqueeze(1)
+    least = torch.finfo(matrices.dtype).tiny
+    image = matrices @ vector
+    for _ in range(_POWER_STEPS):
+        vector = matrices.mT @ (image / _lengths(image).clamp_min(least))
+        image = matrices @ (vector / _lengths(vector).clamp_min(least))
+    return _lengths(image)[..., 0, 0]
+
+
+def _lengths(columns: Tensor) -> Tensor:
+    """Without a look at the values, which on a device would be waited for."""
+    return columns.square().sum(-2, keepdim=True).sqrt()
 
 
 def start_vector(n: int) -> Tensor:

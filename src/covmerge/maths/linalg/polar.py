@@ -135,9 +135,10 @@ def _root(
 ) -> _Root | None:
     rank = len(gram)
     least = partial(least_of_full_rank, rank, gram.dtype, largest_bound(gram), rtol=rtol**2)
-    floor, within = least(floor=max(rounding.edge, errors) ** 2), None
+    known = max(rounding.edge, rounding.floor)
+    floor, within = least(floor=max(known, errors) ** 2), None
     if not all_above(gram, floor):
-        if errors > rounding.edge and all_above(gram, least(floor=rounding.edge**2)):
+        if errors > known and all_above(gram, least(floor=known**2)):
             return None  # of full rank, but one of the directions may be made of errors
         kept = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
         if kept is None:

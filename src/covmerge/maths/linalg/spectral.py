@@ -177,8 +177,9 @@ def numerical_rank(
         shape: `(d_out, d_in)` of the matrix.
         rtol: where it ends, in units of `scale`,
         scale: by default the largest of them.
-        rounding: what rounding gave to the matrix. The rank ends at its edge where what is below is no
-            more than rounding; a spectrum that goes on below is the matrix's own.
+        rounding: what rounding gave to the matrix. The rank ends no lower than its floor. It ends at its
+            edge where what is below is no more than rounding, which may be all of the matrix; a spectrum
+            that goes on below is the matrix's own.
 
     Example:
         >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
@@ -188,12 +189,13 @@ def numerical_rank(
         (1, 0.1)
         >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(edge=0.1, energy=1e-6))[0]
         2
+        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(floor=0.1))[0]
+        1
     """
     if not sigma.numel():
         return 0, 0.0
-    whole = float(sigma[0]) if scale is None else scale
-    end = rtol * whole
-    if end < rounding.edge < whole and only_rounding(sigma, shape, rounding):
+    end = max(rtol * (float(sigma[0]) if scale is None else scale), rounding.floor)
+    if end < rounding.edge and only_rounding(sigma, shape, rounding):
         end = rounding.edge
     return int((sigma > end).sum()), end
 
@@ -340,8 +342,8 @@ def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | No
         return None
     sigma = pairs.values.clamp_min(0.0).sqrt()
     whole = float(sigma[0]) if wanted.scale is None else wanted.scale
-    end = wanted.rtol * whole
-    if end < wanted.rounding.edge < whole:
+    end = max(wanted.rtol * whole, wanted.rounding.floor)
+    if end < wanted.rounding.edge:
         # As in `numerical_rank` where nothing is below the edge; else it takes all values to tell.
         if pairs.least <= noise and not all_above(gram, noise):
             return None

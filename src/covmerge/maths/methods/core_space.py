@@ -30,7 +30,7 @@ from covmerge.maths.methods.iso import RankRtol, flattened
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, register, registry
 from covmerge.maths.methods.resolution import resolution
 
-_KNOWN = 1e-8  # of the longest update: what is shorter may be rounding (`truncated_svd`)
+_KNOWN = 1e-8  # of the longest update: where an eigenproblem of a Gram matrix in float64 ends
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv_m") -> Cost:
@@ -125,9 +125,10 @@ def core_space(
     other's. An expert that did not change the
     layer has no part in the bases. The inner methods depart as on their pages.
 
-    Experts that cancel leave directions that only rounding has, and a flat spectrum makes them as long as
-    the others. How many there are hangs on the dtype. `short` in the statistics counts those below 1e-8 of
-    the longest update, where an eigenproblem of a Gram matrix in float64 ends.
+    Experts that cancel leave directions that only rounding has. They are left out, as in `iso_c`, where the
+    norms are not more than 50-fold apart. Where they are, a short direction may be that of a small update:
+    it is kept, and a flat spectrum makes it as long as the others. `short` in the statistics counts those
+    that are below rounding of the longest update.
 
     Example:
         >>> import torch
@@ -172,10 +173,11 @@ def core_space(
     )
     core = merged.delta
     if isotropize:
-        error = known.of_sum(group.weights)
+        error = replace(known, rtol=rtol).of_sum(group)
         whole = truncated_svd(core, min(core.shape), rtol=rtol, rounding=error)
         longest = max(abs(w) * size for w, size in zip(group.weights, sizes, strict=True))
-        short = int((whole.kept < _KNOWN * longest).sum())
+        told = max(_KNOWN, rank_tolerance(group.shape, like.dtype, None, group.rounding))
+        short = int((whole.kept < told * longest).sum())
         noticed = replace(noticed, short=short or None)
         core = flattened(whole)
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)

@@ -17,8 +17,10 @@ from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
 from covmerge.maths.linalg.batched import all_finite, flags, per_member
 from covmerge.maths.linalg.batched_spectra import spectra
 from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.pinv import largest_singular_values
 from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, numerical_rank, truncated_svd
+from covmerge.maths.measures.sums import numbers
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import Resolution, resolution
@@ -163,9 +165,11 @@ def _iso_c_batched(
         return found
     known = [resolution(group, rank_rtol) for group in groups]
     total = first.new_zeros(len(groups), *first.shape)
+    sizes: list[list[float]] = []
     for t in range(len(groups[0].updates)):
         updates = torch.stack([group.updates[t] for group in groups])
         total.addcmul_(updates, per_member([group.weights[t] for group in groups], total))
+        sizes.append(numbers(largest_singular_values(updates)))
     finite = flags(all_finite(total))
     places = [place for place, group in enumerate(groups) if finite[place] and group.frame is None]
     if len(places) < 2:
@@ -176,7 +180,7 @@ def _iso_c_batched(
             sigma,
             total.shape[1:],
             rtol=known[place].rtol,
-            rounding=known[place].of_sum(groups[place].weights),
+            rounding=known[place].of_sum(groups[place], [own[place] for own in sizes]),
         )[0]
         for place, sigma in zip(places, whole.sigma.cpu(), strict=True)
     ]
@@ -235,7 +239,7 @@ def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
     if not goes_by_products(group.updates[0]):
         return None
     total = stack_weighted(group.updates, group.weights)
-    return polar_by_products(total, rtol=known.rtol, rounding=known.of_sum(group.weights))
+    return polar_by_products(total, rtol=known.rtol, rounding=known.of_sum(group))
 
 
 def flattened(whole: TruncatedSvd) -> Tensor:
@@ -317,7 +321,7 @@ def iso_cts(
         per_task=s,
         directions=len(common.right) + sum(map(len, sigma)),
         dependent=joined.dependent,
-        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group.weights)),
+        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group)),
         sigma=flat,
     )
     return Merged((joined.left @ joined.right).mul_(scale * flat), noticed)
@@ -354,7 +358,7 @@ def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
 
     def make() -> TruncatedSvd:
         total = stack_weighted(group.updates, group.weights)
-        error = known.of_sum(group.weights)
+        error = known.of_sum(group)
         return truncated_svd(total, min(total.shape), rtol=known.rtol, rounding=error)
 
     return group.once(f"svd of the sum, {known}", make)

@@ -115,7 +115,7 @@ ARBITRARY = Counted(
 )
 SHORT = Counted(
     "short",
-    "{count} directions of the merged core are shorter than 1e-8 of the longest update in {tensors} "
-    "tensors ({names}): where experts cancel rounding may have made them, and a flat spectrum makes them "
-    "as long as the others",
+    "{count} directions of the merged core are below the rounding of the longest update in {tensors} "
+    "tensors ({names}): a small expert may have made them, or rounding where experts cancel, and a flat "
+    "spectrum makes them as long as the others",
 )

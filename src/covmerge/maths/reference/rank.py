@@ -10,7 +10,7 @@ never goes between singular values that are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,11 +52,19 @@ def roundings(group: LinearGroup, given: float | None) -> tuple[Rounding, ...]:
     return group.rounding if known else (Rounding(),) * len(group.updates)
 
 
-def of_sum(roundings: Sequence[Rounding], weights: Sequence[float]) -> Rounding:
-    """What rounding gave to Σ w_t Δ_t."""
-    return Rounding.together(
-        error.times(weight) for error, weight in zip(roundings, weights, strict=True)
-    )
+def of_sum(group: LinearGroup, given: float | None, rtol: float) -> Rounding:
+    """What rounding gave to Σ w_t Δ_t, of the weights and, relative to its terms, of the arithmetic."""
+    rtol *= max(
+        1.0, (256 / max(group.shape)) ** 0.5
+    )  # a core is made by longer products than itself
+    floors = [0.0 if given is not None else rtol * size_of(d) for d in group.updates]
+    each = zip(roundings(group, given), floors, group.weights, strict=True)
+    return Rounding.together(replace(e, floor=floor).times(w) for e, floor, w in each)
+
+
+def size_of(d: Tensor) -> float:
+    """σ₁."""
+    return float(svd(d.double())[1].max()) if d.numel() else 0.0
 
 
 def end_of_rank(
@@ -70,8 +78,8 @@ def end_of_rank(
     if not len(S):
         return 0.0
     largest = float(S[0]) if largest is None else largest
-    end = rtol * largest
-    if not end < rounding.edge < largest:
+    end = max(rtol * largest, rounding.floor)
+    if end >= rounding.edge:
         return end
     below = S[S <= rounding.edge]
     r = len(S) - len(below)

@@ -136,7 +136,7 @@ def core_space(
         rank_rtol=rank_rtol,
     )
     if isotropize:
-        merged = flat(leading(merged, rtol, of_sum(errors, group.weights)))
+        merged = flat(leading(merged, rtol, of_sum(group, rank_rtol, rtol)))
     return U @ merged @ V.T
 
 

@@ -220,8 +220,9 @@ def free(
 
 def spectrum_of_sum(group: LinearGroup, rank_rtol: float | None) -> Spectrum:
     """The SVD of Σ w_t Δ_t, within its numerical rank."""
-    rounding = of_sum(roundings(group, rank_rtol), group.weights)
-    return leading(weighted(deltas_of(group), group.weights), tolerance(group, rank_rtol), rounding)
+    rtol = tolerance(group, rank_rtol)
+    rounding = of_sum(group, rank_rtol, rtol)
+    return leading(weighted(deltas_of(group), group.weights), rtol, rounding)
 
 
 def _changed(group: LinearGroup, rank_rtol: float | None) -> list[tuple[Tensor, float, Rounding]]:

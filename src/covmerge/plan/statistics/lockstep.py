@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from covmerge.base.threads import start
+
 _Answer = Callable[[], Any]
 
 
@@ -135,7 +137,7 @@ class _Run(Thread):
         self._error: BaseException | None = None
         self._ended = False
         self._may, self._halted = Semaphore(0), Semaphore(0)
-        self.start()
+        start(self)
 
     def resume(self, answer: _Answer) -> None:
         """Let it go on, with what it waited for, until it halts.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from typing import Protocol
 
+from covmerge.base.threads import ThreadPool
 from covmerge.files.checkpoints import Content
 from covmerge.files.checkpoints.content import at_once
 
@@ -53,7 +54,7 @@ class InStep:
         self._changed = threading.Condition()
         self._share = 0.0
         self._stopped = False
-        self._pool = ThreadPoolExecutor(max(1, len(contents)), "covmerge-hash")
+        self._pool = ThreadPool(max(1, len(contents)), "covmerge-hash")
 
     def __enter__(self) -> InStep:
         """See `Hashing`."""

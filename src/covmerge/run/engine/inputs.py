@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import NotFiniteError, TensorError
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LowRank, Measured
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.remote import RemoteCheckpoint
@@ -74,7 +74,7 @@ class Sources:
         far = [isinstance(self.checkpoints.get(key), RemoteCheckpoint) for key, _ in reads]
         if sum(far) < 2:
             return [read() for _, read in reads]
-        with ThreadPoolExecutor(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
+        with ThreadPool(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
             begun = [
                 pool.submit(read) if own else None
                 for own, (_, read) in zip(far, reads, strict=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from typing import TypeVar
 
 import torch
 
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods import Method
 from covmerge.maths.methods.registry import Known
@@ -57,7 +57,7 @@ def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list
     if lanes < 2:
         with torch_threads(1):
             return [do(one) for one in given]
-    with ThreadPoolExecutor(lanes, initializer=use_threads, initargs=(1,)) as pool:
+    with ThreadPool(lanes, initializer=use_threads, initargs=(1,)) as pool:
         return list(pool.map(do, given))
 
 

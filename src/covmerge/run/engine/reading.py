@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.run.engine.thread_count import usable_cores
@@ -57,6 +57,6 @@ def files_at_once(count: int, processes: int = 1, cores: int | None = None) -> i
 
 def read_files(sizes: Mapping[str, int], look: FileLook, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
-    with ThreadPoolExecutor(files_at_once(len(sizes)), "covmerge-verify") as pool:
+    with ThreadPool(files_at_once(len(sizes)), "covmerge-verify") as pool:
         found = pool.map(partial(look, base), sizes)
         return dict(zip(sizes, found, strict=True))

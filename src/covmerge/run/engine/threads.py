@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
@@ -13,6 +12,7 @@ from queue import Queue
 import torch
 
 from covmerge.base.memory import Kept, give_back
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.run.engine.budget import Budget
@@ -149,7 +149,7 @@ class _Pipeline:
     def running(self) -> Generator[Iterator[Done]]:
         """Start a thread for each stage, and yield what they have done; at the end they have ended."""
         give_back()  # threads that have ended leave heaps that these do not use
-        with ThreadPoolExecutor(3, thread_name_prefix="covmerge") as pool:
+        with ThreadPool(3, thread_name_prefix="covmerge") as pool:
             try:
                 # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
                 # still in torch when Python exits aborts the process.
@@ -203,7 +203,7 @@ class _Pipeline:
 
     def _compute_all(self) -> None:
         use_threads(self._threads)
-        with ThreadPoolExecutor(
+        with ThreadPool(
             self._lanes, "covmerge-lane", initializer=use_threads, initargs=(1,)
         ) as narrow:
             while not self._errors and (given := self._to_compute.get()) is not None:
@@ -211,7 +211,7 @@ class _Pipeline:
                 del given
         self._to_write.put(None)
 
-    def _hand_out(self, lot: list[_Read], narrow: ThreadPoolExecutor) -> None:
+    def _hand_out(self, lot: list[_Read], narrow: ThreadPool) -> None:
         """Compute a lot on one core, beside others; or on all of them, alone. It is emptied."""
         batches = [read.batch for read in lot]
         one_core = batches[0][0].is_narrow(self._task.context.device)

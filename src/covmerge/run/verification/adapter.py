@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from typing import Any
 
 import torch
 
 from covmerge.base.text import some
+from covmerge.base.threads import ThreadPool
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.stores.store import Store
 from covmerge.maths.linalg.lapack import norm
@@ -70,9 +70,7 @@ def _sizes(written: AdapterCheckpoint) -> dict[str, float]:
         return norm(written.read(name).float())
 
     # Factors are too thin to share a sum among cores: each core has tensors of its own.
-    with ThreadPoolExecutor(
-        torch.get_num_threads(), initializer=use_threads, initargs=(1,)
-    ) as pool:
+    with ThreadPool(torch.get_num_threads(), initializer=use_threads, initargs=(1,)) as pool:
         low_rank = dict(zip(written.low_rank, pool.map(of_factors, written.low_rank), strict=True))
         whole = dict(zip(written.headers, pool.map(of_whole, written.headers), strict=True))
     return low_rank | whole

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
+from covmerge.base.threads import ThreadPool
 from covmerge.files.checkpoints.content import at_once
 from covmerge.run.engine.cluster.kept import KEPT
 from covmerge.run.engine.cluster.pieces import Pieces
@@ -30,7 +31,7 @@ class ClusterHashing:
         self._pieces = Pieces[tuple[str, str]](ray, _hash, (key, [opening]), _called, _PART)
         self._contents = contents
         self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(1, "covmerge-hash")
+        self._pool = ThreadPool(1, "covmerge-hash")
 
     def __enter__(self) -> ClusterHashing:
         """See `Hashing`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CovmergeError
+from covmerge.base.threads import start
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.files.stores.disk import disk_errors
@@ -45,7 +46,7 @@ class Ledger:
         self._appending = threading.Lock()
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, args=(beat,), daemon=True)
-        self._beating.start()
+        start(self._beating)
 
     def append(self, record: Mapping[str, Json]) -> None:
         """Tell the others of something.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from typing import Generic, TypeVar
 
 from covmerge.base.errors import CheckpointError
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.content import Pace
 from covmerge.run.engine.portable import error_named
@@ -55,7 +56,7 @@ class Sharing(Generic[_Found]):
         rank = session.rank
         self._unclaimed = iter(own_first(list(sizes.values()), rank.number, rank.world))
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, f"covmerge-{stage}")
+        self._pool = ThreadPool(threads, f"covmerge-{stage}")
 
     def __enter__(self) -> Sharing[_Found]:
         self._holding = self._session.holding(self._stage, 0)

@@ -1,0 +1,85 @@
+"""Threads that start, or say that they cannot.
+
+CPython's `Thread.start` waits for the new thread to say that it runs. Where a limit of address space leaves
+room for its stack and for nothing else, the thread ends before that, and `start` waits for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_STACK = 8 * 2**20  # where none is set
+_FIRST = 16 * 2**20  # for what a thread makes first
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: there is no room for another.
+
+    Example:
+        >>> thread = threading.Thread(target=print, args=("it runs",))
+        >>> start(thread)
+        it runs
+        >>> thread.join()
+    """
+    _check_room()
+    thread.start()
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """The same as its parent, but `submit` raises RuntimeError where it would wait for ever.
+
+    Example:
+        >>> with ThreadPool(2) as pool:
+        ...     list(pool.map(abs, [-1, 2]))
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        max_workers: int,
+        thread_name_prefix: str = "",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        self._count, self._begun = max_workers, 0
+
+        def begin() -> None:
+            self._begun += 1
+            if initializer is not None:
+                initializer(*initargs)
+
+        super().__init__(max_workers, thread_name_prefix, begin)
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Have one of the threads call a function."""
+        if self._begun < self._count:
+            _check_room()
+        return super().submit(fn, *args, **kwargs)
+
+
+def _check_room() -> None:
+    if sys.platform == "win32":  # has no such limit
+        return
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most == resource.RLIM_INFINITY:
+        return
+    stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = _STACK if stack == resource.RLIM_INFINITY else stack
+    taken = psutil.Process().memory_info().vms
+    if most - taken < stack + _FIRST:
+        raise RuntimeError(
+            f"can't start new thread: of {most:,} bytes of space {most - taken:,} are left (ulimit -v)"
+        )
