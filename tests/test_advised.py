@@ -32,7 +32,6 @@ REASONS = {
         r"^run/judgement/judge\.py: (--allow \{\}|The merge is stopped)",
         r"^plan/planning/serving\.py: |^plan/planning/data\.py: (--|`covmerge|, or (take|name))",
         r"^files/stores/local_destination\.py: take it first",
-        r"^run/engine/(forecast\.py: look over|options\.py: there is)",
         r"^front/cli/collect\.py: (EXPERT, DATA|--base, --expert)",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: ",
         r"^base/text\.py: keep such",
@@ -51,7 +50,7 @@ REASONS = {
     ],
     "needs a GPU": [r"^run/engine/(device_room|devices)\.py: "],
     "needs several machines or processes; tests/engine and tests/remote have what they do": [
-        r"^run/engine/(cluster/|ranks/|serving|hardware)",
+        r"^run/engine/(cluster/|ranks/|serving)",
         r"^run/engine/options\.py: --(device|executor ray)",
         r"^run/engine/processes\.py: (a worker process could not start|two worker processes ended)",
         r"^front/rank_job\.py: |^front/job\.py: ranks share|^files/checkpoints/writer\.py: there is no",
@@ -59,7 +58,7 @@ REASONS = {
         r"^front/cli/stages\.py: ranks share",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
-        r"^run/engine/(budget|room|forecast)\.py: ",
+        r"^run/engine/(budget|room)\.py: ",
         r"^files/stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
         r"^plan/statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",

@@ -20,11 +20,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from benchmarks.measure import machine, spawn
 from benchmarks.narrow import Narrow, Rates, serving
-from benchmarks.predicted import EXPERTS, save_sources
 
 OUT = Path(__file__).parent / "results" / "ranged.json"
+EXPERTS = ("a", "b", "c")
 FILES = tuple(f"{name}.safetensors" for name in ("base", *EXPERTS))
 
 
@@ -42,6 +45,19 @@ def main() -> None:
         rows = measured(Path(name), given)
     told = {"machine": machine(), "load": load, **vars(given), "rows": rows}
     OUT.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def save_sources(folder: Path, layers: int, width: int) -> None:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    base = {
+        f"layers.{n}.mlp.up_proj.weight": torch.randn(width, width, generator=generator)
+        for n in range(layers)
+    }
+    save_file(base, folder / "base.safetensors")
+    for name in EXPERTS:
+        expert = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in base.items()}
+        save_file(expert, folder / f"{name}.safetensors")
 
 
 def measured(folder: Path, given: argparse.Namespace) -> list[dict[str, object]]:
