@@ -59,7 +59,7 @@ REASONS = {
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
         r"^run/engine/(budget|room)\.py: ",
-        r"^files/stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
+        r"^files/stores/(disk|scratch|lock|local_destination|paths)\.py: ",
         r"^plan/statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",
         r"^front/cli/outcome\.py: (no room|the memory)|^front/cli/options\.py: the cache folder",

@@ -96,8 +96,7 @@ def measured(folder: Path, given: argparse.Namespace) -> list[dict[str, object]]
 def ways(
     server: Narrow, folder: Path, method: str, rules: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """One merge in four ways: seconds, and what came over the link."""
-    kept = {"COVMERGE_CACHE": str(folder / "cache"), "COVMERGE_REMOTE_CACHE": "20GB"}
+    """One merge in two ways: seconds, and what came over the link."""
     found: dict[str, dict[str, float]] = {}
     digests: set[str] = set()
     local = folder / "downloaded"
@@ -108,16 +107,14 @@ def ways(
     spawn([sys.executable, "-m", "benchmarks.narrow", str(local), *addresses], log=log)
     download = float(log.read_text())
     counted = server.counted()
-    seconds, digest = merged(str(local), folder, method, rules, {})
+    seconds, digest = merged(str(local), folder, method, rules)
     found["download first"] = {"seconds": download + seconds, "download": download, **counted}
     digests.add(digest)
     shutil.rmtree(local)
-    for way, environment in (("ranges", {}), ("cache, empty", kept), ("cache, filled", kept)):
-        server.clear()
-        seconds, digest = merged(server.url, folder, method, rules, environment)
-        found[way] = {"seconds": seconds, **server.counted()}
-        digests.add(digest)
-    shutil.rmtree(folder / "cache")
+    server.clear()
+    seconds, digest = merged(server.url, folder, method, rules)
+    found["ranges"] = {"seconds": seconds, **server.counted()}
+    digests.add(digest)
     if len(digests) > 1:
         raise SystemExit(f"{method}: the ways gave different bytes")
     return found
@@ -128,7 +125,6 @@ def merged(
     folder: Path,
     method: str,
     rules: Sequence[Mapping[str, str]],
-    environment: Mapping[str, str],
 ) -> tuple[float, str]:
     """Seconds of a merge of sources below a folder or an address, from its start; the weights' hash."""
     base, *experts = (f"{sources}/{file}" for file in FILES)
@@ -136,7 +132,7 @@ def merged(
     told = {"base": base, "experts": dict(zip(EXPERTS, experts, strict=True)), "method": method}
     recipe.write_text(json.dumps({**told, "rules": rules} if rules else told))
     command = [sys.executable, "-m", "covmerge", "merge", str(recipe), str(out), "--threads=1"]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "COVMERGE_REMOTE_CACHE": "0", **environment}
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
     seconds = spawn(command, env=own, log=folder / "log")["seconds"]
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     shutil.rmtree(out)

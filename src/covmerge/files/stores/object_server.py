@@ -64,11 +64,6 @@ class ObjectServer:
         """Return the server of an address, and what it calls the place."""
         return cls(address.scheme, writing=writing), address.path
 
-    @property
-    def endpoint(self) -> str:
-        """See `Server.endpoint`: AWS_ENDPOINT_URL, a profile and so on say which it is."""
-        return str(self._system.s3.meta.endpoint_url) if self._scheme == _S3 else ""
-
     def inside(self, folder: str, name: str) -> str:
         """See `Server.inside`."""
         return f"{folder}/{name}"
@@ -147,7 +142,7 @@ def _look(info: Mapping[str, Any]) -> Look:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
     version = next(said, "")
-    return Look(size, version, lasting=bool(version))
+    return Look(size, version)
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:

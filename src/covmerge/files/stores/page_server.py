@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
@@ -24,7 +23,6 @@ SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
 
 _WHOLE = 2**24  # the longest file that is read of a server that sends all of it
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
-_TICKS = 2  # seconds from a change on in which there may be another of the same time
 _ELSEWHERE = frozenset({301, 302, 303, 307, 308})
 _HOPS = 6
 _AT_ONCE = 8
@@ -66,7 +64,6 @@ class PageServer:
         )
         self._system = system
         self.loop = system.loop
-        self.endpoint = ""
 
     @classmethod
     def at(cls, address: Address) -> tuple[PageServer, str]:
@@ -217,19 +214,7 @@ def _is_near(host: str) -> bool:
 
 
 def _look(size: int, answer: Any) -> Look:
-    return Look(size, _version(answer), lasting=_is_lasting(answer))
-
-
-def _is_lasting(answer: Any) -> bool:
-    """Whether a version can be no other file's: times count seconds, and so do ETags made of them."""
-    modified, now = (answer.headers.get(name) for name in ("Last-Modified", "Date"))
-    if modified is None:
-        return str(answer.headers.get("ETag", "W/")).startswith('"')  # no weak one
-    try:
-        age = parsedate_to_datetime(now) - parsedate_to_datetime(modified)
-    except (TypeError, ValueError):  # no date, or none of one of them
-        return False
-    return age.total_seconds() >= _TICKS
+    return Look(size, _version(answer))
 
 
 def _version(answer: Any) -> str:
