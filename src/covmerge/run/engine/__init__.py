@@ -2,8 +2,6 @@
 
 inputs     what an item reads, and the updates it becomes
 layer      the updates of some rows, and what methods make of them
-lots       neighbouring items of one shape that are merged in one batch, fixed by the plan
-together   the layers of a lot through their method
 encode     a merged update in the form that the plan asks for
 pack       merged rows as a quantised format stores them
 look       what an inspection says of some rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,8 +43,6 @@ class Ranks:
         inner: does the work of this rank.
         session: what the ranks have in common.
     """
-
-    lots: Sequence[tuple[int, ...]] = ()  # see `Executor.lots`: every batch goes by itself
 
     def __init__(self, inner: Executor, session: Session) -> None:
         self._inner = inner
