@@ -65,15 +65,12 @@ class ObjectServer:
         return cls(address.scheme, writing=writing), address.path
 
     def inside(self, folder: str, name: str) -> str:
-        """See `Server.inside`."""
         return f"{folder}/{name}"
 
     def shown(self, path: str) -> str:
-        """See `Server.shown`."""
         return f"{self._scheme}://{path}"
 
     async def look(self, path: str) -> Look:
-        """See `Server.look`."""
         info: Mapping[str, Any] = await self._system._info(path, refresh=True)
         if info.get("type") != "file":
             raise FileNotFoundError(path)
@@ -95,7 +92,6 @@ class ObjectServer:
         return found
 
     async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
-        """See `Server.fetch`."""
         end = offset + len(target)
         if self._scheme == _S3 and seen.version:
             data = await self._of_version(path, offset, end, seen.version)

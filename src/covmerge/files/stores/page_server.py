@@ -51,11 +51,9 @@ class PageServer:
         return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
 
     def inside(self, folder: str, name: str) -> str:
-        """See `Server.inside`."""
         return f"{folder}/{quote(name)}"
 
     def shown(self, path: str) -> str:
-        """See `Server.shown`."""
         return path
 
     async def look(self, path: str) -> Look:

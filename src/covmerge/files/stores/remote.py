@@ -63,23 +63,18 @@ class RemoteStore:
         return self._server.shown(self._path)
 
     def where(self, name: str) -> str:
-        """See `Store.where`."""
         return self._server.shown(self._at(name))
 
     def names(self) -> list[str]:
-        """See `Store.names`."""
         return [name for name, look in self._listed().items() if look is not None]
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         return [name for name, look in self._listed().items() if look is None]
 
     def check(self, name: str) -> None:
-        """See `Store.check`."""
         check_bare(name, str(self))
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """See `Store.is_file`."""
         del follow  # there are no links
         try:
             self._look(name)
@@ -100,14 +95,12 @@ class RemoteStore:
         return self._look(name).version
 
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
-        """See `Store.open`."""
         del follow
         path, look = self._at(name), self._look(name)
         seen = None if look.version else self._known.seen(path, look)
         return RemoteFile(self._server, path, look, self._windows, seen)
 
     def inside(self, folder: str) -> RemoteStore:
-        """See `Store.inside`."""
         if not folder:
             return self
         inner = RemoteStore(self._server, self._at(folder))
@@ -155,7 +148,6 @@ class RemoteFile:
     def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """See `Opened.read_at`."""
         count = min(len(target), max(0, self._look.size - offset))
         if not count:
             return 0

@@ -52,7 +52,6 @@ class Threads:
         self._kept_above = kept_above
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
-        """See `Executor.run`."""
         with self.running(batches, task) as finished:
             yield from finished
 

@@ -33,7 +33,6 @@ class ClusterHashing:
         self._pool = ThreadPoolExecutor(1, "covmerge-hash")
 
     def __enter__(self) -> ClusterHashing:
-        """See `Hashing`."""
         sizes = {(key, content.name): content.size for key, content in to_share(self._contents)}
         self._hashing: Future[Mapping[tuple[str, str], str]] = self._pool.submit(
             self._pieces.all, sizes, self._stopped.is_set
@@ -41,7 +40,6 @@ class ClusterHashing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """See `Hashing`."""
         self._stopped.set()
         self._pool.shutdown()
 

@@ -80,7 +80,6 @@ class Ranks:
         return lead_reading(self._session, sizes, look, base)
 
     def close(self) -> None:
-        """See `Executor.close`."""
         self._inner.close()
 
     def _merge(self, stage: _Stage) -> Iterator[Done]:
