@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def main() -> None:
             told = (f"{name} {own:.3f} ({own / ace:.2f} of ace)" for name, own in seconds.items())
             print(f"{kind} {shape[0]} × {shape[1]}: ace {ace:.3f}, {', '.join(told)}", flush=True)
     result = {
-        "command": "python -m benchmarks.auto_beside_ace",
+        "command": " ".join(("python -m benchmarks.auto_beside_ace", *sys.argv[1:])),
         "machine": machine(),
         "layers": rows,
     }

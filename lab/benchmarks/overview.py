@@ -1,4 +1,7 @@
-"""All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
+"""All suites side by side: `python -m benchmarks.overview` writes the tables of docs/.
+
+A table stands between `<!-- results -->`, or `<!-- results: TITLE; TITLE -->` for some of its rows, and
+`<!-- end of results -->`.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. A row is of
 `text/lora-auto`, with `auto` as it is now, where that has it, then of `text/lora` and of `-newer`, the
@@ -9,6 +12,7 @@ methods that came later; rows of all trainings go before those of one that was r
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -17,8 +21,12 @@ from typing import Any
 from covmerge_lab.models import Section
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[2] / "docs" / "results.md"
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "results.md", DOCS / "auto-measured.md"]
+_TABLE = re.compile(r"(<!-- results(?:: (.*?))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
+# The committed results have `auto` by the rule before the present one.
+FIRST_RULE = "auto, first rule"
+_RENAMED = {"auto": FIRST_RULE, "auto, base's inputs": f"{FIRST_RULE}, base's inputs"}
 FOLDERS = ("-auto", "", "-newer", "-measured", "-first")  # the first that has a row gives it
 MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"
@@ -57,7 +65,9 @@ def columns(results: Path = RESULTS) -> list[Column]:
                 rows: dict[str, dict[str, Any]] = {}
                 for mark, group in sorted(marked, key=itemgetter(0)):
                     for row in group["rows"]:
-                        rows.setdefault(row["title"], {**row, "mark": MARKS[mark]})
+                        title: str = row["title"]
+                        title = _RENAMED.get(title, title)
+                        rows.setdefault(title, {**row, "mark": MARKS[mark]})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
 
@@ -79,14 +89,24 @@ def _groups(folder: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
 
 
-def table(of: list[Column]) -> str:
-    """Lay out mean accuracies in percent; what beats tuned Task Arithmetic clearly has a star."""
+def table(of: list[Column], titles: list[str] | None = None) -> str:
+    """Lay out mean accuracies in percent; what beats tuned Task Arithmetic clearly has a star.
+
+    Args:
+        of: the columns.
+        titles: of the rows; all without it.
+
+    Raises:
+        KeyError: no results have such a row.
+    """
     lines = [
         f"| experts | {' | '.join(column.title for column in of)} |",
         f"|---|{'---:|' * len(of)}",
     ]
     section = None
-    for title, row in _rows(of).items():
+    rows = _rows(of)
+    for title in rows if titles is None else titles:
+        row = rows[title]
         if row["section"] != section:
             section = row["section"]
             lines.append(f"| *{section}* |{' |' * len(of)}")
@@ -116,11 +136,17 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def written(text: str) -> str:
-    """Return a text with the table between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table(columns())}\n{END}{after}"
+    """Return a text with its tables between their marks."""
+    of = columns()
+
+    def fill(found: re.Match[str]) -> str:
+        begin, titles, end = found.groups()
+        named = titles.split("; ") if titles else None
+        return f"{begin}{table(of, named)}\n{end}"
+
+    return _TABLE.sub(fill, text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")
+    for page in PAGES:
+        page.write_text(written(page.read_text("utf-8")), "utf-8")

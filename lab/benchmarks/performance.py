@@ -50,9 +50,6 @@ def written(text: str) -> str:
         ("kernels", kernels(_read("kernels"))),
         ("gpu", gpu(_read("kernels-cuda"))),
         ("gpu routes", gpu_routes(_read("routes-cuda"))),
-        ("spectra", spectra(_read("spectra"))),
-        ("published", published(_read("kernels-spectra"))),
-        ("no slower", no_slower(_read("no_slower"))),
         ("checkpoints", checkpoints(_read("checkpoints-gpt2"), _read("checkpoints-llama"))),
         ("mergekit", mergekit(_read("mergekit"))),
         ("memory", memory(_read("streaming"), _read("streaming-tenfold"))),
@@ -157,55 +154,6 @@ def _efficiency(layers: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -
     own = [row for row in layers if all(row[key] == total[key] for key in keys)]
     found = [row["efficiency"] for row in own if "efficiency" in row]
     return f"{min(found):.2f} to {max(found):.2f}" if found else ""
-
-
-def spectra(results: Mapping[str, Any]) -> str:
-    rows: list[list[object]] = []
-    for block in results["blocks"]:
-        before, after = block["before"], block["after"]
-        share = "share in eigensolvers"
-        rows.append(
-            [
-                f"{block['kind']}, {block['method']}",
-                f"{before['cpu_seconds']:.2f}",
-                f"{after['cpu_seconds']:.2f}",
-                f"**{block['before / after']:.2f}**",
-                f"{before[share]:.2f}",
-                f"{after[share]:.2f}",
-                f"{block['largest difference']:.0e}" if block["largest difference"] else "0",
-            ]
-        )
-    head = ["updates, method", "CPU seconds before", "after", "ratio"]
-    return _table([*head, "in eigensolvers before", "after", "largest difference"], rows)
-
-
-def published(results: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            f"{total['block']}, {total['kind']}, {total['method']}",
-            f"{total['covmerge']['cpu_seconds']:.2f}",
-            f"{total['published']['cpu_seconds']:.2f}",
-            f"**{total['cpu_seconds, published / covmerge']:.1f}**",
-        ]
-        for total in results["blocks"]
-    ]
-    return _table(["block", "CPU seconds", "published", "ratio"], rows)
-
-
-def no_slower(results: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            total["method"],
-            f"{total['before']:.2f}",
-            f"{total['after']:.2f}",
-            f"**{total['before / after']:.2f}**",
-            f"{total['least of a layer']:.2f} ({total['which']})",
-            f"{total['largest difference']:.0e}" if total["largest difference"] else "0",
-        ]
-        for total in results["methods"]
-    ]
-    head = ["method", "CPU seconds before", "after", "ratio", "least of a layer"]
-    return _table([*head, "largest difference"], rows)
 
 
 def checkpoints(*results: Mapping[str, Any]) -> str:

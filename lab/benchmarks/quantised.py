@@ -340,7 +340,7 @@ def _digits(number: float) -> float:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The two tables of docs/quantised.md."""
+    """The table of docs/quantised.md, and the same of quantised bases and experts."""
     names = ("", "MB", "weights off", "update kept", "noise", "worst layer, noise")
     names = (*names, "logits off", "next tokens", "client: logits off, next tokens")
     head = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]

@@ -12,7 +12,18 @@ import torch
 
 from covmerge.errors import InputError
 from covmerge.methods import registry
-from covmerge_lab.bank import bases, candidates, cards, data, experts, rules, run, scoring, table
+from covmerge_lab.bank import (
+    bases,
+    candidates,
+    cards,
+    data,
+    experts,
+    informed,
+    rules,
+    run,
+    scoring,
+    table,
+)
 from covmerge_lab.bank.data import Part, Task
 from tests.cli.runs import covmerge, words
 
@@ -65,6 +76,61 @@ def test_regret_is_to_the_best_of_each_set() -> None:
     assert second.regret == pytest.approx(0)
     assert second.worst_expert == pytest.approx((50 + 75) / 2)
     assert (first.low, first.high) == (pytest.approx(0), pytest.approx(30))
+
+
+def test_each_half_is_judged_by_what_is_best_on_the_other() -> None:
+    scored = _set("x", first=(0.6, 0.6, 0.6), second=(0.6, 0.6, 0.6), third=(0.4, 0.4, 0.4))
+    scored["halves"] = {
+        "first": dict.fromkeys("abc", (0.9, 0.5)),  # the best on the even examples
+        "second": dict.fromkeys("abc", (0.6, 0.7)),  # the best on the odd ones
+        "third": dict.fromkeys("abc", (0.4, 0.4)),
+    }
+    shown = run.show([scored], halves=True)
+    for method, regret in (
+        ("first", (-30 + 0) / 2),
+        ("second", (0 - 20) / 2),
+        ("third", (20 + 10) / 2),
+    ):
+        assert f"| {method} | 1 | {regret:.1f} |" in shown
+
+
+FORMS = ("full", "adapters", "mixed")
+
+
+def test_rows_that_are_no_method_are_no_measure_of_regret() -> None:
+    """Nor does `auto` with other constants, or a method with inputs, make the others look worse."""
+    best = dict.fromkeys(
+        ("a + b", rules.TWO_SIDED, *rules.CONSTANTS, *informed.TITLES), (0.7, 0.7, 0.7)
+    )
+    found = table.rows([_set("x", auto=(0.5, 0.5, 0.5), **best)])
+    assert {row.method: row.regret for row in found}["auto"] == pytest.approx(0)
+
+
+def test_the_page_of_auto_has_what_its_command_prints() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "auto.md").read_text()
+    told = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    first = "first rule of `auto`, weights alone"
+    cells = {of.strip("*`").replace(first, "auto, first rule"): own for of, *own in told[1:]}
+    assert len(cells) > 5
+    sets = run.read(root / "lab" / "benchmarks" / "results" / "bank.jsonl", ())
+    every_name = {name for scored in sets for name in scored["methods"]}
+    rivals = [name for name in every_name if not table.is_candidate(name)]
+
+    def rows(*forms: str) -> dict[str, table.Row]:
+        own = [scored for scored in sets if scored["card"]["form"] in forms]
+        return {row.method: row for row in table.rows(own, list(cells), rivals)}
+
+    every, *parts = rows(*FORMS), *map(rows, FORMS)
+    assert cells == {
+        name: [
+            f"{row.regret:.1f}",
+            f"{row.low:.1f} to {row.high:.1f}",
+            f"{row.worst:.1f} ({row.worst_set})",
+            *(f"{part[name].regret:.1f}" for part in parts),
+        ]
+        for name, row in every.items()
+    }
 
 
 def test_differences_are_between_methods_of_the_same_sets() -> None:
@@ -150,6 +216,12 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(found["methods"]) == set(wanted)
     assert "bank_candidate" not in registry.names()
     assert all(found["experts"][name] > found["base"][name] for name in tasks)
+    scoring.halves(card, tmp_path)
+    stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())
+    for name in tasks:
+        assert sum(stored["halves"]["aswudi"][name]) / 2 == pytest.approx(
+            found["methods"]["aswudi"][name]
+        )
     mean = candidates.mean_of(card, tmp_path, ("average", "aswudi"))
     assert set(mean) == set(tasks)
     stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())

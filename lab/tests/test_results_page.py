@@ -3,8 +3,10 @@ import pytest
 from benchmarks import overview, performance
 
 
-def test_its_table_is_of_the_committed_results():
-    text = overview.PAGE.read_text("utf-8")
+@pytest.mark.parametrize("page", overview.PAGES, ids=lambda page: page.stem)
+def test_its_tables_are_of_the_committed_results(page):
+    text = page.read_text("utf-8")
+    assert "<!-- results" in text
     assert overview.written(text) == text, "run `python -m benchmarks.overview`"
 
 

@@ -76,6 +76,20 @@ def test_one_expert_and_copies_of_it_come_back(weights):
         assert relative(merged([update] * count, given_weights), update) < 1e-8
 
 
+def test_how_many_unlike_experts_there_are_in_float32():
+    """Copies are one to the last digit, and lengths far apart lose nothing."""
+    (update,) = random_updates(60, 80, 1, 60, 1.0, seed=3)
+    assert AUTO(group_of([update.float()] * 5)).noticed.unlike_experts == pytest.approx(
+        1, abs=1e-12
+    )
+    updates = random_updates(60, 80, 9, 60, 1e30, seed=6)
+    sizes = torch.stack([own.norm() for own in updates])
+    flat = torch.stack([(own / own.norm()).flatten() for own in updates])
+    expected = sizes.sum() ** 2 / (sizes @ (flat @ flat.mT).square() @ sizes)
+    found = AUTO(group_of([own.float() for own in updates])).stats["unlike_experts"]
+    assert found == pytest.approx(float(expected), rel=1e-5)
+
+
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 1.0, 8.0), (2.0, 0.3, 0.1)])
 def test_an_update_that_vanishes_leaves_without_a_jump_whatever_it_weighs(weights):
     one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
@@ -109,6 +123,40 @@ def test_experts_without_a_common_direction_keep_what_they_need():
     assert relative(merged([one, two]), one + two) < 1e-3
 
 
+def test_experts_that_are_alike_are_not_added_up():
+    """Eight with cosines of 0.5, and eight copies beside one other: the merge is about as long as one."""
+    common, *own = random_updates(48, 64, 9, 48, 1.0, seed=10)
+    alike = [(common + each) / 2**0.5 for each in own]
+    whole = merged(alike)
+    for update in alike:
+        assert float((whole * update).sum() / update.square().sum()) == pytest.approx(1.0, abs=0.1)
+    beside = merged([own[0]] + [common] * 8)
+    assert float((beside * common).sum() / common.square().sum()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_weight_near_0_leaves_an_expert_out():
+    one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
+    without, faint = merged([one, two]), merged([one, two, three], [1.0, 1.0, 1e-30])
+    assert relative(faint, without) < 1e-12
+
+
+def test_what_the_page_says_of_half_precision():
+    """A small change of one update decides whether the others' faint directions are rounding."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    base = (0.02 * draw(96, 128)).bfloat16().float()
+    low = [4e-4 * draw(96, 3) @ draw(3, 128) for _ in range(3)]
+    noise = draw(96, 128)
+    found = []
+    for size in (3e-5, 4e-5):
+        weights = [base + low[0] + size * noise, base + low[1], base + low[2]]
+        updates = [each.bfloat16().float() - base for each in weights]
+        whole = covmerge.merge_layer(updates, "auto", stored=torch.bfloat16, base=base)
+        found.append((updates[0], whole))
+    (before, one), (after, other) = found
+    assert relative(after, before) < 0.05 and relative(other, one) > 0.3
+
+
 def test_updates_that_cancel():
     (update,) = random_updates(24, 40, 1, 24, 1.0, seed=7)
     found = AUTO(group_of([update, -update]))
@@ -116,6 +164,18 @@ def test_updates_that_cancel():
     assert found.stats["flat_share"] == 0.0
     nothing = AUTO(group_of([0 * update, 0 * update]))
     assert not nothing.delta.any() and nothing.stats == {"unchanged": 2}
+
+
+def test_unlike_updates_whose_sum_cancels_make_no_jump():
+    """F fades with the sum, and h stays, as three updates of sum 0 are not alike."""
+    one, two, moved = (1000 * u / u.norm() for u in random_updates(24, 40, 3, 24, 1.0, seed=7))
+    one, two = one.round(), two.round()  # so that their sum is exact
+    found = AUTO(group_of([one, two, -one - two]))
+    near = [merged([one, two, 10.0**-power * moved - one - two]) for power in (6, 9)]
+    assert relative(near[0], found.delta) < 1e-4 and relative(near[1], found.delta) < 1e-7
+    assert relative(REFERENCES["auto"](group_of([one, two, -one - two])), found.delta) < 1e-9
+    assert found.stats["flat_share"] == pytest.approx(0.5 * (1 - found.noticed.unlike_experts**-2))
+    assert found.stats["flat_share"] > 0.2 and "agreement" not in found.stats
 
 
 def test_it_does_not_modify_the_updates():

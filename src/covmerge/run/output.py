@@ -343,7 +343,7 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
 
 
 def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
-    """Seconds and memory of a run; of the base's inputs 0 where they were kept from an earlier one."""
+    """Seconds and memory of a run."""
     figures: RunFigures = {
         "seconds": done.seconds,
         "survey_seconds": done.survey_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ def title(method: str, examples: int) -> str:
     return f"{method}, {examples} inputs"
 
 
+TITLES = [title(method, examples) for method in METHODS for examples in EXAMPLES]
+
+
 def score(card: Card, cache: Path, on_progress: OnProgress = ignore_progress) -> dict[str, Any]:
     """Score merges by the layers' inputs on training examples, without their labels.
 
@@ -42,29 +45,36 @@ def score(card: Card, cache: Path, on_progress: OnProgress = ignore_progress) ->
     wanted = [n for n in EXAMPLES if any(title(m, n) not in found["methods"] for m in METHODS)]
     if not (base / "config.json").exists() or not wanted:
         return found
-    with tempfile.TemporaryDirectory() as work:
-        whole: dict[str, Path] = {}
-        for name, folder in scoring.models(card, cache).items():
-            whole[name] = Path(work) / "whole" / name
-            covmerge.merge(base, {name: folder}, "average", whole[name])
-        for done, examples in enumerate(wanted):
-            on_progress(done, len(wanted))
-            try:
-                files = {
-                    name: _collect(this, name, examples, folder, Path(work))
-                    for name, folder in whole.items()
-                }
-            except CovmergeError as error:
-                found.setdefault("refused", {})[title(METHODS[0], examples)] = str(error)
-                continue
-            for method in METHODS:
-                out = Path(work) / "merged"
-                covmerge.merge(
-                    base, whole, method, out, statistics=files, tensors={"few_rows": "allow"},
-                    overwrite=True,
-                )  # fmt: skip
-                found["methods"][title(method, examples)] = this.of_folder(out)
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            found["methods"] |= _scores(this, wanted, Path(work), on_progress)
+    except CovmergeError as error:  # it has no linear layer, or an expert is no fine-tune
+        found.setdefault("refused", {})["methods with inputs"] = str(error)
     path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _scores(
+    judge: scoring.Judge, wanted: Sequence[int], work: Path, on_progress: OnProgress
+) -> dict[str, scoring.Scores]:
+    base = pretraining.folder_of(judge.base, judge.cache)
+    whole: dict[str, Path] = {}
+    for name, folder in scoring.models(judge.card, judge.cache).items():
+        whole[name] = work / "whole" / name
+        covmerge.merge(base, {name: folder}, "average", whole[name])
+    found: dict[str, scoring.Scores] = {}
+    for done, examples in enumerate(wanted):
+        on_progress(done, len(wanted))
+        files = {
+            name: _collect(judge, name, examples, folder, work) for name, folder in whole.items()
+        }
+        for method in METHODS:
+            out = work / "merged"
+            covmerge.merge(
+                base, whole, method, out, statistics=files, tensors={"few_rows": "allow"},
+                overwrite=True,
+            )  # fmt: skip
+            found[title(method, examples)] = judge.of_folder(out)
     return found
 
 

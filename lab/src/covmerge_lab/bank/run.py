@@ -28,7 +28,7 @@ from covmerge_lab.bank.cards import Card
 from covmerge_lab.workers import Job, OnProgress, Workers
 
 Parts = Sequence[str]
-What = Literal["methods", "candidates", "constants", "inputs"]
+What = Literal["methods", "candidates", "constants", "inputs", "halves"]
 
 
 def chosen(parts: Parts) -> tuple[Card, ...]:
@@ -78,7 +78,8 @@ def score(
         minutes: begin nothing more after so long.
         console: where progress is shown.
         what: every data-free `methods`; `candidates` for a default that were tried; `auto` with other
-            `constants`; methods with `inputs` of each task.
+            `constants`; methods with `inputs` of each task; the merges that are kept on `halves` of the
+            test examples.
     """
     sets = [card for card in chosen(parts) if _is_trained(card, cache)]
     if not sets:
@@ -126,8 +127,15 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def show(sets: Sequence[Mapping[str, Any]], against: str | None = None) -> str:
+def show(
+    sets: Sequence[Mapping[str, Any]], against: str | None = None, *, halves: bool = False
+) -> str:
     """Return the table of all methods on scored sets, or their differences to one method.
+
+    Args:
+        sets: as `scored` or `read` returns them.
+        against: the method that others are compared with.
+        halves: judge regret on one half of the examples by what is best on the other.
 
     Raises:
         InputError: no set was scored, or none by that method.
@@ -137,6 +145,8 @@ def show(sets: Sequence[Mapping[str, Any]], against: str | None = None) -> str:
         raise InputError("no set was scored: run `covmerge bank train` and `covmerge bank score`")
     said = f"{len(kept)} sets of {len({s['card']['base'] for s in kept})} bases"
     short = f"{len(sets) - len(kept)} more have fewer than three experts that learnt"
+    if halves:
+        return f"{said}; {short}.\n\n{table.by_halves(sets)}"
     if against is None:
         return f"{said}; {short}.\n\n{table.markdown(table.rows(sets))}"
     known = dict.fromkeys(method for scored in kept for method in scored["methods"])
@@ -174,9 +184,14 @@ def _inputs(card: Card, cache: Path, on_progress: OnProgress) -> None:
     informed.score(card, cache, on_progress)
 
 
+def _halves(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.halves(card, cache)
+
+
 _SCORES: Mapping[What, Callable[[Card, Path, OnProgress], None]] = {
     "methods": _methods,
     "candidates": _candidates,
     "constants": _constants,
     "inputs": _inputs,
+    "halves": _halves,
 }

@@ -71,12 +71,23 @@ class Judge:
 
     def score(self, net: Any, name: str) -> float:
         """Return how a model does on the task of one expert."""
+        return float(self._right(net, name).mean())
+
+    def halves(self, folder: Path) -> dict[str, tuple[float, float]]:
+        """Return how a stored model does on the even and on the odd examples of every task."""
+        net = bases.load(self.base, folder).float().eval()
+        with torch.inference_mode():
+            right = {name: self._right(net, name) for name in self.tests}
+        return {name: (float(r[::2].mean()), float(r[1::2].mean())) for name, r in right.items()}
+
+    def _right(self, net: Any, name: str) -> Tensor:
+        """Return 1 for each test example that is answered right, 0 for the others."""
         inputs, wanted, head = self.tests[name]
         if head is None:
             found = bases.next_tokens(net, inputs)
         else:
             found = bases.features(net, self.base, inputs) @ head["weight"].T + head["bias"]
-        return float((found.argmax(dim=1) == wanted).float().mean())
+        return (found.argmax(dim=1) == wanted).float()
 
     def of_folder(self, folder: Path) -> Scores:
         """Return how a stored model does."""
@@ -151,6 +162,20 @@ def score(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def halves(card: Card, cache: Path) -> None:
+    """Score the merges that are kept on both halves of the test examples."""
+    path = cache / "bank" / "scores" / f"{card.name}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    this = judge(card, cache)
+    folders = {method: merged_folder(card, cache, method) for method in KEPT}
+    found["halves"] = {
+        method: this.halves(folder)
+        for method, folder in folders.items()
+        if folder.exists() and method in found["methods"]
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def merged_folder(card: Card, cache: Path, method: str) -> Path:

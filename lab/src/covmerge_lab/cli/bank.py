@@ -20,10 +20,10 @@ def bank(
         typer.Option(help="design, validation, sealed, later, or a base; may be given again."),
     ] = None,
     what: Annotated[
-        Literal["methods", "candidates", "constants", "inputs"],
+        Literal["methods", "candidates", "constants", "inputs", "halves"],
         typer.Option(
-            help="Score data-free methods, candidates for a default, auto with other constants, or "
-            "methods with inputs of each task."
+            help="Score data-free methods, candidates for a default, auto with other constants, "
+            "methods with inputs of each task, or kept merges on halves of the examples."
         ),
     ] = "methods",
     save: Annotated[
@@ -40,6 +40,10 @@ def bank(
         str | None,
         typer.Option(metavar="METHOD", help="Show differences to this method in place of regret."),
     ] = None,
+    halves: Annotated[
+        bool,
+        typer.Option("--halves", help="Judge regret on one half by what is best on the other."),
+    ] = False,
     minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
     cache: options.Cache = None,
 ) -> None:
@@ -56,7 +60,7 @@ def bank(
     if stage == "table":
         sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
         shown = [scored for scored in sets if form in (None, scored["card"]["form"])]
-        typer.echo(run.show(shown, against))
+        typer.echo(run.show(shown, against, halves=halves))
         if save is not None:
             run.write(sets, save)
     elif stage == "score":

@@ -220,6 +220,7 @@ def markdown(
     pages = [page(method) for method in methods]
     around = [step_page(step) for step in steps]
     anchor = anchors([each["name"] for each in (*pages, *around)])
+    looking = ", ".join(f"`{each['name']}`" for each in pages if each["looks_at_base"])
     lines = [
         "# Methods",
         "",
@@ -227,8 +228,8 @@ def markdown(
         "",
         "Δ_t = W_t − W_0 `(d_out, d_in)` is the update of expert t, T the number of experts, w_t an",
         "expert's weight (1 is neutral). An equivariance is kept where the cell says yes: *order* of",
-        "the experts changes nothing; *scale*: updates times s give the merged update times s (`auto` and",
-        "`auto_measured` look at the length of the base's weights too: where these are times s);",
+        "the experts changes nothing; *scale*: updates times s give the merged update times s (where",
+        f"the length of the base's weights counts too, in {looking}: where these are times s);",
         "*rotation*: QΔ_tPᵀ gives Q(merged update)Pᵀ. Cost is by the method's own model, for one",
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",

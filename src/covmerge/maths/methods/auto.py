@@ -15,6 +15,7 @@ from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import normal_equations
 from covmerge.maths.linalg.auto import Cost, solve_cost, sums_cost, svd_cost, system_choice
 from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.metric import row_blocks
 from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import Laws, register
@@ -76,7 +77,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side, matrix = min(d_out, d_in), d_out * d_in
     spectrum = svd_cost(d_out, d_in, side, itemsize)
     return Cost(
-        sums.flops + solve.flops + spectrum.flops + (2.0 * side + count**2) * matrix,
+        sums.flops + solve.flops + spectrum.flops + 2.0 * (side + count**2) * matrix,
         max(sums.workspace + solve.workspace, spectrum.workspace + matrix * itemsize)
         + 2 * matrix * itemsize,
         spectrum.eigen,
@@ -107,15 +108,15 @@ def auto(group: LinearGroup) -> Merged:
     ρ = 0.1 Tr(B²) / Tr(B),  B = Σ w_tC_t,  κ = Σ w_t‖Δ_t‖² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
 
     F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  Σ w_tΔ_t = U diag(σ) Vᵀ  (Iso-C),
-    τ = 0.01 Σσ²/Σσ,  σ̄ such that F's singular values add up to Σσ
+    τ = 0.01 Σσ²/Σσ,  σ̄ such that F's singular values add up to κΣσ
 
     h = ½ (1 − N⁻²),  N = (Σ w_t‖Δ_t‖)² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
 
     R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
     direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
-    which, so they are averaged. Outside the inputs that updates tell of, R is their sum, shortened by κ as
-    far as they are alike. N counts experts by how unlike they are: one expert, or copies of it, have N = 1
-    and come back whole. An update that vanishes leaves both parts without a jump.
+    which, so they are averaged. Outside the inputs that updates tell of, R is their sum. κ shortens that
+    sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or
+    copies of it, have N = 1 and come back whole. An update that vanishes leaves both parts without a jump.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
@@ -142,11 +143,11 @@ def auto(group: LinearGroup) -> Merged:
     alike = _Alike.of(active)
     merged = _regression(active, alike)
     share = 0.5 * (1.0 - alike.experts**-2)
-    flat = _flat(active, alike.weights, group) if share else None
-    if flat is None:
-        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, 0.0))
-    lengths = norm(merged) * norm(flat)
-    agreement = _dot(merged, flat) / lengths if lengths else None
+    if not share:
+        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, share))
+    flat = _flat(active, alike, group)
+    sizes = norm(merged), norm(flat)
+    agreement = float(_cosines((merged, flat), sizes)[0, 1]) if all(sizes) else None
     noticed = AutoNoticed(active.unchanged, alike.experts, share, agreement)
     return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), noticed)
 
@@ -171,11 +172,8 @@ class _Alike:
         given = [w * size for w, size in zip(active.weights, sizes, strict=True)]
         weights = tuple(w * sum(sizes) / sum(given) for w in active.weights)
         own = [w * size for w, size in zip(weights, sizes, strict=True)]
-        alike = sum(size**2 for size in own)
-        for t, update in enumerate(active.updates):
-            for u in range(t):
-                cosine = _dot(update, active.updates[u]) / (sizes[t] * sizes[u])
-                alike += 2.0 * own[t] * own[u] * cosine**2
+        counts = torch.tensor(own, dtype=torch.float64)
+        alike = float(counts @ _cosines(active.updates, sizes).square() @ counts)
         energy = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
         return cls(weights, max(1.0, sum(own) ** 2 / alike), energy / alike)
 
@@ -190,21 +188,29 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
     return solve_ridge(normal.with_prior(covariances, shares, ridge))[0]
 
 
-def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tensor | None:
-    """Return F `(d_out, d_in)`, of the updates' dtype; None where the updates cancel each other."""
-    total = stack_weighted(active.updates, weights)
-    pairs = zip(active.rounding, weights, strict=True)
+def _flat(active: Active, alike: _Alike, group: LinearGroup) -> Tensor:
+    """Return F `(d_out, d_in)`, of the updates' dtype; 0 where the updates cancel each other."""
+    total = stack_weighted(active.updates, alike.weights)
+    pairs = zip(active.rounding, alike.weights, strict=True)
     rounding = Rounding.together(error.times(weight) for error, weight in pairs)
     rtol = rank_tolerance(group.shape, total.dtype, None, group.rounding)
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
     sigma = top.kept
     if not len(sigma):
-        return None
+        return total
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
     raised = sigma / torch.hypot(sigma, faint)
-    raised *= sigma.sum() / raised.sum()
+    raised *= alike.shortening * sigma.sum() / raised.sum()
     return (top.left * raised.to(total.dtype)) @ top.right
 
 
-def _dot(one: Tensor, other: Tensor) -> float:
-    return float((one * other).sum(dtype=torch.float64))
+def _cosines(matrices: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
+    """cos(X_t, X_u) `(T, T)`, float64, row block by row block; exactly alike matrices have 1."""
+    total = torch.zeros(len(sizes), len(sizes), dtype=torch.float64, device=matrices[0].device)
+    for rows in row_blocks(matrices):
+        # Each is brought to length 1 first, so that no product of small ones leaves the dtype.
+        each = zip(matrices, sizes, strict=True)
+        block = torch.stack([matrix[rows].flatten() / size for matrix, size in each])
+        total += block @ block.mT
+    lengths = total.diagonal().sqrt()
+    return (total / torch.outer(lengths, lengths)).cpu()

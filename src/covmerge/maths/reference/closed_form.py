@@ -146,12 +146,12 @@ def auto(group: LinearGroup) -> Tensor:
     R = numerator @ inverse(B + rho * identity(group.shape[1]))
     rounding = Rounding.together(e.times(w) for _, _, w, e in changed)
     top = leading(S, tolerance(group, None), rounding)
+    h = (1 - N**-2) / 2
     if not len(top.S):
-        return R
+        return (1 - h) * R
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     raised = top.S / (top.S**2 + tau**2).sqrt()
-    F = top.U @ torch.diag(raised * top.S.sum() / raised.sum()) @ top.Vh
-    h = (1 - N**-2) / 2
+    F = top.U @ torch.diag(raised * kappa * top.S.sum() / raised.sum()) @ top.Vh
     return (1 - h) * R + h * F
 
 

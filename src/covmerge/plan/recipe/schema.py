@@ -481,9 +481,6 @@ def _short_expert_form(schema: dict[str, Any]) -> None:
     }
 
 
-# In place of a file of the base's inputs: the merge makes them, or does without.
-
-
 class Recipe(StrictModel):
     """A covmerge recipe: a base, its experts, a method, and what to do with which tensor."""
 
