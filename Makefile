@@ -99,7 +99,6 @@ bench: $(VENV)/.ready  ## time and memory: lab/benchmarks/results/*.json, and fr
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.routes
-	$(BIN)/python -m benchmarks.batches
 	$(BIN)/python -m benchmarks.timeline
 	$(BIN)/python -m benchmarks.reports
 	$(BIN)/python -m benchmarks.adapters

@@ -32,7 +32,6 @@ REASONS = {
         r"^run/judgement/judge\.py: (--allow \{\}|The merge is stopped)",
         r"^plan/planning/serving\.py: |^plan/planning/data\.py: (--|`covmerge|, or (take|name))",
         r"^files/stores/local_destination\.py: take it first",
-        r"^run/engine/(forecast\.py: look over|options\.py: there is)",
         r"^front/cli/collect\.py: (EXPERT, DATA|--base, --expert)",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: ",
         r"^base/text\.py: keep such",
@@ -46,12 +45,12 @@ REASONS = {
     ],
     "needs the network, or a server that lies": [
         r"^files/stores/(hub|hub_commit|page_server|object_server|remote\w*|retries|address|store)\.py: ",
-        r"^(files/.*/(hub|remote)|run/sources)\.py: .*(server|downloaded|Hub|right folder|are fetched)",
+        r"^(files/.*/(hub|remote|open)|run/sources)\.py: .*(server|downloaded|Hub|right folder|fetched)",
         r"^files/quantised/bitsandbytes\.py: download it|^front/publish\.py: ",
     ],
     "needs a GPU": [r"^run/engine/(device_room|devices)\.py: "],
     "needs several machines or processes; tests/engine and tests/remote have what they do": [
-        r"^run/engine/(cluster/|ranks/|serving|hardware)",
+        r"^run/engine/(cluster/|ranks/|serving)",
         r"^run/engine/options\.py: --(device|executor ray)",
         r"^run/engine/processes\.py: (a worker process could not start|two worker processes ended)",
         r"^front/rank_job\.py: |^front/job\.py: ranks share|^files/checkpoints/writer\.py: there is no",
@@ -59,8 +58,8 @@ REASONS = {
         r"^front/cli/stages\.py: ranks share",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
-        r"^run/engine/(budget|room|forecast)\.py: ",
-        r"^files/stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
+        r"^run/engine/(budget|room)\.py: ",
+        r"^files/stores/(disk|scratch|lock|local_destination|paths)\.py: ",
         r"^plan/statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",
         r"^front/cli/outcome\.py: (no room|the memory)|^front/cli/options\.py: the cache folder",

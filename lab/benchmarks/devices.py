@@ -7,7 +7,6 @@ merge in a process that has imported everything, from its call to its verified o
 
 cpu             as without `--device`
 gpu             `--device cuda`
-one by one      without lots: every matrix by itself
 copied plainly  nothing is sent while another item is computed
 two processes   `--workers 2` share the GPU, their start included
 
@@ -31,7 +30,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from benchmarks.measure import clock, machine, spread, usable
-from covmerge.run.engine import lots, options
+from covmerge.run.engine import options
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = "average,ties,ace,auto,tsv_m,iso_c,actmat"
@@ -39,7 +38,6 @@ EXPERTS = 4
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {},
     "gpu": {"device": "cuda"},
-    "one by one": {"device": "cuda"},
     "copied plainly": {"device": "cuda"},
     "two processes": {"device": "cuda", "workers": 2},
 }
@@ -117,8 +115,6 @@ def timed(
 def without(way: str) -> Generator[None]:
     """Leave out what a way does without."""
     with ExitStack() as stack:
-        if way == "one by one":
-            stack.enter_context(patch.object(lots, "_LOOPED", ("cpu", "mps", "cuda")))
         if way == "copied plainly":
             stack.enter_context(patch.object(options, "pinned_bytes", lambda device: 0))
         yield

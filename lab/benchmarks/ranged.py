@@ -20,11 +20,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from benchmarks.measure import machine, spawn
 from benchmarks.narrow import Narrow, Rates, serving
-from benchmarks.predicted import EXPERTS, save_sources
 
 OUT = Path(__file__).parent / "results" / "ranged.json"
+EXPERTS = ("a", "b", "c")
 FILES = tuple(f"{name}.safetensors" for name in ("base", *EXPERTS))
 
 
@@ -42,6 +45,19 @@ def main() -> None:
         rows = measured(Path(name), given)
     told = {"machine": machine(), "load": load, **vars(given), "rows": rows}
     OUT.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def save_sources(folder: Path, layers: int, width: int) -> None:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    base = {
+        f"layers.{n}.mlp.up_proj.weight": torch.randn(width, width, generator=generator)
+        for n in range(layers)
+    }
+    save_file(base, folder / "base.safetensors")
+    for name in EXPERTS:
+        expert = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in base.items()}
+        save_file(expert, folder / f"{name}.safetensors")
 
 
 def measured(folder: Path, given: argparse.Namespace) -> list[dict[str, object]]:
@@ -80,8 +96,7 @@ def measured(folder: Path, given: argparse.Namespace) -> list[dict[str, object]]
 def ways(
     server: Narrow, folder: Path, method: str, rules: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """One merge in four ways: seconds, and what came over the link."""
-    kept = {"COVMERGE_CACHE": str(folder / "cache"), "COVMERGE_REMOTE_CACHE": "20GB"}
+    """One merge in two ways: seconds, and what came over the link."""
     found: dict[str, dict[str, float]] = {}
     digests: set[str] = set()
     local = folder / "downloaded"
@@ -92,16 +107,14 @@ def ways(
     spawn([sys.executable, "-m", "benchmarks.narrow", str(local), *addresses], log=log)
     download = float(log.read_text())
     counted = server.counted()
-    seconds, digest = merged(str(local), folder, method, rules, {})
+    seconds, digest = merged(str(local), folder, method, rules)
     found["download first"] = {"seconds": download + seconds, "download": download, **counted}
     digests.add(digest)
     shutil.rmtree(local)
-    for way, environment in (("ranges", {}), ("cache, empty", kept), ("cache, filled", kept)):
-        server.clear()
-        seconds, digest = merged(server.url, folder, method, rules, environment)
-        found[way] = {"seconds": seconds, **server.counted()}
-        digests.add(digest)
-    shutil.rmtree(folder / "cache")
+    server.clear()
+    seconds, digest = merged(server.url, folder, method, rules)
+    found["ranges"] = {"seconds": seconds, **server.counted()}
+    digests.add(digest)
     if len(digests) > 1:
         raise SystemExit(f"{method}: the ways gave different bytes")
     return found
@@ -112,7 +125,6 @@ def merged(
     folder: Path,
     method: str,
     rules: Sequence[Mapping[str, str]],
-    environment: Mapping[str, str],
 ) -> tuple[float, str]:
     """Seconds of a merge of sources below a folder or an address, from its start; the weights' hash."""
     base, *experts = (f"{sources}/{file}" for file in FILES)
@@ -120,7 +132,7 @@ def merged(
     told = {"base": base, "experts": dict(zip(EXPERTS, experts, strict=True)), "method": method}
     recipe.write_text(json.dumps({**told, "rules": rules} if rules else told))
     command = [sys.executable, "-m", "covmerge", "merge", str(recipe), str(out), "--threads=1"]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "COVMERGE_REMOTE_CACHE": "0", **environment}
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
     seconds = spawn(command, env=own, log=folder / "log")["seconds"]
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     shutil.rmtree(out)

@@ -24,8 +24,7 @@ from tempfile import mkdtemp
 import transformers.models.llama.modeling_llama  # noqa: F401  # imported here, and not in each process
 from safetensors.torch import load_file, save_file
 
-from covmerge.files.stores import range_cache
-from tests.campaigns import pages, servers
+from tests.campaigns import servers
 from tests.campaigns.buckets import NAME
 from tests.campaigns.disturbed import At, Cgroup, Disk, Ended, limit_memory
 from tests.campaigns.outcomes import (
@@ -85,29 +84,12 @@ def _of_llamas(folder: Path, random: Random) -> tuple[Mapping[str, Path], Tensor
     return made, average(a, b)
 
 
-def _of_a_web_server(folder: Path, random: Random) -> tuple[Mapping[str, object], Tensors]:
-    """Models of which one is read over the web, and its blocks are kept in the cache."""
-    made, given = models(random, width=64), folder / pages.IN
-    given.mkdir()
-    save_file(made["a"], given / "model.safetensors")
-    sources: dict[str, object] = {name: folder / f"{name}.safetensors" for name in ("base", "b")}
-    for name in sources:
-        save_file(made[name], folder / f"{name}.safetensors")
-    return {**sources, "a": f"{pages.start(folder)}/{pages.IN}"}, average(made["a"], made["b"])
-
-
 def _of_files(folder: Path, random: Random, width: int = 64) -> tuple[Mapping[str, Path], Tensors]:
     made = models(random, width=width)
     sources = {name: folder / f"{name}.safetensors" for name in made}
     for name, path in sources.items():
         save_file(made[name], path)
     return sources, average(made["a"], made["b"])
-
-
-def _kept_too() -> None:
-    """Read as `servers.py` does, and keep blocks on any disk."""
-    servers.impatient()
-    range_cache._SPARED = 0
 
 
 def full(
@@ -119,7 +101,7 @@ def full(
     """Merge with a cache on a disk that is or becomes full; the output lies on another, or in a bucket."""
     sources, right = lay(folder, random)
     place, out = _emptied(), folder / "out"
-    environment = {"COVMERGE_CACHE": str(place / "cache"), "COVMERGE_REMOTE_CACHE": "1GB"}
+    environment = {"COVMERGE_CACHE": str(place / "cache")}
     bucket = servers._bucket() if stored else None
     target = str(out) if bucket is None else f"s3://{NAME}/out"
     if bucket is not None:
@@ -135,7 +117,7 @@ def full(
 
     def run(*more: str, at: At | None = None) -> Verdict:
         ended = covmerge(
-            folder, *arguments, *more, environment=environment, before=_kept_too, at=at
+            folder, *arguments, *more, environment=environment, before=servers.impatient, at=at
         )
         if bucket is not None:
             bucket_out = folder / f"copied{len(more)}"
@@ -185,7 +167,6 @@ if os.geteuid() == 0:
     KINDS |= {
         "memory: a cgroup": partial(little_memory, "a cgroup"),
         "cache full: structures of models": partial(full, _of_llamas, False),
-        "cache full: blocks of remote files": partial(full, _of_a_web_server, False),
         "cache full: an output for a bucket": partial(full, _of_files, True),
     }
 

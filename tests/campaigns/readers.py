@@ -557,17 +557,13 @@ def _build_remote() -> None:
 
 
 def _read_remote(path: Path) -> None:
-    """What a merge asks of a folder of a web server, and of a file alone."""
+    """What a merge asks of a file of a web server."""
     retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01,), 2.0, 0.4
     address = f"{pages.start(path.absolute().parent)}/{path}"
-    for own in (address, f"{address}/model.safetensors"):
-        if own != address and not (path / "model.safetensors").is_file():
-            continue
-        with closing(open_checkpoint(own)) as checkpoint:
+    for file in path.glob("*.safetensors"):
+        with closing(open_checkpoint(f"{address}/{file.name}")) as checkpoint:
             _all(checkpoint)
-            checkpoint.readme()
             checkpoint.materialize()
-            checkpoint.companions()
             fingerprint(checkpoint)
 
 

@@ -105,7 +105,8 @@ def lied(store: str, rules: Mapping[str, Collection[Any]], folder: Path, random:
     given = folder / pages.IN
     given.mkdir()
     save_file(made["a"], given / _WEIGHTS)
-    (given / "config.json").write_text('{"hidden_size": 16}')
+    if store == "hub":
+        (given / "config.json").write_text('{"hidden_size": 16}')
     first = random.choice((0, 0, 1, 2) if store == "hub" else (0, 0, *range(1, 9)))
     name = random.choice((_WEIGHTS, "*"))
     wrong = [
@@ -124,7 +125,7 @@ def lied(store: str, rules: Mapping[str, Collection[Any]], folder: Path, random:
         if of_hub:
             connect(pytest.MonkeyPatch(), SimpleNamespace(url=url), folder / "hub")  # type: ignore[arg-type]
 
-    source = listings.REPOSITORY if of_hub else f"{url}/{pages.IN}"
+    source = listings.REPOSITORY if of_hub else f"{url}/{pages.IN}/{_WEIGHTS}"
     others = [load(pages.changed((given / _WEIGHTS).read_bytes()))] if "changed" in rules else []
     verdict = _merged(folder, made, source, others, before=before)
     return verdict[0], f"{json.dumps(wrong)}\n{verdict[1]}"

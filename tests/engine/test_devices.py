@@ -24,7 +24,6 @@ from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing
 from covmerge.run.engine.device_room import _BESIDE, check_room
 from covmerge.run.engine.devices import own_device
-from covmerge.run.engine.lots import lots_of
 from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
@@ -148,13 +147,6 @@ def test_what_has_no_room_on_the_device_is_refused_by_name(plain):
         check_room(batches, cuda, free=2 * needed + _BESIDE, processes=2)
     with pytest.raises(ResourceError, match="needs"):
         check_room(batches, cuda, free=needed + _BESIDE, shared=3)
-    # A lot is on the device at once.
-    lots = lots_of(plan, cuda)
-    held = max(sum(plan.items[place].device_memory for place in lot) for lot in lots)
-    assert held > needed
-    check_room(batches, cuda, free=held + _BESIDE, lots=lots)
-    with pytest.raises(ResourceError, match="needs"):
-        check_room(batches, cuda, free=held + _BESIDE - 1, lots=lots)
     check_room(batches, torch.device("cpu"))  # whose memory is the machine's
 
 
@@ -176,9 +168,8 @@ def test_a_run_asks_the_device_for_its_room(plain, monkeypatch):
     free = {"cuda:0": 2**34}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[str(device)], 2**36))
     options = RunOptions(device="cuda", threads=1)
-    assert options.memory([plan]).lots
-    lots = lots_of(plan, torch.device("cuda"))
-    held = max(sum(plan.items[place].device_memory for place in lot) for lot in lots)
+    options.memory([plan])
+    held = max(item.device_memory for item in plan.items)
     free["cuda:0"] = held + _BESIDE - 1
     for workers in (1, 2):
         with pytest.raises(ResourceError, match="of the memory of cuda:0"):

@@ -1,6 +1,6 @@
 """Worker processes as they are on GPUs, in real processes on CPU tensors.
 
-Each has two loads in hand, sends what it reads ahead, and merges neighbours of one shape in lots.
+Each has two loads in hand, and sends what it reads ahead.
 """
 
 from dataclasses import replace
@@ -12,14 +12,11 @@ import covmerge
 from covmerge.errors import ResourceError, TensorError
 from covmerge.run.engine import Processes, RunOptions, budget, options, plan_memory
 from covmerge.run.engine.device_room import _BESIDE
-from covmerge.run.engine.lots import lots_of
 from covmerge.run.engine.staging import pinned_bytes
-from tests.e2e.test_resume import digests, interrupt_after
-from tests.engine.test_lots import batches, models, plan, saved
+from tests.e2e.test_resume import digests
+from tests.engine.layers import models, plan, saved
 from tests.engine.watched import Watched, noted
 from tests.forked import fork_workers
-
-__all__ = ["batches"]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 NAME = "model.layers.{}.self_attn.q_proj.weight"
@@ -59,22 +56,6 @@ def test_what_is_read_and_sent_while_another_load_is_computed(method, as_on_gpus
 
 
 @pytest.mark.slow
-def test_lots_in_processes_are_those_of_threads(as_on_gpus, batches, tmp_path):
-    """The same batches, so the same bytes; either goes on with what the other began."""
-    base, experts = saved(tmp_path, *models())
-    covmerge.merge(base, experts, "ace", tmp_path / "threads", threads=1)
-    assert sorted(given for _, given in batches) == [4, 8]
-    folder = as_on_gpus()
-    given = {"threads": 1, "workers": 2}
-    covmerge.merge(base, experts, "ace", tmp_path / "processes", **given)
-    assert noted(folder, "batch-4") and noted(folder, "batch-8")
-    assert digests(tmp_path / "processes") == digests(tmp_path / "threads")
-    interrupt_after(tmp_path, base, experts, items=6, method="ace")
-    covmerge.merge(base, experts, "ace", tmp_path / "out", resume=True, **given)
-    assert digests(tmp_path / "out") == digests(tmp_path / "threads")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dies", [{"at": "read"}, {"at": "compute"}, {"at": "compute", "counting": True}], ids=str
 )
@@ -102,16 +83,6 @@ def test_a_second_death_is_laid_to_the_load_that_it_came_over(place, at, as_on_g
 
 
 @pytest.mark.slow
-def test_a_lot_over_which_one_died_is_done_again_whole(as_on_gpus, batches, tmp_path):
-    sources = saved(tmp_path, *models())
-    covmerge.merge(*sources, "ace", tmp_path / "plain", threads=1)
-    folder = as_on_gpus(dies=NAME.format(2), at="read")
-    covmerge.merge(*sources, "ace", tmp_path / "out", threads=1, workers=2)
-    assert noted(folder, "died") and noted(folder, "batch-8")
-    assert digests(tmp_path / "out") == digests(tmp_path / "plain")
-
-
-@pytest.mark.slow
 def test_an_error_ends_a_process_that_waits_for_its_next_load(as_on_gpus, tmp_path):
     unlike = [("e1", NAME.format(3), lambda weight: weight * float("nan"))]
     sources = saved(tmp_path, *models(unlike=unlike))
@@ -123,28 +94,24 @@ def test_an_error_ends_a_process_that_waits_for_its_next_load(as_on_gpus, tmp_pa
 
 def test_memory_of_two_loads_in_hand():
     made = plan(*models())
-    found = lots_of(made, CUDA)
     one = plan_memory([made], None, device=CPU, workers=3)
     assert one.hands == 1 and one.workers == 3
     largest = max(item.held_bytes + item.statistics_bytes + item.write_bytes for item in made.items)
     assert one.own_in_flight == largest
     assert one.peak == one.resident + one.workspace + one.in_flight
-    two = plan_memory([made], None, device=CUDA, workers=3, lots=found)
-    lot = max(
-        sum(made.items[p].held_bytes + made.items[p].write_bytes for p in own) for own in found
-    )
-    assert (two.hands, two.lots, two.own_in_flight) == (2, found, 2 * lot)
+    two = plan_memory([made], None, device=CUDA, workers=3)
+    assert (two.hands, two.own_in_flight) == (2, 2 * largest)
     own = two.resident + two.own_in_flight + two.workspace // 3 - two.resident
     assert two.peak == two.resident + 3 * own
     assert two.resident > one.resident + pinned_bytes(CUDA) - 2**24  # each has buffers of its own
     # Where there is no room for two, the second is read when the first has gone.
-    least = two.peak - 3 * lot - 1
-    tight = plan_memory([made], least, device=CUDA, workers=3, lots=found)
+    least = two.peak - 3 * largest - 1
+    tight = plan_memory([made], least, device=CUDA, workers=3)
     assert tight.peak <= least
-    assert tight.workers < 3 or tight.own_in_flight >= lot
+    assert tight.workers < 3 or tight.own_in_flight >= largest
 
 
-def test_workers_on_gpus_send_ahead_in_lots_where_there_is_room(monkeypatch):
+def test_workers_on_gpus_send_ahead_where_there_is_room(monkeypatch):
     made = plan(*models())
     monkeypatch.setattr(options, "usable_device", torch.device)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -155,12 +122,10 @@ def test_workers_on_gpus_send_ahead_in_lots_where_there_is_room(monkeypatch):
     options_of = {workers: RunOptions(device="cuda", workers=workers) for workers in (1, 2)}
     memory = options_of[2].memory([made])
     assert memory.ahead and memory.hands == 2
-    # Computed as threads do it, so that either goes on with what the other began.
-    assert memory.lots == options_of[1].memory([made]).lots == lots_of(made, CUDA)
-    assert options_of[2].computed(memory) == "on cuda, in batches"
+    assert options_of[2].computed() == "on cuda"
     # What is read is not sent where it has no room beside what is computed, and is read all the same.
-    lot = max(sum(made.items[p].device_memory for p in own) for own in memory.lots)
-    free["all"] = _BESIDE + lot + memory.own_in_flight - 1
+    largest = max(item.device_memory for item in made.items)
+    free["all"] = _BESIDE + largest + memory.own_in_flight - 1
     assert options_of[2].memory([made]) == replace(memory, ahead=False)
     on_cpu = RunOptions(workers=2).memory([made])
-    assert not on_cpu.ahead and on_cpu.hands == 1 and on_cpu.lots == ()
+    assert not on_cpu.ahead and on_cpu.hands == 1

@@ -8,14 +8,14 @@ import torch
 import covmerge
 from covmerge.base.types import LowRank, Measured
 from covmerge.errors import TensorError
-from covmerge.run.engine import RunOptions, lots, options, plan_memory, threads
+from covmerge.run.engine import RunOptions, options, plan_memory, threads
 from covmerge.run.engine import staging as of_staging
 from covmerge.run.engine.inputs import Inputs
 from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import digests
-from tests.engine.test_lots import models, plan, saved
+from tests.engine.layers import models, plan, saved
 from tests.engine.watched import SMALL, Late
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
@@ -83,16 +83,13 @@ def test_inputs_arrive_as_they_were_read(staging, dtype):
 
 @pytest.mark.parametrize(
     "method, given",
-    [("ace", {}), ("ties", {}), ("auto", {}), ("ace", {"batches": True})],
+    [("ace", {}), ("ties", {}), ("auto", {})],
 )
 @by_each
 def test_a_merge_whose_rows_are_sent_ahead_has_the_same_bytes(
     staging, method, given, tmp_path, monkeypatch
 ):
-    """Items by themselves, counted before and merged, and in lots; what is copied stays where it is."""
-    if "batches" in given:
-        monkeypatch.setattr(lots, "_LOOPED", ())
-        given = {}
+    """Items counted before and merged; what is copied stays where it is."""
     sources = saved(tmp_path, *models(dtype=torch.bfloat16))
     rules = [{"match": "*embed*", "use": "base"}]
     given = {"rules": rules, "threads": 1, **given}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from covmerge.methods.registry import Method
 from covmerge.plan.planning import Count
 from covmerge.run.engine import Opener, threads
 from covmerge.run.engine.staging import Staging
@@ -101,7 +100,7 @@ class Watched:
     @contextmanager
     def __call__(self):
         Noted.folder, threads.Staging = self.folder, Noted
-        read, work, at_once = threads.read_inputs, threads.work, Method.at_once
+        read, work = threads.read_inputs, threads.work
         seen = {"read": 0, "computed": 0}
 
         def reading(items, sources):
@@ -119,11 +118,7 @@ class Watched:
             seen["computed"] += 1
             yield from work(items, *given)
 
-        def together(method, groups, **parameters):
-            note(self.folder, f"batch-{len(groups)}")
-            return at_once(method, groups, **parameters)
-
-        threads.read_inputs, threads.work, Method.at_once = reading, working, together
+        threads.read_inputs, threads.work = reading, working
         with self.opener() as sources:
             yield sources
 

@@ -12,7 +12,6 @@ from covmerge.methods import registry
 from covmerge.methods.registry import cost_with
 from tests.linalg.test_by_products import SPECTRA, default, of_spectrum, truth
 from tests.methods.groups import group_of, random_updates, relative
-from tests.methods.test_batched import BATCHED, SOLVED
 from tests.methods.test_factored import VARIANTS as OF_FACTORS
 from tests.methods.test_factored import adapters
 from tests.methods.test_references import of_so_many
@@ -75,27 +74,6 @@ def test_adapters_are_merged_by_their_factors(name, params, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(24, 24), (64, 128), (128, 64), (300, 320)], ids=str)
-@pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
-def test_a_batch_is_the_loop(name, params, shape, dtype):
-    method = registry.get(name)
-    groups = [
-        group_of(
-            method,
-            [u.to(GPU) for u in random_updates(*shape, 3, min(shape), spread, seed, dtype)],
-        )
-        for seed, spread in enumerate((2.0, 30.0, 30.0, 100.0))
-    ]
-    found = method.at_once(groups, **method.resolve(params))
-    taken = [(own, group) for own, group in zip(found, groups, strict=True) if own is not None]
-    for own, group in taken:
-        alone = method(group, **method.resolve(params)).delta
-        assert own.delta.device.type == "cuda"
-        assert relative(own.delta, alone.double()) <= 20 * LEAST[dtype]
-    assert len(taken) >= 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(12, 12), (12, 40), (40, 12)], ids=str)
 @pytest.mark.parametrize("name", SPECTRA)
 def test_polar_factors(name, shape, dtype):
@@ -147,24 +125,3 @@ def test_no_method_takes_more_memory_than_it_declares(name):
     updates = random_updates(*shape, of_so_many(name, 4), 768, 3.0, seed=1, dtype=torch.float32)
     peak, declared = within(method, {}, updates, shape)
     assert peak <= declared + LIBRARIES, f"{peak / 2**20:.0f} of {declared / 2**20:.0f} MiB"
-
-
-@pytest.mark.parametrize("name", BATCHED)
-def test_no_batch_takes_more_memory_than_it_declares(name):
-    method, shape, members = registry.get(name), (512, 512), 4
-    groups = [
-        group_of(
-            method,
-            [u.to(GPU) for u in random_updates(*shape, 4, 512, 30.0, seed, torch.float32)],
-        )
-        for seed in range(members)
-    ]
-    given = method.resolve({})
-    method.at_once(groups, **given)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = method.at_once(groups, **given)
-    torch.cuda.synchronize()
-    peak, cost = torch.cuda.max_memory_allocated() - before, method.cost(*shape, 4, 4)
-    assert len(found) == members
-    assert peak <= members * (cost.workspace + 2 * shape[0] * shape[1] * 4) + LIBRARIES

@@ -13,14 +13,13 @@ from covmerge.errors import ResourceError
 from covmerge.run.engine import RunOptions
 from covmerge.run.engine.device_room import _BESIDE
 from covmerge.run.engine.inputs import Inputs
-from covmerge.run.engine.lots import lots_of
 from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import digests, interrupt_after
-from tests.engine.test_lots import models, near, plan, saved
+from tests.engine.layers import models, near, plan, saved
 
 if not torch.cuda.is_available():
     pytest.skip("this machine has no GPU", allow_module_level=True)
@@ -138,10 +137,10 @@ def test_rows_arrive_as_they_are_while_another_stream_computes():
             assert torch.equal(there.cpu(), rows)
 
 
-def test_rows_are_sent_ahead_and_lots_are_made():
+def test_rows_are_sent_ahead():
     made = plan(*models())
     memory = RunOptions(device="cuda").memory([made])
-    assert memory.ahead and memory.lots == lots_of(made, GPU) and pinned_bytes(GPU)
+    assert memory.ahead and pinned_bytes(GPU)
 
 
 def test_what_has_no_room_is_refused_by_name(tmp_path):

@@ -11,7 +11,6 @@ from covmerge.steps import registry as steps
 from covmerge.steps import resolve_steps, with_steps
 from tests.gpu.pretended import Pretended, fetched, pretended_gpu
 from tests.methods.groups import group_of, random_updates, relative
-from tests.methods.test_batched import SOLVED
 from tests.methods.test_factored import VARIANTS as OF_FACTORS
 from tests.methods.test_factored import adapters
 from tests.methods.test_references import of_so_many
@@ -72,37 +71,6 @@ def test_adapters(name, params, dtype):
         factors = [LowRank(own.left.to(gpu), own.right.to(gpu)) for own in updates]
         there = merge_factors(method, factors, weights, given).delta.dense()
     assert relative(fetched(there), here.double()) <= LEAST[dtype]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("shape", "price"), [((14, 12), 4.5), ((3, 20), 4.5), ((14, 12), 1e6)], ids=str
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
-def test_a_batch(name, params, shape, dtype, price, monkeypatch):
-    monkeypatch.setitem(auto.EIGENPROBLEM, "cuda", price)
-    for of_small in (auto._BEGUN, auto._COLUMN):  # which would decide here
-        monkeypatch.setitem(of_small, "cuda", 0.0)
-    products = price > 100.0
-    assert (auto.cut_off_choice(*shape, "cuda").taken == "projector64") == products
-    method = registry.get(name)
-    given = method.resolve(params)
-    layers = [
-        random_updates(*shape, 3, min(shape), spread, seed, dtype)
-        for seed, spread in enumerate((2.0, 30.0, 30.0, 100.0))
-    ]
-    here = method.at_once([group_of(method, own) for own in layers], **given)
-    with pretended_gpu() as gpu:
-        groups = [group_of(method, [u.to(gpu) for u in own]) for own in layers]
-        there = method.at_once(groups, **given)
-        alone = [method(group, **given) for group in groups]
-    pairs = [pair for pair in zip(here, there, strict=True) if None not in pair]
-    assert pairs or products  # which are the kernel's
-    for one, other in [*pairs, *zip(there, alone, strict=True)]:
-        if one is not None:
-            exact = fetched(one.delta).double()
-            assert relative(fetched(other.delta), exact) <= 10 * LEAST[dtype]
 
 
 def test_the_first_number_that_integers_have_not():

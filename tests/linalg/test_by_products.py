@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge import merge_layer
-from covmerge.base.types import LinearGroup, Rounding
+from covmerge.base.types import Rounding
 from covmerge.maths.linalg import auto, by_products
 from covmerge.maths.linalg import polar as polar_rules
 from covmerge.maths.linalg.by_products import inverse_root, largest_bound, newton_schulz, projector
@@ -427,14 +427,6 @@ def test_a_cut_off_is_made_by_a_projector(name, slow_eigenproblems):
     group = group_of(method, random_updates(24, 40, 3, 4, 2.0, 5, dtype=torch.float32))
     found = method(group, **method.resolve({}))
     assert found.stats["solver"] == "projector64" and found.stats["rank"] == 12
-    groups = [group, group]  # in a batch there are eigenproblems only: each goes by itself
-    assert method.batched(groups, **method.resolve({})) == [None, None]
-
-
-def test_a_batch_leaves_polar_factors_to_the_kernel(slow_eigenproblems):
-    updates = tuple(random_updates(8, 12, 2, 8, 2.0, 5))
-    groups = [LinearGroup(updates, (1.0, 1.0))] * 2
-    assert registry.get("iso_c").batched(groups, scale=1.0, rank_rtol=None) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -85,3 +85,10 @@ class TestImport:
         ran = self.run(tmp_path, text="base: a\nexperts: {b: b}\n")
         assert ran.exit_code == 2
         assert "is no recipe of mergekit" in ran.stderr
+
+
+def test_flags_without_effect_are_named_in_one_note(capsys):
+    given = ["r.yml", "OUT", "--allow-crimes", "--write-threads", "4", "-vv", "--no-cuda"]
+    assert translated(given) == ["r.yml", "OUT"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--allow-crimes, --write-threads, -vv, --no-cuda: without effect in covmerge" in said

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from covmerge.base.cache import user_cache
-from covmerge.errors import CheckpointError
+from covmerge.errors import CheckpointError, InputError
 from covmerge.files.stores import hub, object_server, remote
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.hub import HubStore
 from covmerge.files.stores.hub_cache import is_commit
-from covmerge.files.stores.remote import RemoteStore
+from covmerge.files.stores.remote import RemoteStore, remote_store
 from covmerge.files.stores.retries import ChangedError, RefusedError, persist
 from covmerge.files.stores.server import Look
 from tests.checkpoints.hub_server import connect, serve
@@ -114,3 +114,9 @@ def test_where_things_are_kept(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COVMERGE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "covmerge"
+
+
+def test_a_cache_that_there_was_is_no_longer_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVMERGE_REMOTE_CACHE", "50GB")
+    with pytest.raises(InputError, match="keeps nothing of remote files any more: unset it"):
+        remote_store(Address("s3", "bucket"))

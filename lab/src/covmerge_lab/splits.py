@@ -17,10 +17,10 @@ class Labelled(Protocol):
     """An example of a task; examples of one group are alike."""
 
     @property
-    def label(self) -> str: ...  # noqa: D102
+    def label(self) -> str: ...
 
     @property
-    def group(self) -> str: ...  # noqa: D102
+    def group(self) -> str: ...
 
 
 Example = TypeVar("Example", bound=Labelled)

@@ -22,13 +22,10 @@ from covmerge.plan.recipe import Recipe, output_as, parse_recipe, parse_size
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine import (
     AnyProgress,
-    Forecast,
-    Hardware,
     MemoryPlan,
     RunOptions,
     Workers,
     as_progress,
-    forecast,
     with_executor,
 )
 from covmerge.run.inspection import Inspection, InspectJob, SpectraOf
@@ -547,28 +544,6 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
         options = options or RunOptions()
         plan, _ = checkpoints.plan(recipe)
         return plan, options.memory([plan])
-
-
-def forecast_recipe(
-    recipe: Recipe, hardware: Hardware, out: Path | None = None
-) -> tuple[Plan, Forecast]:
-    """Plan a recipe by headers, and predict what it takes on machines that are not here.
-
-    Args:
-        recipe: of the merge.
-        hardware: the machines.
-        out: where the output would be; None: in a folder that they share.
-
-    Raises:
-        InputError: everything that would stop the merge before its first tensor, or what no output can be.
-        ResourceError: an item fits no process of a node.
-    """
-    sent = out is not None and destination_of(out).output.folder is None
-    with open_recipe(recipe) as checkpoints:
-        plan, _ = checkpoints.plan(recipe)
-        sizes = [[one.size for one in own] for own in checkpoints.contents().values()]
-        predicted = forecast(plan, hardware, sizes, sent=sent)
-        return plan, predicted
 
 
 def run_comparison(job: CompareJob) -> Comparison:

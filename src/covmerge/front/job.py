@@ -161,7 +161,7 @@ class Job:
                 work.checkpoints.check_resumable()
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
-            sources = {**work.checkpoints.identity(), COMPUTED: options.computed(work.memory)}
+            sources = {**work.checkpoints.identity(), COMPUTED: options.computed()}
             # Ranks take the threads of the one that leads, so these belong to its journal alone.
             own = {**sources, THREADS: options.threads_for(work.plan)}
             told = {

@@ -89,7 +89,6 @@ class Gpt2Suite(LlmSuite):
         on_progress(settings.steps, settings.steps)
 
     def learnt_from(self, task: str) -> Mapping[str, str]:
-        """See `Suite.learnt_from`."""
         base = (self.base / "model.safetensors").read_bytes()
         return {**super().learnt_from(task), "base": hashlib.sha256(base).hexdigest()}
 

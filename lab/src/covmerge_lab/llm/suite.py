@@ -98,7 +98,6 @@ class LlmSuite(Suite):
         return _LanguageModel.from_pretrained(self.base, dtype=torch.float32)
 
     def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
-        """See `Suite.lessons`."""
         model = self.fresh(task)
         questions = tasks.load(self._file(task, "train"))
         batches = Encoder(self.base).answered(questions, batch_size, seed)
@@ -110,7 +109,6 @@ class LlmSuite(Suite):
         return replace(settings, steps=5) if self.quick else settings
 
     def learnt_from(self, task: str) -> Mapping[str, str]:
-        """See `Suite.learnt_from`."""
         return {"data": hashlib.sha256(self._file(task, "train").read_bytes()).hexdigest()}
 
     @property
@@ -148,7 +146,6 @@ class LlmSuite(Suite):
             yield indices, [float(w == r) for w, r in zip(written, right, strict=True)]
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
-        """See `Suite.inputs`."""
         questions = tasks.load(self._file(task, "train"))[:examples]
         return [inputs for _, inputs in Encoder(self.base).prompts(questions, _BATCH)]
 

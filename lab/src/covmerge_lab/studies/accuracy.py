@@ -37,7 +37,6 @@ class AccuracyStudy(Study):
         """Return the picture of one kind of experts."""
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         return findings(bench, variants, self._models, self.draw)
 
     def _models(self, bench: Bench, experts: Experts) -> list[Model]:

@@ -43,7 +43,6 @@ class CostOfMethods(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         results: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

@@ -126,7 +126,6 @@ class CovarianceReplaced(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         cosines: dict[str, dict[str, list[float]]] = {}
 
         def make(bench: Bench, experts: Experts) -> list[Model]:

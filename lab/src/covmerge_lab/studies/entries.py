@@ -74,7 +74,6 @@ class EntriesOfUpdates(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         results: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

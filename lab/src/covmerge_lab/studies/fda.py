@@ -46,7 +46,6 @@ class Anchors(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         effort = _QUICK if bench.suite.quick else _EFFORT
         rows: list[list[str]] = []
         found: list[dict[str, Any]] = []

@@ -52,7 +52,6 @@ class OwnInputs(Study):
     )
 
     def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
-        """See `Study.check`."""
         for title in self.only:
             if title not in suite.own_inputs:
                 raise InputError(
@@ -61,7 +60,6 @@ class OwnInputs(Study):
                 )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         ways = self.only or tuple(bench.suite.own_inputs)
         data = [_DATA]
         if any(bench.suite.own_inputs[title].protocol == _BEHIND.method for title in ways):

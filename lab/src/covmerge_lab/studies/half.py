@@ -40,7 +40,6 @@ class Half(Study):
     kinds: ClassVar[tuple[Kind, ...]] = ("full",)
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         found = [_outcome(bench, variant) for variant in variants]
         outcomes = [outcome for outcome, _ in found]
         rounded = [each for _, of_seed in found for each in of_seed]

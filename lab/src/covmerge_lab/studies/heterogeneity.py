@@ -67,7 +67,6 @@ class Heterogeneity(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         numbers: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

@@ -67,7 +67,6 @@ class Interference(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         suite = bench.suite
         size = _QUICK if bench.suite.quick else _SIZE
         asked = [(t, v.seed) for v in variants for t in TRAININGS if t.lora == (v.kind == "lora")]

@@ -174,11 +174,9 @@ class Regimes(Study):
     )
 
     def parts_of(self, kind: Kind) -> Sequence[str]:
-        """See `Study.parts_of`."""
         return [regime.name for regime in REGIMES if regime.kind in (None, kind)]
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         numbers: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

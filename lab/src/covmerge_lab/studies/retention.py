@@ -78,7 +78,6 @@ class Retention(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         numbers: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

@@ -97,7 +97,6 @@ class SpectraBeforeAndAfter(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         results: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}

@@ -32,7 +32,6 @@ class StepsAroundMethods(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         return findings(bench, variants, self._models, self.draw)
 
     def draw(self, group: Group) -> Any:

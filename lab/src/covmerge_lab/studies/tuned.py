@@ -59,11 +59,9 @@ class Tuned(Study):
     )
 
     def parts_of(self, kind: Kind) -> Sequence[str]:
-        """See `Study.parts_of`."""
         return tuple(grids(kind))
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
         numbers: list[Any] = []
         texts: list[str] = []
         pictures: dict[str, Any] = {}

@@ -128,7 +128,6 @@ class TextSuite(Suite):
         )
 
     def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
-        """See `Suite.lessons`."""
         model = self.fresh(task)
 
         def loss(batch: Batch) -> Tensor:
@@ -146,7 +145,6 @@ class TextSuite(Suite):
         return replace(settings, steps=5) if self.quick else settings
 
     def learnt_from(self, task: str) -> Mapping[str, str]:
-        """See `Suite.learnt_from`."""
         return {"data": fingerprint(self._data(task))}
 
     @property
@@ -178,7 +176,6 @@ class TextSuite(Suite):
         return scores
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
-        """See `Suite.inputs`."""
         texts = self._data(task).train.first(examples)
         encoded = Encoded(self.base, texts, _TRAININGS[task].max_length)
         return [inputs for _, (inputs, _) in encoded.in_order(_BATCH)]

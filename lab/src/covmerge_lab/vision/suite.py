@@ -85,7 +85,6 @@ class VisionSuite(Suite):
         )
 
     def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
-        """See `Suite.lessons`."""
         model = self.fresh(task)
 
         def loss(batch: Batch) -> Tensor:
@@ -99,7 +98,6 @@ class VisionSuite(Suite):
         return self._few(_SETTINGS[variant.kind])
 
     def learnt_from(self, task: str) -> Mapping[str, str]:
-        """See `Suite.learnt_from`."""
         seen = self._data(task).train
         return {
             "base": _sha256((self.base / "model.safetensors").read_bytes()),
@@ -131,7 +129,6 @@ class VisionSuite(Suite):
         return scores
 
     def inputs(self, task: str, examples: int) -> Sequence[Mapping[str, Tensor]]:
-        """See `Suite.inputs`."""
         first = self._data(task).train.first(examples)
         return [{"pixel_values": pixels} for pixels, _ in _in_order(first, _BATCH)]
 

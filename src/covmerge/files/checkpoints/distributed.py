@@ -104,7 +104,6 @@ class DistributedFiles:
         self._laid: dict[_Chunk, Laid] = {}
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self._where)
         entry = self._entries[name]
         if not header.shape:

@@ -125,7 +125,6 @@ class FileCheckpoint:
 
     @property
     def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
         place = self.folder or self._first_path()
         return None if place is None else cached_model(place)
 
@@ -137,11 +136,9 @@ class FileCheckpoint:
         return next((card for card in cards if card.is_file()), None)
 
     def companions(self) -> Path | None:
-        """See `Checkpoint.companions`."""
         return self.folder
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._file_of[name].read(name, rows)
 
@@ -185,7 +182,6 @@ class FileCheckpoint:
         return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
-        """See `Checkpoint.close`."""
         for read in self._weights.values():
             read.close()
 

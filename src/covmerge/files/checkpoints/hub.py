@@ -63,24 +63,20 @@ class HubCheckpoint:
 
     @property
     def hub(self) -> HubModel:
-        """See `Checkpoint.hub`."""
         return HubModel(self._store.name, self._store.commit)
 
     def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
         if self._store.is_file(CARD_NAME):
             return self._store.card(CARD_NAME)
         # Offline the repository's files are not known.
         return None if self._local is None else self._local.readme()
 
     def companions(self) -> Path | None:
-        """See `Checkpoint.companions`."""
         if self._local is not None:
             return self._local.folder
         return self._store.download(self._store.companions())
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         if self._local is None:
             raise CheckpointError(f"{self.source} is not downloaded: call materialize() first")
@@ -115,7 +111,6 @@ class HubCheckpoint:
         return [Content("revision", 0, lambda _: self._store.commit)]
 
     def close(self) -> None:
-        """See `Checkpoint.close`."""
         if self._local is not None:
             self._local.close()
 

@@ -47,7 +47,6 @@ class MemoryCheckpoint:
         """There are none."""
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         if name not in self._tensors:
             raise CheckpointError(f"{self.source} are closed: open them again")

@@ -50,7 +50,6 @@ class TurnedFactors(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
         rows = range(header.shape[0]) if rows is None else rows
         value = self._stored.read(self._names[name])

@@ -44,7 +44,6 @@ class ModuleFile:
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, str(self.path))
         if name not in self._laid:
             raise CheckpointError(f"{self.path} is closed: open the checkpoint again")

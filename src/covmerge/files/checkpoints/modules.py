@@ -80,11 +80,9 @@ class ModuleWeights:
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         return self._read.read(self._own[name], rows)
 
     def close(self) -> None:
-        """See `Checkpoint.close`."""
         self._read.close()
 
 

@@ -84,7 +84,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
 
 
 def open_remote(address: Address) -> Checkpoint:
-    """Open what lies at an address: a file of weights by its suffix, else a folder.
+    """Open what lies at an address: a file of weights by its suffix, else a folder of a bucket.
 
     Raises:
         CheckpointError: as `open_checkpoint`.
@@ -103,6 +103,11 @@ def _open_remote(address: Address) -> Checkpoint:
         file = child(store, unquote(name) if address.scheme in PAGES else name)
         return open_adapter_file(
             source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
+        )
+    if address.scheme in PAGES:
+        raise CheckpointError(
+            f"{address} is no file of weights ({', '.join(WEIGHT_SUFFIXES)}), and a web server lists no "
+            "folders: name such a file, or download the folder and pass its path"
         )
     store = remote_store(address)
 

@@ -43,7 +43,6 @@ class SlottedFile:
         return self._slots
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, str(self._file))
         offset, nbytes = self._slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

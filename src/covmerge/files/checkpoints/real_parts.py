@@ -33,7 +33,6 @@ class RealParts(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
         if not header.complex:
             return self._stored.read(name, rows)

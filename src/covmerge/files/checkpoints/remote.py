@@ -57,7 +57,6 @@ class RemoteCheckpoint(View):
         return None if self._fetched is None else Path(self._fetched.name)
 
     def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
         card = StoredFile(self._store, CARD_NAME)
         if not (self._whole and _is_there(card)):
             return None
@@ -66,13 +65,11 @@ class RemoteCheckpoint(View):
         return Path(self._card.name) / CARD_NAME
 
     def companions(self) -> Path | None:
-        """See `Checkpoint.companions`."""
         if self._whole and self._fetched is None:
             self._fetched = _filled(lambda folder: _fetch_companions(self._store, folder))
         return self.folder
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         return self._files.read(name, rows)
 
     def materialize(self) -> None:

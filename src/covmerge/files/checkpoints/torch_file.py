@@ -54,7 +54,6 @@ class TorchFile:
         self._tensors = tensors
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, str(self.path))
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} is closed: open the checkpoint again")

@@ -44,7 +44,6 @@ class Unwrapped(View):
         self._names = dict(names)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._names[name], rows)
 

@@ -28,34 +28,26 @@ class View:
 
     @property
     def folder(self) -> Path | None:
-        """See `Checkpoint.folder`."""
         return self._stored.folder
 
     @property
     def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
         return self._stored.hub
 
     def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
         return self._stored.readme()
 
     def companions(self) -> Path | None:
-        """See `Checkpoint.companions`."""
         return self._stored.companions()
 
     def materialize(self) -> None:
-        """See `Checkpoint.materialize`."""
         self._stored.materialize()
 
     def identity(self) -> dict[str, Json]:
-        """See `Checkpoint.identity`."""
         return self._stored.identity()
 
     def contents(self) -> Sequence[Content]:
-        """See `Checkpoint.contents`."""
         return self._stored.contents()
 
     def close(self) -> None:
-        """See `Checkpoint.close`."""
         self._stored.close()

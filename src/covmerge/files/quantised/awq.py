@@ -29,11 +29,9 @@ class Weight(Grouped):
 
     @property
     def run(self) -> tuple[int, int]:
-        """See `Grouped.run`."""
         return 1, 1
 
     def values(self, words: Tensor, rows: range) -> Tensor:
-        """See `Grouped.values`."""
         first = rows.start // _OF_A_WORD
         own = words[:, first : -(-rows.stop // _OF_A_WORD)]
         start = rows.start - first * _OF_A_WORD
@@ -41,7 +39,6 @@ class Weight(Grouped):
         return unpacked(own, shifts, self.bits).flatten(1)[:, start : start + len(rows)]
 
     def zeros(self, read: Read, rows: range) -> Tensor:
-        """See `Grouped.zeros`."""
         return self.values(read(self.stored[1], None), rows)
 
 

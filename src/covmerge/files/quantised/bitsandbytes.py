@@ -41,7 +41,6 @@ class EightBit(ByRows):
     """int8 rows with a scale each."""
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        """See `ByRows.unpacked`."""
         weight, scale = (read(name, rows) for name in self.stored[:2])
         return weight.float().mul_(scale.view(-1, 1)).mul_(_OF_127)
 
@@ -78,7 +77,6 @@ class FourBit(ByRows):
     nested: Nested | None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        """See `ByRows.unpacked`."""
         weight, absmax, values = self.stored[:3]
         shape = self.header.shape
         width = prod(shape[1:])

@@ -51,7 +51,6 @@ class Scaled(ByRows):
     symmetric: str | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        """See `ByRows.unpacked`."""
         values = read(self.stored[0], rows).float()
         if self.zeros is not None:
             zeros = self._spread(self.zeros, rows, read)

@@ -77,7 +77,6 @@ class Blocks(ByRows):
     order: tuple[int, ...] | None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        """See `ByRows.unpacked`."""
         (name,) = self.stored
         if self.order is None:
             return _tensor_of(_dequantised(read(name, rows), self.kind))
@@ -107,7 +106,6 @@ class Whole:
     flat: bool = False
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """See `Packed.fill`."""
         (name,) = self.stored
         stored = _tensor_of(_dequantised(read(name, None), self.kind))
         plain = stored[None] if self.flat else stored.mT if self.transposed else stored
@@ -311,7 +309,6 @@ def _same(own: object, value: object) -> bool:
 
 
 def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
-    """See `read_as`."""
     headers = stored.checkpoint.headers
     kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
     return read_as(stored.checkpoint.config or {}, kinds)

@@ -41,15 +41,12 @@ class Weight(Grouped):
 
     @property
     def run(self) -> tuple[int, int]:
-        """See `Grouped.run`."""
         return run_of(self.bits)
 
     def values(self, words: Tensor, rows: range) -> Tensor:
-        """See `Grouped.values`."""
         return in_a_row(words[:, rows.start : rows.stop].mT, self.bits).mT
 
     def zeros(self, read: Read, rows: range) -> Tensor:
-        """See `Grouped.zeros`."""
         words = read(self.stored[1], None)
         across = run_of(self.bits)[1] > 1  # words: then one is added to each number by itself
         if self.less_one and not across:
@@ -58,7 +55,6 @@ class Weight(Grouped):
         return (zeros + 1) & (2**self.bits - 1) if self.less_one and across else zeros
 
     def groups(self, read: Read) -> Tensor:
-        """See `Grouped.groups`."""
         return super().groups(read) if self.mixed is None else read(self.mixed, None).long()
 
 

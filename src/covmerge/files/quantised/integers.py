@@ -37,7 +37,6 @@ class Grouped:
     source: str
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """See `Packed.fill`."""
         d_out, d_in = self.header.shape
         weights, _, scale_name = self.stored[:3]
         zeros = self.zeros(read, rows).float()

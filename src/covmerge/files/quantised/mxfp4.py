@@ -30,7 +30,6 @@ class Experts:
     stored: tuple[str, ...]
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """See `Packed.fill`."""
         _, d_in, d_out = self.header.shape
         for place, expert in enumerate(rows):
             only = range(expert, expert + 1)

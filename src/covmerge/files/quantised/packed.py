@@ -73,7 +73,6 @@ class ByRows:
     stored: tuple[str, ...]
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """See `Packed.fill`."""
         for part in pieces(rows, prod(self.header.shape[1:])):
             start = part.start - rows.start
             out[start : start + len(part)] = self.unpacked(part, read)

@@ -38,7 +38,6 @@ class Words(ByRows):
     group: int
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        """See `ByRows.unpacked`."""
         numbers = in_a_row(read(self.stored[0], rows), self.bits)
         numbers = numbers[:, : self.header.shape[1]].float().sub_(2 ** (self.bits - 1))
         scales = read(self.stored[1], rows).float()

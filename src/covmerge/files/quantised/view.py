@@ -81,7 +81,6 @@ class Dequantised(View):
         return self._packed
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
         packed = self._packed.get(name)
         if packed is None:

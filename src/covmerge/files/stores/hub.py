@@ -117,19 +117,15 @@ class HubStore:
         return store
 
     def where(self, name: str) -> str:
-        """See `Store.where`."""
         return f"{self.source}: {self.prefix}{name}"
 
     def names(self) -> list[str]:
-        """See `Store.names`."""
         return [name for name in self.sizes if "/" not in name]
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         return list(dict.fromkeys(name.partition("/")[0] for name in self.sizes if "/" in name))
 
     def check(self, name: str) -> None:
-        """See `Store.check`."""
         if name not in self.names():
             raise CheckpointError(
                 f"{self.source} has no file '{name}', which its index names: the repository is "
@@ -137,7 +133,6 @@ class HubStore:
             )
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """See `Store.is_file`."""
         del follow  # there are no links
         return name in self.sizes
 
@@ -153,7 +148,6 @@ class HubStore:
         return _Ranges(self, name, self.stamp(name))
 
     def inside(self, folder: str) -> HubStore:
-        """See `Store.inside`."""
         prefix = f"{folder}/" if folder else ""
         sizes = {k.removeprefix(prefix): v for k, v in self.sizes.items() if k.startswith(prefix)}
         return replace(self, sizes=sizes, prefix=f"{self.prefix}{prefix}")
@@ -256,7 +250,6 @@ class _Ranges:
     def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """See `Opened.read_at`."""
         wanted = min(len(target), max(0, self.stamp[0] - offset))
         if not wanted:
             return 0

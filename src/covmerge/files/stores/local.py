@@ -46,48 +46,37 @@ class LocalFolder:
 
     @property
     def folder(self) -> Path:
-        """See `Store.folder`."""
         return self._folder
 
     def where(self, name: str) -> str:
-        """See `Store.where`."""
         return str(self._folder / name)
 
     def names(self) -> list[str]:
-        """See `Store.names`."""
         return [name for name, is_folder in self._entries() if not is_folder]
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         return [name for name, is_folder in self._entries() if is_folder]
 
     def check(self, name: str) -> None:
-        """See `Store.check`."""
         safe_child(self._folder, name)
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """See `Store.is_file`."""
         path = self._folder / name
         return path.is_file() if follow else is_own(path)
 
     def stamp(self, name: str) -> Stamp:
-        """See `Store.stamp`."""
         return stamp_of((self._folder / name).stat())
 
     def open(self, name: str, *, follow: bool = True) -> OpenedFile:
-        """See `Store.open`."""
         return OpenedFile(open_raw(self._folder / name, follow=follow, own=not follow))
 
     def inside(self, folder: str) -> LocalFolder:
-        """See `Store.inside`."""
         return LocalFolder(self._folder / folder, inner=True) if folder else self
 
     def exists(self, name: str) -> bool:
-        """See `Store.exists`."""
         return os.path.lexists(self._folder / name)
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
-        """See `Store.create`."""
         path = self._folder / name
         unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its own
         with disk_errors(path, needed):
@@ -104,13 +93,11 @@ class LocalFolder:
                 raise
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        """See `Store.write`."""
         path = self._folder / name
         with disk_errors(path, len(data)), opened(path, os.O_WRONLY) as fd:
             write_at(fd, data, offset)
 
     def append(self, name: str, data: bytes) -> None:
-        """See `Store.append`."""
         path = self._folder / name
         with disk_errors(path), opened(path, os.O_WRONLY | os.O_APPEND) as fd:
             size = os.fstat(fd).st_size
@@ -119,13 +106,11 @@ class LocalFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def truncate(self, name: str, size: int) -> None:
-        """See `Store.truncate`."""
         path = self._folder / name
         with disk_errors(path), opened(path, os.O_WRONLY) as fd:
             os.ftruncate(fd, size)
 
     def remove(self, name: str) -> None:
-        """See `Store.remove`."""
         path = self._folder / name
         with disk_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -134,7 +119,6 @@ class LocalFolder:
                 path.unlink()
 
     def flush(self, names: Sequence[str]) -> None:
-        """See `Store.flush`."""
         for path in (*(self._folder / name for name in names), self._folder):
             with disk_errors(path):
                 fsync_path(path)
@@ -161,11 +145,9 @@ class OpenedFile:
 
     @property
     def stamp(self) -> Stamp:
-        """See `Opened.stamp`."""
         return stamp_of(os.fstat(self._file.fileno()))
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """See `Opened.read_at`."""
         return read_at(self._file, target, offset)
 
 

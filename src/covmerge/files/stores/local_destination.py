@@ -67,7 +67,6 @@ class LocalDestination:
 
     @property
     def aside(self) -> str:
-        """See `Destination.aside`."""
         return str(self._partial)
 
     def share(self) -> None:
@@ -100,7 +99,6 @@ class LocalDestination:
         return status.st_ino, status.st_ctime_ns
 
     def take(self) -> bool:
-        """See `Destination.take`."""
         _refuse_link(self._partial)
         with disk_errors(self._partial):
             _refuse_strange(self._partial)
@@ -108,7 +106,6 @@ class LocalDestination:
         return self._lock.works
 
     def recover(self) -> bool:
-        """See `Destination.recover`."""
         if not self._replaced.exists() or os.path.lexists(self.folder):
             return False
         with disk_errors(self._partial):
@@ -123,14 +120,12 @@ class LocalDestination:
         return True
 
     def begin(self) -> None:
-        """See `Destination.begin`."""
         assert self._lock is not None, "take it first"
         with disk_errors(self._partial):
             self._lock.clear_folder(_LAID)
             self.work.folder.mkdir()
 
     def publish(self) -> None:
-        """See `Destination.publish`."""
         with disk_errors(self.folder):
             for path in _walk(self.work.folder):
                 fsync_path(path)
@@ -138,13 +133,11 @@ class LocalDestination:
             fsync_path(self.folder.parent)
 
     def release(self) -> None:
-        """See `Destination.release`."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def discard(self) -> None:
-        """See `Destination.discard`."""
         if self._lock is not None:
             with disk_errors(self._partial):
                 self._lock.remove_folder(_LAID)

@@ -54,48 +54,38 @@ class MemoryStore:
             return {name: bytes(file.data) for name, file in sorted(self._files.items())}
 
     def where(self, name: str) -> str:
-        """See `Store.where`."""
         return f"{self._name}/{self._prefix}{name}"
 
     def names(self) -> list[str]:
-        """See `Store.names`."""
         return [name for name in self._inside() if "/" not in name]
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         return list(dict.fromkeys(n.partition("/")[0] for n in self._inside() if "/" in n))
 
     def check(self, name: str) -> None:
-        """See `Store.check`."""
         check_bare(name, self._name)
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """See `Store.is_file`."""
         del follow  # there are no links
         return self._prefix + name in self._files
 
     def stamp(self, name: str) -> Stamp:
-        """See `Store.stamp`."""
         return self._find(name).stamp
 
     def open(self, name: str, *, follow: bool = True) -> _File:
-        """See `Store.open`."""
         del follow
         return self._find(name)
 
     def inside(self, folder: str) -> MemoryStore:
-        """See `Store.inside`."""
         found = copy.copy(self)  # which shares the files
         found._prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         return found
 
     def exists(self, name: str) -> bool:
-        """See `Store.exists`."""
         inside = f"{self._prefix}{name}/"
         return self.is_file(name) or any(key.startswith(inside) for key in list(self._files))
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
-        """See `Store.create`."""
         del needed  # memory is not reserved
         file = _File(bytearray(size), next(self._changes), self._lock)
         file.data[: len(start)] = start
@@ -103,22 +93,18 @@ class MemoryStore:
             self._files[self._prefix + name] = file
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        """See `Store.write`."""
         with self._changed(name) as file:
             file.data[offset : offset + len(data)] = data
 
     def append(self, name: str, data: bytes) -> None:
-        """See `Store.append`."""
         with self._changed(name) as file:
             file.data += data
 
     def truncate(self, name: str, size: int) -> None:
-        """See `Store.truncate`."""
         with self._changed(name) as file:
             del file.data[size:]
 
     def remove(self, name: str) -> None:
-        """See `Store.remove`."""
         with self._changed(name):
             del self._files[self._prefix + name]
 
@@ -188,11 +174,9 @@ class _File:
 
     @property
     def stamp(self) -> Stamp:
-        """See `Opened.stamp`."""
         return len(self.data), self.change, 0
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """See `Opened.read_at`."""
         with self.lock:
             found = self.data[offset : offset + len(target)]
         target[: len(found)] = found

@@ -40,22 +40,18 @@ class MemoryDestination:
 
     @property
     def aside(self) -> str:
-        """See `Destination.aside`."""
         return self._store.where(self._partial)
 
     def share(self) -> None:
         """See `Destination.share`: among the threads that have this store."""
 
     def is_made_here(self) -> bool:
-        """See `Destination.is_made_here`."""
         return True
 
     def occupant(self) -> object | None:
-        """See `Destination.occupant`."""
         return [(name, self.output.stamp(name)) for name in tree(self.output)] or None
 
     def take(self) -> bool:
-        """See `Destination.take`."""
         self._store.take(self._partial)
         self._taken = True
         return True
@@ -65,25 +61,20 @@ class MemoryDestination:
         return False
 
     def begun(self) -> bool:
-        """See `Destination.begun`."""
         return self.journal.exists() and any(True for _ in tree(self.work))
 
     def begin(self) -> None:
-        """See `Destination.begin`."""
         remove_others(self._store.inside(self._partial), ())
 
     def publish(self) -> None:
-        """See `Destination.publish`."""
         self._store.move(f"{self._partial}/output", self._name)
 
     def release(self) -> None:
-        """See `Destination.release`."""
         if self._taken:
             self._store.release(self._partial)
             self._taken = False
 
     def discard(self) -> None:
-        """See `Destination.discard`."""
         if self._taken:
             self.begin()
             self.release()

@@ -64,21 +64,13 @@ class ObjectServer:
         """Return the server of an address, and what it calls the place."""
         return cls(address.scheme, writing=writing), address.path
 
-    @property
-    def endpoint(self) -> str:
-        """See `Server.endpoint`: AWS_ENDPOINT_URL, a profile and so on say which it is."""
-        return str(self._system.s3.meta.endpoint_url) if self._scheme == _S3 else ""
-
     def inside(self, folder: str, name: str) -> str:
-        """See `Server.inside`."""
         return f"{folder}/{name}"
 
     def shown(self, path: str) -> str:
-        """See `Server.shown`."""
         return f"{self._scheme}://{path}"
 
     async def look(self, path: str) -> Look:
-        """See `Server.look`."""
         info: Mapping[str, Any] = await self._system._info(path, refresh=True)
         if info.get("type") != "file":
             raise FileNotFoundError(path)
@@ -100,7 +92,6 @@ class ObjectServer:
         return found
 
     async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
-        """See `Server.fetch`."""
         end = offset + len(target)
         if self._scheme == _S3 and seen.version:
             data = await self._of_version(path, offset, end, seen.version)
@@ -147,7 +138,7 @@ def _look(info: Mapping[str, Any]) -> Look:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
     version = next(said, "")
-    return Look(size, version, lasting=bool(version))
+    return Look(size, version)
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:

@@ -1,7 +1,4 @@
-"""Files of a web server, read by ranges over HTTP with fsspec's session.
-
-A web server lists no folders. What a model's folder may hold is asked for by name.
-"""
+"""Single files of a web server, read by ranges over HTTP with fsspec's session."""
 
 # pyright: reportMissingTypeStubs=false
 
@@ -10,40 +7,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import PAGES, Address
-from covmerge.files.stores.retries import ChangedError, RefusedError, all_of, persist
+from covmerge.files.stores.retries import ChangedError, RefusedError
 from covmerge.files.stores.server import Look
 
 SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
 
 _WHOLE = 2**24  # the longest file that is read of a server that sends all of it
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
-_TICKS = 2  # seconds from a change on in which there may be another of the same time
 _ELSEWHERE = frozenset({301, 302, 303, 307, 308})
 _HOPS = 6
-_AT_ONCE = 8
-_WEIGHTS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_lora_weights")
-_NAMES = (
-    *(f"{name}.safetensors" for name in _WEIGHTS),
-    *(f"{name}.safetensors.index.json" for name in _WEIGHTS[:2]),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
-    *("config.json", "generation_config.json", "adapter_config.json", "covmerge.json", "README.md"),
-    ".metadata",
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
-    *("preprocessor_config.json", "processor_config.json"),
-    # of sentence-transformers and its modules
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("router_config.json", "lstm_config.json", "cnn_config.json", "wordembedding_config.json"),
-    *("whitespacetokenizer_config.json", "phrasetokenizer_config.json"),
-)
 
 
 class PageServer:
@@ -66,7 +44,6 @@ class PageServer:
         )
         self._system = system
         self.loop = system.loop
-        self.endpoint = ""
 
     @classmethod
     def at(cls, address: Address) -> tuple[PageServer, str]:
@@ -74,11 +51,9 @@ class PageServer:
         return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
 
     def inside(self, folder: str, name: str) -> str:
-        """See `Server.inside`."""
         return f"{folder}/{quote(name)}"
 
     def shown(self, path: str) -> str:
-        """See `Server.shown`."""
         return path
 
     async def look(self, path: str) -> Look:
@@ -95,25 +70,8 @@ class PageServer:
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
     async def listed(self, folder: str) -> Mapping[str, Look | None]:
-        """See `Server.listed`: what a model's folder may hold, as far as it is there."""
-        gate = asyncio.Semaphore(_AT_ONCE)
-        hidden: list[PermissionError] = []
-
-        async def ask(name: str) -> Look | None:
-            async with gate:
-                try:
-                    return await persist(lambda: self.look(self.inside(folder, name)))
-                except FileNotFoundError:
-                    return None
-                except PermissionError as error:  # some say so of what is not there
-                    hidden.append(error)
-                    return None
-
-        looks = await all_of(map(ask, _NAMES))
-        found = {name: look for name, look in zip(_NAMES, looks, strict=True) if look is not None}
-        if hidden and not found:
-            raise hidden[0]
-        return found
+        """Raise: a web server lists no folders."""
+        raise RefusedError("a web server lists no folders: name a file in it")
 
     async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
         """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
@@ -217,19 +175,7 @@ def _is_near(host: str) -> bool:
 
 
 def _look(size: int, answer: Any) -> Look:
-    return Look(size, _version(answer), lasting=_is_lasting(answer))
-
-
-def _is_lasting(answer: Any) -> bool:
-    """Whether a version can be no other file's: times count seconds, and so do ETags made of them."""
-    modified, now = (answer.headers.get(name) for name in ("Last-Modified", "Date"))
-    if modified is None:
-        return str(answer.headers.get("ETag", "W/")).startswith('"')  # no weak one
-    try:
-        age = parsedate_to_datetime(now) - parsedate_to_datetime(modified)
-    except (TypeError, ValueError):  # no date, or none of one of them
-        return False
-    return age.total_seconds() >= _TICKS
+    return Look(size, _version(answer))
 
 
 def _version(answer: Any) -> str:

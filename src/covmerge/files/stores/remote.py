@@ -3,13 +3,13 @@
 A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
 of 1 to 8 MiB, several at once (`link.py`); and small ones are served out of a window, which is fetched
 whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
-What was fetched is kept on the disk where the user allows that (`range_cache.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -18,13 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from covmerge.base.errors import InputError
 from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
 from covmerge.files.stores.link import link_to
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.object_server import ObjectServer
 from covmerge.files.stores.page_server import PageServer
 from covmerge.files.stores.paths import check_bare
-from covmerge.files.stores.range_cache import CachedFile, RangeCache, copy_overlap
 from covmerge.files.stores.retries import all_of, persist
 from covmerge.files.stores.seen import SeenFile
 from covmerge.files.stores.server import Look, Server
@@ -49,15 +49,13 @@ class RemoteStore:
     Args:
         server: who has them.
         path: what the server calls the folder.
-        cache: keeps what is read; None: nothing does.
     """
 
     folder = None
 
-    def __init__(self, server: Server, path: str, cache: RangeCache | None = None) -> None:
+    def __init__(self, server: Server, path: str) -> None:
         self._server = server
         self._path = path
-        self._cache = cache
         self._known = _Known()
         self._windows = _Windows()
 
@@ -65,23 +63,18 @@ class RemoteStore:
         return self._server.shown(self._path)
 
     def where(self, name: str) -> str:
-        """See `Store.where`."""
         return self._server.shown(self._at(name))
 
     def names(self) -> list[str]:
-        """See `Store.names`."""
         return [name for name, look in self._listed().items() if look is not None]
 
     def folders(self) -> list[str]:
-        """See `Store.folders`."""
         return [name for name, look in self._listed().items() if look is None]
 
     def check(self, name: str) -> None:
-        """See `Store.check`."""
         check_bare(name, str(self))
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """See `Store.is_file`."""
         del follow  # there are no links
         try:
             self._look(name)
@@ -102,22 +95,15 @@ class RemoteStore:
         return self._look(name).version
 
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
-        """See `Store.open`."""
         del follow
         path, look = self._at(name), self._look(name)
-        kept: CachedFile | SeenFile | None = None
-        if not look.version:
-            kept = self._known.seen(path, look)
-        elif self._cache is not None and look.lasting:
-            identity = (self._server.endpoint, self._server.shown(path), look.version)
-            kept = self._cache.file(*identity, size=look.size)
-        return RemoteFile(self._server, path, look, self._windows, kept)
+        seen = None if look.version else self._known.seen(path, look)
+        return RemoteFile(self._server, path, look, self._windows, seen)
 
     def inside(self, folder: str) -> RemoteStore:
-        """See `Store.inside`."""
         if not folder:
             return self
-        inner = RemoteStore(self._server, self._at(folder), self._cache)
+        inner = RemoteStore(self._server, self._at(folder))
         inner._known, inner._windows = self._known, self._windows
         return inner
 
@@ -146,18 +132,13 @@ class RemoteFile:
     """A file that is read by requests; see `Opened`."""
 
     def __init__(
-        self,
-        server: Server,
-        path: str,
-        look: Look,
-        windows: _Windows,
-        kept: CachedFile | SeenFile | None,
+        self, server: Server, path: str, look: Look, windows: _Windows, seen: SeenFile | None
     ) -> None:
         self._server = server
         self._path = path
         self._look = look
         self._windows = windows
-        self._kept = kept
+        self._seen = seen
         self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(look)
 
@@ -167,7 +148,6 @@ class RemoteFile:
     def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """See `Opened.read_at`."""
         count = min(len(target), max(0, self._look.size - offset))
         if not count:
             return 0
@@ -187,8 +167,8 @@ class RemoteFile:
         return len(found)
 
     def _fetch(self, target: memoryview, offset: int) -> None:
-        whole = [range(offset, offset + len(target))]
-        missing = whole if self._kept is None else self._kept.fill(target, offset)
+        whole = range(offset, offset + len(target))
+        missing = [whole if self._seen is None else self._seen.blocks(whole)]
         length = sum(map(len, missing))
 
         async def fetch() -> None:
@@ -201,11 +181,10 @@ class RemoteFile:
                         return
                     part = _taken(missing, self._link.part(length))
                     read = await self._fetch_part(part, target, offset)
-                if self._kept is not None:
-                    await asyncio.to_thread(self._kept.keep, read, part.start)
+                if self._seen is not None:
+                    await asyncio.to_thread(self._seen.check, read, part.start)
 
-        if missing:
-            _run(self._server, fetch)
+        _run(self._server, fetch)
 
     async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
         """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
@@ -218,7 +197,9 @@ class RemoteFile:
             )
         )
         if not inside:
-            copy_overlap(own, part.start, target, offset)
+            first = max(part.start, offset)
+            stop = min(part.stop, offset + len(target))
+            target[first - offset : stop - offset] = own[first - part.start : stop - part.start]
         return own
 
 
@@ -306,18 +287,21 @@ class _Known:
 
 
 def remote_store(address: Address) -> RemoteStore:
-    """Return what lies at an address as a store of sources, kept here as far as the user allows.
+    """Return what lies at an address as a store.
 
     Raises:
-        InputError: the packages that it takes are not installed, or what is said of a cache makes no sense.
+        InputError: the packages that it takes are not installed, or a cache is asked for.
     """
-    return RemoteStore(*server_at(address), RangeCache.of_user())
+    if os.environ.get("COVMERGE_REMOTE_CACHE", "") not in ("", "0"):
+        raise InputError(
+            "COVMERGE_REMOTE_CACHE is set, and covmerge keeps nothing of remote files any more: unset it. "
+            "To read sources more than once, download them and pass their folders"
+        )
+    return RemoteStore(*server_at(address))
 
 
 def store_at(given: str | Path) -> LocalFolder | RemoteStore:
     """Return a folder that is given by its path or its address as a store, for an output that is looked at.
-
-    Of a server nothing is kept: what is verified is what lies there.
 
     Raises:
         InputError: as `address_of`.
@@ -325,7 +309,7 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
     address = address_of(given)
     if address is None:
         return LocalFolder(local_path(given))
-    return RemoteStore(*server_at(address))
+    return remote_store(address)
 
 
 def server_at(address: Address) -> tuple[Server, str]:

@@ -85,7 +85,6 @@ class RemoteDestination:
 
     @property
     def aside(self) -> str:
-        """See `Destination.aside`."""
         return self._staged.aside
 
     def share(self) -> None:
@@ -98,7 +97,6 @@ class RemoteDestination:
         self._shared = True
 
     def is_made_here(self) -> bool:
-        """See `Destination.is_made_here`."""
         with self._reached(), suppress(FileNotFoundError):
             return self._made.read_text() == self._sent()
         return False
@@ -139,11 +137,9 @@ class RemoteDestination:
         return False
 
     def begun(self) -> bool:
-        """See `Destination.begun`."""
         return self._staged.begun()
 
     def begin(self) -> None:
-        """See `Destination.begin`."""
         self._staged.begin()
 
     def publish(self) -> None:
@@ -175,12 +171,10 @@ class RemoteDestination:
             self._remove([_CLAIM])
 
     def release(self) -> None:
-        """See `Destination.release`."""
         self._staged.release()
         self._taken = False
 
     def discard(self) -> None:
-        """See `Destination.discard`."""
         self._staged.discard()
         if self._taken:
             self._taken = False

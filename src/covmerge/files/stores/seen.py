@@ -14,7 +14,7 @@ _BLOCK = 2**20
 
 
 class SeenFile:
-    """Checksums of what was read of one file; for any thread. In the place of a cache, which keeps nothing.
+    """Checksums of what was read of one file; for any thread.
 
     Args:
         size: bytes of the file.
@@ -25,13 +25,13 @@ class SeenFile:
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def fill(self, target: memoryview, offset: int) -> list[range]:
-        """Return the range of whole blocks to be read for a range; nothing is filled."""
-        stop = offset + len(target)
-        return [range(offset - offset % _BLOCK, min(stop + -stop % _BLOCK, self._size))]
+    def blocks(self, asked: range) -> range:
+        """Return the whole blocks that have the bytes of a range."""
+        end = asked.stop + -asked.stop % _BLOCK
+        return range(asked.start - asked.start % _BLOCK, min(end, self._size))
 
-    def keep(self, data: memoryview, offset: int) -> None:
-        """Note what was read of whole blocks.
+    def check(self, data: memoryview, offset: int) -> None:
+        """Note what was read of whole blocks, and compare it with what was read of them before.
 
         Raises:
             ChangedError: it is not what was read before.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -14,12 +14,10 @@ class Look:
     Attributes:
         size: bytes.
         version: what is another after every change; "": the server says nothing of the kind.
-        lasting: whether it is so also of a change that came at once, so that bytes may be kept under it.
     """
 
     size: int
     version: str
-    lasting: bool = field(default=False, compare=False)
 
 
 class Server(Protocol):
@@ -31,11 +29,6 @@ class Server(Protocol):
     @property
     def loop(self) -> Any:
         """The loop of events, in a thread of its own."""
-        ...
-
-    @property
-    def endpoint(self) -> str:
-        """What tells it from another that the same paths may be asked of; "": paths say all."""
         ...
 
     def inside(self, folder: str, name: str) -> str:
@@ -62,6 +55,6 @@ class Server(Protocol):
         """Fill memory from a place in a file, or fail.
 
         Raises:
-            ChangedError: it is no longer the file that was seen; of a version that is lasting always.
+            ChangedError: it is no longer the file that was seen.
         """
         ...

@@ -176,11 +176,9 @@ class StoredFile:
         return self.store.folder / self.name
 
     def stamp(self) -> Stamp:
-        """See `Store.stamp`."""
         return self.store.stamp(self.name)
 
     def open(self, *, follow: bool = True) -> Opened:
-        """See `Store.open`."""
         return self.store.open(self.name, follow=follow)
 
     def read(self, limit: int, *, follow: bool = True) -> bytes:
@@ -204,7 +202,6 @@ class WritableFile(StoredFile):
     store: WritableStore
 
     def exists(self) -> bool:
-        """See `WritableStore.exists`."""
         return self.store.exists(self.name)
 
     def put(self, content: bytes) -> None:

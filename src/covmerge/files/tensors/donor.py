@@ -48,24 +48,19 @@ class Donor:
 
     @property
     def folder(self) -> Path | None:
-        """See `Checkpoint.folder`."""
         return self.first.folder
 
     @property
     def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
         return self.first.hub
 
     def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
         return self.first.readme()
 
     def companions(self) -> Path | None:
-        """See `Checkpoint.companions`."""
         return self.first.companions()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         return self._owners[name].read(name, rows)
 
     def materialize(self) -> None:

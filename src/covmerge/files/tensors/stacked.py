@@ -61,7 +61,6 @@ class Stacked(View):
         return (0 if comes_before(name) else len(self.order) - 1) in self._given
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._names[name], rows)
 

@@ -42,7 +42,6 @@ class Untied(View):
         self.headers: Mapping[str, TensorHeader] = MappingProxyType({**own, **added})
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._copies.get(name, name), rows)
 

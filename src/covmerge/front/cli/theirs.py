@@ -1,4 +1,4 @@
-"""mergekit's flags of `covmerge merge`: as ours, taken where they need nothing, or refused by name."""
+"""mergekit's flags of `covmerge merge`: as ours, named where they have no effect, or refused."""
 
 from __future__ import annotations
 
@@ -34,37 +34,15 @@ _RENAMED = {
 }
 _OUT = "--out-path"
 _SHARD_SIZE = "--out-shard-size"
-_SAYS = "a merge always says the same; 2>/dev/null hides its progress"
-# Switches that ask for what is done anyhow, or for what does not arise: with the reason.
-_ALREADY = {
-    "--copy-tokenizer": "the tokenizer is always copied",
-    "--write-model-card": "a model card is always written",
-    "--safe-serialization": "nothing but safetensors is written",
-    "--lazy-unpickle": "pickled files are read without being run, tensor by tensor",
-    "--clone-tensors": "tensors share no memory in the output",
-    "--allow-crimes": "tensors are matched by names and shapes, whatever the architecture",
-    "--trust-remote-code": "no code of a model is ever run",
-    "--low-cpu-memory": "a merge streams; --max-memory bounds it",
-    "--read-to-gpu": "a merge streams; --max-memory bounds it",
-    "--async-write": "results are written while others are computed",
-    "--no-clone-tensors": "",
-    "--no-trust-remote-code": "",
-    "--no-allow-crimes": "",
-    "--no-cuda": "",
-    "--no-low-cpu-memory": "",
-    "--no-lazy-unpickle": "",
-    "--no-read-to-gpu": "",
-    "--no-multi-gpu": "",
-    "--no-async-write": "",
-    "--no-unsafe-truncate-embeddings": "",
-    "--quiet": _SAYS,
-    "--no-quiet": _SAYS,
-}
-_ALREADY_WITH_VALUE = {
-    "--lora-merge-cache": "adapters are merged as they are, and no cache is written",
-    "--lora-merge-dtype": "adapters are multiplied out in the dtype of the computation",
-    "--write-threads": "results are written while others are computed",
-}
+# What these ask for is done anyhow, or does not arise.
+_WITHOUT_EFFECT = (
+    "--copy-tokenizer", "--write-model-card", "--safe-serialization", "--lazy-unpickle",
+    "--clone-tensors", "--allow-crimes", "--trust-remote-code", "--low-cpu-memory", "--read-to-gpu",
+    "--async-write", "--quiet", "--no-clone-tensors", "--no-trust-remote-code", "--no-allow-crimes",
+    "--no-cuda", "--no-low-cpu-memory", "--no-lazy-unpickle", "--no-read-to-gpu", "--no-multi-gpu",
+    "--no-async-write", "--no-quiet", "--no-unsafe-truncate-embeddings",
+)  # fmt: skip
+_WITHOUT_EFFECT_WITH_VALUE = ("--lora-merge-cache", "--lora-merge-dtype", "--write-threads")
 _REFUSED = {
     "--multi-gpu": "one device is used: --device cuda:0",
     "--no-copy-tokenizer": "the base's tokenizer is always copied: remove its files from the output",
@@ -93,6 +71,7 @@ def translated(args: Sequence[str]) -> list[str]:
         ['r.yml', 'OUT', '--device', 'cuda', '--seed', '42', '--shard-size', '2000000000']
     """
     found: list[str] = []
+    without_effect: list[str] = []
     out: str | None = None
     rest = iter(args)
     for arg in rest:
@@ -102,15 +81,12 @@ def translated(args: Sequence[str]) -> list[str]:
             raise RecipeError(f"{flag} is mergekit's, and covmerge has none: {_REFUSED[flag]}")
         if flag in _AS:
             found += _AS[flag]
-        elif flag in _ALREADY:
-            if _ALREADY[flag]:
-                say("note", f"{flag} changes nothing: {_ALREADY[flag]}")
-        elif flag in _ALREADY_WITH_VALUE:
+        elif flag in _WITHOUT_EFFECT or _VERBOSE.fullmatch(arg):
+            without_effect.append(arg)
+        elif flag in _WITHOUT_EFFECT_WITH_VALUE:
+            without_effect.append(flag)
             if not equals:
                 next(rest, None)
-            say("note", f"{flag} changes nothing: {_ALREADY_WITH_VALUE[flag]}")
-        elif _VERBOSE.fullmatch(arg):
-            say("note", f"{arg} changes nothing: {_SAYS}")
         elif flag in _RENAMED:
             found += [_RENAMED[flag], value if equals else next(rest, "")]
         elif flag == _OUT:  # here the last of the paths
@@ -119,6 +95,8 @@ def translated(args: Sequence[str]) -> list[str]:
             found += ["--shard-size", _bytes(value if equals else next(rest, ""))]
         else:
             found.append(arg)
+    if without_effect:
+        say("note", f"mergekit's {', '.join(without_effect)}: without effect in covmerge")
     return found if out is None else [*found, out]
 
 

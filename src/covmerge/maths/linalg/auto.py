@@ -316,11 +316,6 @@ def eigh_cost(side: int, device: str = "cpu") -> Cost:
     return Cost(flops, 5 * side * side * 8, flops)
 
 
-def eigen_share(device: str) -> float:
-    """Rate of what methods declare as eigenproblems, in that of products, of large matrices."""
-    return FLOAT64 / (_float64(device) * _beside_cpu(device))
-
-
 def _float64(device: str) -> float:
     """What an operation of float64 takes there, in those of float32."""
     return _FLOAT64.get(device, FLOAT64)

@@ -27,7 +27,6 @@ from covmerge.maths.linalg.auto import (
 from covmerge.maths.linalg.cholesky import Cholesky
 from covmerge.maths.linalg.condition import condition_number
 from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions
-from covmerge.maths.methods.ace_batched import ace_batched
 from covmerge.maths.methods.ace_noticed import AceNoticed
 from covmerge.maths.methods.ace_rules import (
     BLIND,
@@ -94,7 +93,6 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
-    batched=ace_batched,
     noticed=AceNoticed,
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )

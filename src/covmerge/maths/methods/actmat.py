@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -12,7 +11,6 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.estimate import Covariance, gram
 from covmerge.maths.linalg.auto import Cost, pinv_cost
 from covmerge.maths.methods.closed_form import Active, CutOff, active_experts, solve_cut_off
-from covmerge.maths.methods.closed_form_batched import cut_off_batched
 from covmerge.maths.methods.registry import Laws, Reference, register
 
 
@@ -26,10 +24,6 @@ def _covariances(active: Active) -> list[Covariance]:
     """w_t Δ_tᵀΔ_t of every expert."""
     pairs = zip(active.updates, active.weights, strict=True)
     return [gram(update).times(weight) for update, weight in pairs]
-
-
-def _batched(groups: Sequence[LinearGroup], *, rtol: float | None) -> list[Merged | None]:
-    return cut_off_batched(groups, _covariances, rtol)
 
 
 @register(
@@ -57,7 +51,6 @@ def _batched(groups: Sequence[LinearGroup], *, rtol: float | None) -> list[Merge
     ),
     cost=_cost,
     factored="both",
-    batched=_batched,
     noticed=CutOff,
 )
 def actmat(

@@ -14,13 +14,9 @@ from covmerge.base.noticed import Noticed, Seen, Words
 from covmerge.base.text import some
 from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
-from covmerge.maths.linalg.batched import all_finite, flags, per_member
-from covmerge.maths.linalg.batched_spectra import spectra
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.linalg.pinv import largest_singular_values
 from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
-from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, numerical_rank, truncated_svd
-from covmerge.maths.measures.sums import numbers
+from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, truncated_svd
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import Resolution, resolution
@@ -156,44 +152,6 @@ def _cost_with_tasks(
     )
 
 
-def _iso_c_batched(
-    groups: Sequence[LinearGroup], *, scale: float, rank_rtol: float | None
-) -> list[Merged | None]:
-    found: list[Merged | None] = [None] * len(groups)
-    first = groups[0].updates[0]
-    if goes_by_products(first):
-        return found
-    known = [resolution(group, rank_rtol) for group in groups]
-    total = first.new_zeros(len(groups), *first.shape)
-    sizes: list[list[float]] = []
-    for t in range(len(groups[0].updates)):
-        updates = torch.stack([group.updates[t] for group in groups])
-        total.addcmul_(updates, per_member([group.weights[t] for group in groups], total))
-        sizes.append(numbers(largest_singular_values(updates)))
-    finite = flags(all_finite(total))
-    places = [place for place, group in enumerate(groups) if finite[place] and group.frame is None]
-    if len(places) < 2:
-        return found
-    whole = spectra(total[places])
-    ranks = [
-        numerical_rank(
-            sigma,
-            total.shape[1:],
-            rtol=known[place].rtol,
-            rounding=known[place].of_sum(groups[place], [own[place] for own in sizes]),
-        )[0]
-        for place, sigma in zip(places, whole.sigma.cpu(), strict=True)
-    ]
-    if not any(ranks):
-        return found
-    isometries, _ = whole.isometries(ranks)
-    for place, rank, sigma, isometry in zip(places, ranks, whole.sigma, isometries, strict=True):
-        if rank:
-            mean = float(sigma[:rank].mean())
-            found[place] = Merged(isometry.mul_(mean).mul_(scale), Flattened(rank, mean))
-    return found
-
-
 @register(
     "iso_c",
     equation="W̄ = W₀ + α σ̄ U Vᵀ,  Σ w_t Δ_t = U diag(σ) Vᵀ,  σ̄ = mean σ",
@@ -201,7 +159,6 @@ def _iso_c_batched(
     laws=_LAWS,
     cost=_cost_of_sum,
     factored="both",
-    batched=_iso_c_batched,
     noticed=Flattened,
     published_tuning=_TUNING,
 )

@@ -17,13 +17,12 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.finite import all_finite
 from covmerge.maths.linalg.lapack import LinAlgError, norm
 from covmerge.maths.methods.other_names import OTHER_NAMES
-from covmerge.maths.methods.scaled import is_near_one, run_near_one
+from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
 Kernel = Callable[..., Merged | Tensor]
 # Groups of one shape, number of experts, dtype and device, and by keyword the parameters; None: the kernel
 # is to do this one.
-Batched = Callable[..., Sequence[Merged | None]]
 # (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
 CostModel = Callable[..., Cost]
 
@@ -210,9 +209,6 @@ class Method(Declared):
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.maths.methods.factored`); or a
             function of the parameters that says so.
-        batched: function `(groups, *, parameters)` that runs groups of one shape at once, along a leading
-            axis, and returns the kernel's result of each to rounding; None for a group that the kernel
-            is to do. Undeclared, the kernel does each.
         noticed: the type of what it notices, which knows the words for it. Undeclared, it has none.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
@@ -242,7 +238,6 @@ class Method(Declared):
     survey: Survey | None = None
     overview: Overview | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
-    batched: Batched | None = None
     noticed: type[Noticed] = Noticed
     writes_masks: bool = False
     needs_base: bool = False
@@ -374,47 +369,6 @@ class Method(Declared):
         if not all_finite(merged.delta):
             raise self._beyond(group, "gives NaN or Inf", parameters)
         return merged
-
-    def at_once(self, groups: Sequence[LinearGroup], **parameters: Any) -> list[Merged | None]:
-        """Run `batched` on groups of one shape, number of experts, dtype and device.
-
-        Returns:
-            Of each group what calling the method gives, to rounding. None: call it for this group, which
-            is alone, or of which the batch gives nothing, or nothing finite.
-
-        Raises:
-            TensorError: a result is not of its group's shape, dtype and device.
-
-        Example:
-            >>> import torch
-            >>> from covmerge.methods import get
-            >>> groups = [LinearGroup((torch.eye(2) * size,), (1.0,)) for size in (1.0, 2.0, 0.0)]
-            >>> found = get("actmat").at_once(groups, rtol=None)
-            >>> [None if merged is None else merged.delta.tolist() for merged in found]
-            [[[1.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]], None]
-        """
-        found: list[Merged | None] = [None] * len(groups)
-        if self.batched is None:
-            return found
-        taken = [
-            place for place, group in enumerate(groups) if self._is_for_batch(group, parameters)
-        ]
-        if len(taken) < 2:
-            return found
-        try:
-            merged = self.batched([groups[place] for place in taken], **parameters)
-        except (LinAlgError, ArithmeticError, MemoryError, SystemExit):
-            return found  # whichever it was of, the kernel finds and names
-        for place, own in zip(taken, merged, strict=True):
-            fitting = None if own is None else self._fitting(groups[place], own)
-            if fitting is not None and all_finite(fitting.delta):
-                found[place] = fitting
-        return found
-
-    def _is_for_batch(self, group: LinearGroup, parameters: Parameters) -> bool:
-        """Whether it is run as it is: by so many experts, and near 1 where its size does not matter."""
-        near = not self._scales(parameters) or is_near_one(group)
-        return near and self.takes(len(group.weights))
 
     def _scales(self, parameters: Parameters) -> bool:
         """Whether it is run on updates near 1, whatever their size."""

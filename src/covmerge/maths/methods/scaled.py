@@ -58,10 +58,5 @@ def run_near_one(
     return replace(merged, delta=merged.delta / factor, noticed=noticed)
 
 
-def is_near_one(group: LinearGroup) -> bool:
-    """Whether `run_near_one` runs a kernel on the group as it is."""
-    return abs(_exponent(group)) <= _EASY
-
-
 def _exponent(group: LinearGroup) -> int:
     return 0 if group.thresholds is not None else exponent_of(group.updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,7 +9,6 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
 from covmerge.maths.methods.closed_form import (
@@ -20,7 +18,6 @@ from covmerge.maths.methods.closed_form import (
     solve_cut_off,
     stack_weighted,
 )
-from covmerge.maths.methods.closed_form_batched import cut_off_batched
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
 
 _APART = 1e-9
@@ -43,24 +40,6 @@ def _sides(parameters: Parameters) -> Sides:
 def _are_apart(active: Active) -> bool:
     """Whether 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update."""
     return min(active.norms) < _APART * max(active.norms)
-
-
-def _covariances(active: Active) -> list[Covariance] | None:
-    return None if _are_apart(active) else active.unit_grams(exact=False)
-
-
-def _batched(
-    groups: Sequence[LinearGroup],
-    *,
-    solver: Literal["closed", "adam"],
-    rtol: float | None,
-    iterations: int,
-    learning_rate: float,
-) -> list[Merged | None]:
-    del iterations, learning_rate  # Adam's
-    if solver == "adam":
-        return [None] * len(groups)
-    return cut_off_batched(groups, _covariances, rtol)
 
 
 @register(
@@ -87,7 +66,6 @@ def _batched(
     ),
     cost=_cost,
     factored=_sides,
-    batched=_batched,
     noticed=CutOff,
     others="base",
 )

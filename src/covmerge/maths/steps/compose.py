@@ -135,7 +135,6 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
         cost=_cost(method, before, (*before, *after)),
         survey=survey,
         overview=None,
-        batched=None,  # of the method alone, without the steps
         factored="none" if needs_base else _factored(method, steps),
         needs_base=needs_base,
     )

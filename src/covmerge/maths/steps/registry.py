@@ -82,7 +82,6 @@ class Step(Declared):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """See `Declared.operands`."""
         return ("group",) if self.when == "before" else ("group", "merged")
 
     def scales_with(self, parameters: Parameters) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from covmerge.base.types import Json, LinearGroup, LowRank
+from covmerge.base.types import LinearGroup, LowRank
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.random import Stream
 from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
@@ -106,48 +106,6 @@ def factors(subject: Subject, case: Case) -> None:
     )
 
 
-def in_a_batch(subject: Subject, case: Case) -> None:
-    """What is declared `batched` gives in a batch what it gives alone, and notices the same."""
-    method = subject.method
-    if method.batched is None:
-        return
-    unchanged = [torch.zeros_like(case.updates[0]), *case.updates[1:]]
-    for dtype, limit in ((torch.float64, 1e-7), (torch.float32, 1e-3)):
-        groups = [
-            subject.group([update.to(dtype) for update in updates], weights)
-            for updates, weights in (
-                (case.updates, None),
-                (case.updates[::-1], [1.0 + t for t in range(case.count)]),
-                (unchanged, None),
-                ([update * (1.0 + 8.0 * t) for t, update in enumerate(case.updates)], None),
-            )
-        ]
-        found = method.at_once(groups, **subject.given)
-        expect(any(merged is not None for merged in found), "its batch takes none of four layers")
-        for place, (group, merged) in enumerate(zip(groups, found, strict=True)):
-            if merged is None:
-                continue
-            alone = method(group, **subject.given)
-            off = relative(merged.delta, alone.delta.double())
-            expect(
-                off < limit,
-                f"in a batch of {len(groups)} layer {place} in {dtype} is off by {off:.2g} of its norm",
-            )
-            facts, own = _told(merged.stats), _told(alone.stats)
-            expect(facts == own, f"in a batch it notices {facts}, and alone {own}")
-
-
-def _told(facts: Mapping[str, Json]) -> dict[str, Json]:
-    """Facts that rounding does not change, and which of the others there are."""
-    return {name: _but_floats(fact) for name, fact in facts.items()}
-
-
-def _but_floats(fact: Json) -> Json:
-    if isinstance(fact, list | tuple):
-        return [_but_floats(own) for own in fact]
-    return None if isinstance(fact, float) else fact
-
-
 FORMS: Mapping[str, Law] = {
-    form.__name__: form for form in (strides, single_precision, blocks_of_rows, factors, in_a_batch)
+    form.__name__: form for form in (strides, single_precision, blocks_of_rows, factors)
 }

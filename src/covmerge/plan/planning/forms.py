@@ -59,13 +59,11 @@ class ModelTensor:
     masks: tuple[str, ...] = ()
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """See `Form.headers`."""
         packed = packed_header(output)
         part = self.part or module_part(output)
         return {part: (output.as_stored,), **{mask_part(e): (packed,) for e in self.masks}}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`."""
         beside = (Place(mask_part(expert), output.name, rows) for expert in self.masks)
         stored = output.as_stored
         own = rows if stored.shape else None
@@ -87,12 +85,10 @@ class PackedTensor:
     format: str
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """See `Form.headers`."""
         del output
         return {MODEL: tuple(part.header for part in self.packing.parts)}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`."""
         del output
         held = filter(None, self.packing.held(rows))
         return tuple(Place(MODEL, part.header.name, own) for part, own in held)
@@ -111,7 +107,6 @@ class AdapterFactors:
     dtype: torch.dtype
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """See `Form.headers`."""
         del output
         return {MODEL: self.place.headers(self.dtype)}
 
@@ -128,11 +123,9 @@ class AdapterTensor:
     place: WholeTensor
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """See `Form.headers`."""
         return {MODEL: tuple(replace(output.as_stored, name=key) for key in self.place.keys)}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`."""
         own = rows if output.as_stored.shape else None
         return tuple(Place(MODEL, key, own) for key in self.place.keys)
 
@@ -142,12 +135,10 @@ class Unwritten:
     """Nothing but what there is to say of it."""
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """See `Form.headers`."""
         del output
         return {}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`."""
         del output, rows
         return ()
 

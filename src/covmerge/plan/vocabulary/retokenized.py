@@ -72,7 +72,6 @@ class Retokenized(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
         if name not in self._own_tables.names:
             return self._stored.read(name, rows)

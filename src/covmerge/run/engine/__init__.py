@@ -2,8 +2,6 @@
 
 inputs     what an item reads, and the updates it becomes
 layer      the updates of some rows, and what methods make of them
-lots       neighbouring items of one shape that are merged in one batch, fixed by the plan
-together   the layers of a lot through their method
 encode     a merged update in the form that the plan asks for
 pack       merged rows as a quantised format stores them
 look       what an inspection says of some rows
@@ -29,8 +27,6 @@ devices    which device a process computes on: of several of a machine a GPU eac
 device_room  whether what is computed at once has room on a GPU
 staging    two pinned buffers through which what was read goes to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
-hardware   machines as somebody describes them
-forecast   what a merge would take on them
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 losses     what rounding to a quantised format left of the update, by layer
@@ -44,8 +40,6 @@ from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.entries import lost_before, seen_in, tensor_entries, totals
 from covmerge.run.engine.executor import Batch, Done, Executor, Span, Task
-from covmerge.run.engine.forecast import Forecast, forecast
-from covmerge.run.engine.hardware import Hardware, parse_hardware
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sizes, Sources, is_compared, read_inputs
 from covmerge.run.engine.layer import Change, Context, Layer
@@ -87,9 +81,7 @@ __all__ = [
     "Figures",
     "FileLook",
     "FileOutput",
-    "Forecast",
     "Gathering",
-    "Hardware",
     "Hashes",
     "Layer",
     "LeaderGoneError",
@@ -120,12 +112,10 @@ __all__ = [
     "check_ties",
     "find_rank",
     "find_thresholds",
-    "forecast",
     "help_reading",
     "is_compared",
     "look_cost",
     "lost_before",
-    "parse_hardware",
     "peak_memory",
     "plan_memory",
     "read_files",

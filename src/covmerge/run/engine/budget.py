@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -14,7 +14,6 @@ from covmerge.base.memory import allowance
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import held_together
-from covmerge.run.engine.lots import Lot
 from covmerge.run.engine.selection import counters_of
 from covmerge.run.engine.staging import pinned_bytes
 
@@ -82,9 +81,8 @@ class MemoryPlan:
         in_flight: inputs read ahead plus results not yet written, at most, of all that compute.
         lanes: items that are computed at once, where they are small.
         workers: processes that share the work; 1: none but this.
-        hands: items, or lots of them, that each of these has at once.
+        hands: items that each of these has at once.
         why: so many, where that was not said.
-        lots: items that are merged in one batch.
         ahead: what is read goes to the device before it is computed.
     """
 
@@ -95,7 +93,6 @@ class MemoryPlan:
     workers: int = 1
     hands: int = 1
     why: str = ""
-    lots: Sequence[Lot] = ()
     ahead: bool = False
 
     @property
@@ -126,7 +123,6 @@ def plan_memory(
     processes: int = 1,
     held: int = 0,
     shared: int = 0,
-    lots: Sequence[Lot] = (),
 ) -> MemoryPlan:
     """Divide the memory, or refuse before any work.
 
@@ -139,7 +135,6 @@ def plan_memory(
         processes: as many as this one on the machine, which share what it has free.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
-        lots: items of the one plan that are held and computed together (`covmerge.run.engine.lots`).
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing, and the peak follows the largest tensor, not the model. Small items are
@@ -156,10 +151,6 @@ def plan_memory(
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
     ]
     narrow = [items[0].is_narrow(device) for items in together]
-    for lot in lots:
-        moved.append(sum(moved[place] for place in lot))
-        spaces.append(sum(spaces[place] for place in lot))
-        narrow.append(narrow[lot[0]])
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
@@ -182,15 +173,14 @@ def plan_memory(
             "a rule."
         )
     if workers > 1:
-        memory = _among(workers, _hands(device), resident, workspace, largest, limit)
-        return replace(memory, lots=lots)
+        return _among(workers, _hands(device), resident, workspace, largest, limit)
     room = min(max(workspace, _LANES_WORKSPACE), limit - resident - largest)
     heap = min(beside, _LANE_HEAP)
     lanes = max(1, min(threads or torch.get_num_threads(), (room + heap) // max(1, beside + heap)))
     workspace = max(workspace, lanes * beside + (lanes - 1) * heap)
     wanted = max(2 * largest, min((lanes + 1) * ahead, _MOST_AHEAD), _READ_AHEAD)
     in_flight = min(wanted, limit - resident - workspace)
-    return MemoryPlan(resident, workspace, in_flight, lanes, lots=lots)
+    return MemoryPlan(resident, workspace, in_flight, lanes)
 
 
 def _hands(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,6 @@ from covmerge.base.errors import ResourceError
 from covmerge.plan.planning import Copy, WorkItem
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import Batch
-from covmerge.run.engine.lots import Lot
 
 # What a process takes of a GPU beside tensors of the plan: its context, what cuBLAS and cuSOLVER keep. A
 # guess.
@@ -26,7 +25,6 @@ def check_room(
     batches: Iterable[Batch],
     device: torch.device,
     *,
-    lots: Sequence[Lot] = (),
     processes: int = 1,
     shared: int = 0,
     free: int | None = None,
@@ -38,7 +36,6 @@ def check_room(
     Args:
         batches: of the run.
         device: where it is computed.
-        lots: batches that are computed together.
         processes: that share the device.
         shared: copies of a layer's updates that methods running together may keep.
         free: bytes; None: what the device says.
@@ -53,12 +50,11 @@ def check_room(
     if free is None:
         return None
     given = list(batches)
-    together = [*([batch] for batch in given), *([given[place] for place in lot] for lot in lots)]
-    sizes = [sum(_size(batch, shared) for batch in own) for own in together]
+    sizes = [_size(batch, shared) for batch in given]
     needed = max(sizes, default=0)
     room = max(0, free // processes - _BESIDE)
     if needed > room:
-        name = together[sizes.index(needed)][0][0].tensor.name
+        name = given[sizes.index(needed)][0].tensor.name
         raise ResourceError(
             f"'{name}' needs {format_size(needed)} of the memory of {device}, and "
             f"{format_size(room)} are free for it"

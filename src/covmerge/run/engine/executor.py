@@ -12,7 +12,6 @@ from covmerge.plan.planning import WorkItem
 from covmerge.run.engine.hashing import Contents, Hashing
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
-from covmerge.run.engine.lots import Lot
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.reading import FileLook
 from covmerge.run.engine.selection import Selections
@@ -40,8 +39,7 @@ class Done:
         number: its place in the batch.
         checksum: of what was written.
         stats: what there is to say of it.
-        spans: when it was read, computed and written; reading counts for the first of a batch, and of
-            what is merged together computing for the first of a lot.
+        spans: when it was read, computed and written; reading counts for the first of a batch.
     """
 
     index: int
@@ -60,24 +58,16 @@ class Task:
         context: what the work needs to know.
         outputs: where the results go, by place in the batch; empty for counting.
         selections: what counting adds to.
-        lots: batches that are done together, if the executor does so (`Executor.lots`); whoever gives
-            them gives all of a lot, one after the other.
     """
 
     sources: Sources
     context: Context
     outputs: Sequence[Output] = ()
     selections: Selections | None = None
-    lots: Sequence[Lot] = ()
 
 
 class Executor(Protocol):
     """Carries work out."""
-
-    @property
-    def lots(self) -> Sequence[Lot]:
-        """Which batches of a merge it does together; empty: each goes by itself."""
-        ...
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """Do all batches, and yield each item when its result has been written.

@@ -57,7 +57,6 @@ class InStep:
         self._pool = ThreadPool(max(1, len(contents)), "covmerge-hash")
 
     def __enter__(self) -> InStep:
-        """See `Hashing`."""
         try:
             self._hashing = {
                 key: self._pool.submit(self._hash, own) for key, own in self._contents.items()
@@ -68,18 +67,15 @@ class InStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """See `Hashing`."""
         self._stop()
         self._pool.shutdown()
 
     def follow(self, share: float) -> None:
-        """See `Hashing`."""
         with self._changed:
             self._share = share
             self._changed.notify_all()
 
     def result(self) -> Hashes:
-        """See `Hashing`."""
         self.follow(1.0)
         found = {key: hashing.result() for key, hashing in self._hashing.items()}
         return in_order(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from math import sqrt
 from typing import Any
 
@@ -109,12 +108,10 @@ class Layer:
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> Change:
         """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
-        groups = self.groups(item, merge, thresholds)
-        if groups is not None:
-            return self.change_of(item, merge, groups)
         method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
-        assert factors is not None
+        if factors is None:
+            return self._dense_change(item, merge, method, thresholds)
         limits = thresholds.get(merge.key)
         surveyed = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
@@ -145,30 +142,18 @@ class Layer:
             return None
         return self.change(item, merge.unrounded, thresholds)
 
-    def groups(
-        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
-    ) -> list[LinearGroup] | None:
-        """The tensor, or each of its matrices, as the method sees it; None: it is given their factors."""
-        method = merge.around(self._context.method(merge.method))
-        if self._factors(merge, method) is not None:
-            return None
-        return list(self._groups(item, merge, method, thresholds.get(merge.key)))
-
-    def change_of(
+    def _dense_change(
         self,
         item: WorkItem,
         merge: Merge,
-        groups: Sequence[LinearGroup],
-        done: Sequence[Merged | None] = (),
+        method: Method,
+        thresholds: Mapping[str, Mapping[str, float]],
     ) -> Change:
-        """Run the merge's method on `groups`; `done`: what a batch has made of some of them."""
-        method = merge.around(self._context.method(merge.method))
+        """Run the method on the tensor, or on each of its matrices."""
+        groups = self._groups(item, merge, method, thresholds.get(merge.key))
         with naming(item.tensor):
             results = [
-                (method(group, **merge.parameters) if own is None else own).times(
-                    merge.scale, group.base
-                )
-                for group, own in zip_longest(groups, done)
+                method(group, **merge.parameters).times(merge.scale, group.base) for group in groups
             ]
         noticed = [result.stats for result in results]
         if merge.layout is None:

@@ -25,7 +25,6 @@ from covmerge.run.engine.devices import (
     usable_device,
 )
 from covmerge.run.engine.executor import Executor
-from covmerge.run.engine.lots import lots_of
 from covmerge.run.engine.processes import Opener, Processes
 from covmerge.run.engine.progress import Progress, Silent
 from covmerge.run.engine.ranks import Rank, find_rank
@@ -130,9 +129,6 @@ class RunOptions:
         return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        # Ranks claim item by item.
-        whole = self.rank is None and len(plans) == 1
-        lots = lots_of(plans[0], self.torch_device) if whole else ()
         memory = plan_memory(
             plans,
             self.max_memory,
@@ -142,12 +138,10 @@ class RunOptions:
             processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
-            lots=lots,
         )
         left = check_room(
             zip(*(plan.items for plan in plans), strict=True),
             self.torch_device,  # the GPUs of a machine are taken to be alike
-            lots=lots,
             processes=ceil(memory.workers / max(1, gpus_of(self.device))),
             shared=shared,
         )
@@ -155,15 +149,14 @@ class RunOptions:
         ahead = pinned_bytes(self.torch_device) > 0
         return replace(memory, ahead=ahead and (left is None or memory.own_in_flight <= left))
 
-    def computed(self, memory: MemoryPlan | None = None) -> str:
+    def computed(self) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.
 
         A run is gone on with in the same way: else the output would have some of each.
         """
-        batches = ", in batches" if memory is not None and memory.lots else ""
         precision = torch.get_float32_matmul_precision()
         products = "" if precision == "highest" else f", float32 products in {precision} precision"
-        return f"on {self.torch_device.type}{batches}{products}"
+        return f"on {self.torch_device.type}{products}"
 
     @property
     def processor(self) -> str:
@@ -191,7 +184,6 @@ class RunOptions:
         threads = Threads(
             in_flight=memory.own_in_flight,
             lanes=memory.lanes,
-            lots=memory.lots,
             ahead=memory.ahead,
             kept_above=memory.kept_above,
         )

@@ -65,18 +65,15 @@ class FileOutput:
 
     @property
     def in_files(self) -> bool:
-        """See `Output.in_files`."""
         return all(writer.in_files for writer in self._writers.values())
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
-        """See `Output.write`."""
         return " ".join(
             self._writers[place.part].write(place.tensor, tensor.contiguous(), place.rows)
             for place, tensor in zip(places, tensors, strict=True)
         )
 
     def read_back(self, places: Sequence[Place]) -> str:
-        """See `Output.read_back`."""
         return " ".join(self._writers[p.part].read_back(p.tensor, p.rows) for p in places)
 
     def flush(self) -> None:

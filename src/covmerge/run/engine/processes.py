@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,7 +25,6 @@ from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.executor import Batch, Done, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing, InStep
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.lots import Lot, gathered
 from covmerge.run.engine.order import largest_first
 from covmerge.run.engine.portable import portable
 from covmerge.run.engine.reading import FileLook, read_files
@@ -36,8 +34,8 @@ from covmerge.run.engine.threads import Threads
 # What opens the sources of a run in another process.
 Opener = Callable[[], AbstractContextManager[Sources]]
 
-# Batches that are done together (`Task.lots`), or one that is not.
-_Load = Sequence[tuple[int, Batch]]
+# A batch and its number.
+_Load = tuple[int, Batch]
 
 _SPAWN = get_context("spawn")  # a fork of a process with threads may hang
 # How far ahead the largest item is looked for. Hashes of the sources follow what has been looked at
@@ -56,8 +54,7 @@ class Processes:
         devices: where each of them computes; as many as there are to be.
         opener: opens the sources; it is pickled.
         inner: does the work of each.
-        hands: batches, or lots of them, that each has at once: with two, one is read while the other is
-            computed.
+        hands: batches that each has at once: with two, one is read while the other is computed.
     """
 
     def __init__(
@@ -72,11 +69,6 @@ class Processes:
         self._folder = TemporaryDirectory(prefix="covmerge-")
         self._alone = Path(self._folder.name) / "alone"
 
-    @property
-    def lots(self) -> Sequence[Lot]:
-        """See `Executor.lots`."""
-        return self._inner.lots
-
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`. What a process that died had not handed over is done once more.
 
@@ -86,7 +78,7 @@ class Processes:
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
-        ordered = largest_first(gathered(batches, task.lots), _size, within=_LOOK_AHEAD)
+        ordered = largest_first(batches, _size, within=_LOOK_AHEAD)
         stage = _Stage(ordered, replace(task, sources=Sources({})))
         self._threads = torch.get_num_threads()
         for device in self._devices[len(self._workers) :]:
@@ -139,7 +131,7 @@ class Processes:
             self._replace(worker, stage)
             return
         worker.answered = True
-        index, batch = worker.loads[0][-1]
+        index, batch = worker.loads[0]
         if (done.index, done.number) == (index, len(batch) - 1):
             worker.ended.append(worker.loads.popleft())
             worker.give(stage)
@@ -168,13 +160,13 @@ class Processes:
                 "file, does it under `if __name__ == '__main__':`; or leave out the workers"
             )
         if dead.loads:
-            index, batch = dead.loads[0][0]
+            index, batch = dead.loads[0]
             if index in stage.retried:  # by itself, unless what it had counted was lost since
                 raise ResourceError(
                     f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
                     f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
                 )
-            stage.retried.update(load[0][0] for load in dead.loads)
+            stage.retried.update(load[0] for load in dead.loads)
         elif stage.lost_counts:
             raise ResourceError(
                 f"two worker processes ended while they handed over what they had counted (the last by "
@@ -220,7 +212,7 @@ class _Stage:
         task: without sources, which every process opens for itself.
         lost_counts: whether one died as it handed over what it had counted.
         again: what a process had counted when it died.
-        retried: the loads, by their first index, that one had in hand when it died.
+        retried: the loads, by their index, that one had in hand when it died.
         seen: what has been handed on, as index and place in the batch.
         counts: what the processes have counted, one by one.
     """
@@ -298,7 +290,7 @@ class _Worker:
 
 
 def _size(load: _Load) -> int:
-    return sum(moved_together(batch) for _, batch in load)
+    return moved_together(load[1])
 
 
 def _ended(process: BaseProcess) -> str:
@@ -342,7 +334,7 @@ def _work(
 ) -> None:
     """Do what is given of one stage, and hand over what was counted."""
     loads: Iterator[_Load] = iter(connection.recv, None)
-    with inner.running(chain.from_iterable(loads), task, alone) as finished:
+    with inner.running(loads, task, alone) as finished:
         try:
             for done in finished:
                 connection.send(done)

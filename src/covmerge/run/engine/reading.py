@@ -43,16 +43,14 @@ class FileLook(Protocol):
 ReadFiles = Callable[[Mapping[str, int], FileLook, Checkpoint], Mapping[str, Json]]
 
 
-def files_at_once(count: int, processes: int = 1, cores: int | None = None) -> int:
+def files_at_once(count: int, processes: int = 1) -> int:
     """Return how many files a process reads at once.
 
     Args:
         count: of files.
         processes: that share its machine.
-        cores: of its machine; None: of this one.
     """
-    cores = cores or usable_cores()
-    return max(1, min(count, _MOST, cores // _CORES // processes))
+    return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 
 def read_files(sizes: Mapping[str, int], look: FileLook, base: Checkpoint) -> dict[str, Json]:

@@ -23,7 +23,6 @@ from covmerge.run.engine.executor import (
 )
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
-from covmerge.run.engine.lots import Lot, in_lots
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.progress import Progress
 from covmerge.run.engine.selection import Selections
@@ -94,7 +93,6 @@ def run(
     try:
         task = _surveyed(work, Task(sources, context), executor, progress.advance)
         surveyed = time.perf_counter()
-        task = replace(task, lots=executor.lots)
         record = _Record(batches, task, journal, progress, follow)
         # Closed by hand: an error here must not leave threads at work.
         with closing(executor.run(record.unfinished(), task)) as finished:
@@ -159,7 +157,6 @@ class _Record:
     ) -> None:
         self._batches = batches
         self._outputs = outputs = task.outputs
-        self._lots: Sequence[Lot] = task.lots
         self._journal = journal
         self._progress = progress
         self._follow = follow
@@ -168,26 +165,20 @@ class _Record:
         self._resumed: list[int] = []
 
     def unfinished(self) -> Iterator[tuple[int, Batch]]:
-        """The batches that are to be done; what an earlier run has finished is passed over.
-
-        Of a lot all are done again if one is missing: in a batch of fewer each might be rounded otherwise.
-        """
+        """The batches that are to be done; what an earlier run has finished is passed over."""
         total, passed = sum(map(read_together, self._batches)), 0
-        for lot in in_lots(len(self._batches), self._lots):
-            earlier = {index: self._earlier(self._batches[index]) for index in lot}
-            whole = all(stats is not None for own in earlier.values() for stats in own)
-            for index in lot:
-                batch = self._batches[index]
-                if whole:
-                    for found, stats in zip(self._found, earlier[index], strict=True):
-                        found[index] = stats or {}
-                    self._resumed.append(index)
-                else:
-                    yield index, batch
-                # The executor comes back when it has read the batch, or asks for the rest of its lot.
-                passed += read_together(batch)
-                if self._follow is not None:
-                    self._follow(passed / max(1, total))
+        for index, batch in enumerate(self._batches):
+            earlier = self._earlier(batch)
+            if all(stats is not None for stats in earlier):
+                for found, stats in zip(self._found, earlier, strict=True):
+                    found[index] = stats or {}
+                self._resumed.append(index)
+            else:
+                yield index, batch
+            # The executor comes back when it has read the batch.
+            passed += read_together(batch)
+            if self._follow is not None:
+                self._follow(passed / max(1, total))
 
     def take(self, done: Done) -> None:
         """Note an item; a line in the journal stands for bytes that are there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
@@ -21,11 +21,10 @@ from covmerge.run.engine.encode import Result
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.run.engine.hashing import Contents, Hashing, InStep
 from covmerge.run.engine.inputs import Inputs, read_inputs
-from covmerge.run.engine.lots import Lot, gathered
 from covmerge.run.engine.reading import FileLook, read_files
 from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.run.engine.thread_count import use_threads
-from covmerge.run.engine.worker import work, work_together
+from covmerge.run.engine.worker import work
 
 
 class Threads:
@@ -35,7 +34,6 @@ class Threads:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
-        lots: items that are merged in one batch (`covmerge.run.engine.lots`).
         ahead: what is read goes to the device while another item is computed (`engine.staging`).
         kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
     """
@@ -45,23 +43,15 @@ class Threads:
         *,
         in_flight: int,
         lanes: int,
-        lots: Sequence[Lot] = (),
         ahead: bool = False,
         kept_above: int | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._lanes = lanes
-        self._lots = lots
         self._ahead = ahead
         self._kept_above = kept_above
 
-    @property
-    def lots(self) -> Sequence[Lot]:
-        """See `Executor.lots`."""
-        return self._lots
-
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
-        """See `Executor.run`."""
         with self.running(batches, task) as finished:
             yield from finished
 
@@ -185,11 +175,11 @@ class _Pipeline:
     def _read(self) -> None:
         # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
         use_threads(1)
-        for lot in gathered(self._batches, self._task.lots):
-            written = sum(item.write_bytes for _, batch in lot for item in batch)
-            if not self._budget.acquire(_held([batch for _, batch in lot]) + written):
+        for index, batch in self._batches:
+            written = sum(item.write_bytes for item in batch)
+            if not self._budget.acquire(held_together(batch) + written):
                 return
-            self._to_compute.put([self._read_one(index, batch) for index, batch in lot])
+            self._to_compute.put([self._read_one(index, batch)])
         self._to_compute.put(None)
 
     def _read_one(self, index: int, batch: Batch) -> _Read:
@@ -211,56 +201,50 @@ class _Pipeline:
                 del given
         self._to_write.put(None)
 
-    def _hand_out(self, lot: list[_Read], narrow: ThreadPool) -> None:
-        """Compute a lot on one core, beside others; or on all of them, alone. It is emptied."""
-        batches = [read.batch for read in lot]
-        one_core = batches[0][0].is_narrow(self._task.context.device)
+    def _hand_out(self, given: list[_Read], narrow: ThreadPool) -> None:
+        """Compute a batch on one core, beside others; or on all of them, alone.
+
+        The list has one, and is emptied: the pool holds it until it has another task, and would
+        hold the inputs.
+        """
+        batch = given[0].batch
+        one_core = batch[0].is_narrow(self._task.context.device)
         cores = 1 if one_core else self._lanes
         if not self._free.acquire(cores):
             return
         if not one_core:
             with self._alone:
-                self._compute(lot)
-            self._finish(batches, cores)
+                self._compute(given.pop())
+            self._finish(batch, cores)
             return
 
         def on_one_core() -> None:
             try:
                 if not self._errors:
-                    self._compute(lot)
+                    self._compute(given.pop())
             except BaseException as error:
                 self._failed(error)
             finally:
-                self._finish(batches, cores)
+                self._finish(batch, cores)
 
         narrow.submit(on_one_core)
 
-    def _finish(self, batches: Sequence[Batch], cores: int) -> None:
+    def _finish(self, batch: Batch, cores: int) -> None:
         self._kept.look()  # before there is room for more
-        self._budget.release(_held(batches))
+        self._budget.release(held_together(batch))
         self._free.release(cores)
 
-    def _compute(self, lot: list[_Read]) -> None:
-        task = self._task
-        places = [
-            (read.index, number, read.batch, (read.span,) if number == 0 else ())
-            for read in lot
-            for number in range(len(read.batch))
-        ]
-        for read in lot:
-            if read.arrival is not None:
-                read.arrival.synchronize()
-        inputs = [read.inputs for read in lot]
-        first = lot[0].batch
-        lot.clear()  # the pool holds it until it has another task, and with it the inputs
-        if len(inputs) > 1:
-            results = work_together([batch[0] for _, _, batch, _ in places], inputs, task.context)
-        else:
-            results = work(first, inputs.pop(), task.context, task.selections)
-        for index, number, batch, read in places:
+    def _compute(self, read: _Read) -> None:
+        task, index, batch, reading = self._task, read.index, read.batch, read.span
+        if read.arrival is not None:
+            read.arrival.synchronize()
+        results = work(batch, read.inputs, task.context, task.selections)
+        del read  # the inputs end with the work
+        for number in range(len(batch)):
             with _span("compute") as taken:
                 result = next(results)
-            self._to_write.put((index, number, batch, result, (*read, *taken)))
+            spans = (reading, *taken) if number == 0 else tuple(taken)
+            self._to_write.put((index, number, batch, result, spans))
             del result
 
     def _write(self) -> None:
@@ -276,10 +260,6 @@ class _Pipeline:
             del given, result
             self._budget.release(item.write_bytes)
         self._done.put(None)
-
-
-def _held(batches: Sequence[Batch]) -> int:
-    return sum(map(held_together, batches))
 
 
 @contextmanager

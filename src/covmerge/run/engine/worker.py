@@ -29,7 +29,6 @@ from covmerge.run.engine.look import look_at
 from covmerge.run.engine.overview import in_lanes, overview
 from covmerge.run.engine.pack import packed, packed_copy
 from covmerge.run.engine.selection import Selections
-from covmerge.run.engine.together import change_together
 
 
 def work(
@@ -76,25 +75,6 @@ def _results(
             yield _as_stored(item, merged, inputs)
         else:
             yield _copied(item, inputs)
-
-
-def work_together(
-    items: Sequence[WorkItem], inputs: Sequence[Inputs], context: Context
-) -> Iterator[Result]:
-    """Merge the items of a lot (`covmerge.run.engine.lots`), their matrices in batches.
-
-    Raises:
-        TensorError: NaN or Inf in the inputs, or in a result.
-        ResourceError: the device ran full.
-    """
-    merge = items[0].tensor.operation
-    assert isinstance(merge, Merge)
-    pairs = zip(items, inputs, strict=True)
-    with naming_where_full(items[0], context.device):
-        layers = [Layer([item], own, context) for item, own in pairs]
-        changes = change_together(layers, items, merge, context)
-        for item, own, layer, change in zip(items, inputs, layers, changes, strict=True):
-            yield _as_stored(item, encode(item, merge, layer, change, compare=False), own)
 
 
 def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:

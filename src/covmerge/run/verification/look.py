@@ -97,7 +97,6 @@ class WeightsLook:
         }
 
     def check(self, name: str, found: Json) -> dict[str, Json]:
-        """See `FileLook`."""
         own = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
         if {*own} == {"problem"} and isinstance(own["problem"], str):
             return {"problem": own["problem"]}

@@ -40,7 +40,6 @@ class ToEightBit:
     order: tuple[int, ...] | None
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         scales = _largest(weights)
         packed = torch.empty(weights.shape, dtype=torch.int8)
         for few in pieces(range(len(weights)), weights.shape[1]):
@@ -83,7 +82,6 @@ class ToFourBit:
     nested: tuple[tuple[float, ...], int] | None = None
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         found = list(self._blocks(weights.reshape(-1)))
         packed = torch.cat([own for own, _ in found]).view(self.storage)
         scales = torch.cat([own for _, own in found])

@@ -53,7 +53,6 @@ class ToBlocks:
     flat: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         stored = weights.mT.contiguous() if self.transposed else weights
         if self.flat:
             (stored,) = weights

@@ -92,7 +92,6 @@ class ToWords:
     sizes: torch.dtype
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         held, _ = run_of(self.rounding.bits)
         rows, columns = weights.shape
         words = torch.empty((rows, -(-columns // held)), dtype=torch.int32)
@@ -130,7 +129,6 @@ class ToGrouped:
     mixed: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         rows, columns = weights.shape
         (held, high), group = run_of(self.rounding.bits), self.rounding.group
         count = -(-columns // group)

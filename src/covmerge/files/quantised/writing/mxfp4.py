@@ -29,7 +29,6 @@ class ToExperts:
     """w ≈ v[q] · 2^e, with e = ⌊log₂ max |w|⌋ − 2 of its group; what then is above 6 becomes 6."""
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         experts, d_in, d_out = weights.shape
         groups = d_in // GROUP
         blocks = torch.empty((experts, d_out, groups, GROUP // 2), dtype=torch.uint8)

@@ -41,7 +41,6 @@ class ToScaled:
     axes: int = 2
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See `Quantiser`."""
         rows, columns = weights.shape
         high, wide = min(self.block[0], rows), min(self.block[1], columns)
         count = -(-rows // high)

@@ -27,7 +27,6 @@ from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.executor import Batch, Done, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.lots import Lot
 from covmerge.run.engine.order import largest_first
 from covmerge.run.engine.portable import portable
 from covmerge.run.engine.processes import Opener
@@ -61,8 +60,6 @@ class Cluster:
     Raises:
         InputError: there is no Ray, or no cluster at the address.
     """
-
-    lots: Sequence[Lot] = ()  # see `Executor.lots`: every batch goes by itself
 
     def __init__(self, address: str, opener: Opener, max_memory: int | None) -> None:
         self._ray, self._joined = connect(address)

@@ -34,7 +34,6 @@ class ClusterHashing:
         self._pool = ThreadPool(1, "covmerge-hash")
 
     def __enter__(self) -> ClusterHashing:
-        """See `Hashing`."""
         sizes = {(key, content.name): content.size for key, content in to_share(self._contents)}
         self._hashing: Future[Mapping[tuple[str, str], str]] = self._pool.submit(
             self._pieces.all, sizes, self._stopped.is_set
@@ -42,7 +41,6 @@ class ClusterHashing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """See `Hashing`."""
         self._stopped.set()
         self._pool.shutdown()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,8 +44,6 @@ class Ranks:
         session: what the ranks have in common.
     """
 
-    lots: Sequence[tuple[int, ...]] = ()  # see `Executor.lots`: every batch goes by itself
-
     def __init__(self, inner: Executor, session: Session) -> None:
         self._inner = inner
         self._session = session
@@ -82,7 +80,6 @@ class Ranks:
         return lead_reading(self._session, sizes, look, base)
 
     def close(self) -> None:
-        """See `Executor.close`."""
         self._inner.close()
 
     def _merge(self, stage: _Stage) -> Iterator[Done]:

@@ -32,12 +32,10 @@ class SharedHashing:
         self._sharing = Sharing(session, "hashes", sizes, self._hash, _checked, threads)
 
     def __enter__(self) -> SharedHashing:
-        """See `Hashing`."""
         self._sharing.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """See `Hashing`."""
         self._sharing.__exit__(*error)
 
     def follow(self, share: float) -> None:
