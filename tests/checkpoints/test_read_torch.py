@@ -88,7 +88,8 @@ def test_a_training_state_is_unwrapped_and_says_so(tmp_path: Path, key: str) -> 
 
 
 def nested(layout: torch.layout) -> torch.Tensor:
-    with warnings.catch_warnings(action="ignore"):  # "in prototype stage"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "in prototype stage"
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
