@@ -68,6 +68,22 @@ def test_a_state_dict_by_itself(tmp_path: Path) -> None:
     assert equals(save(plain, tmp_path / "safe", serialization_format=style), plain)
 
 
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_files_of_its_hugging_face_writer(tmp_path: Path, consolidated: bool) -> None:
+    """Of one process: an index beside one file, whose header speaks of shards."""
+    state = {"w": MATRIX, "b": torch.arange(7).to(torch.bfloat16)}
+    writer = dcp.HuggingFaceStorageWriter(
+        path=str(tmp_path),
+        fqn_to_index_mapping=dict.fromkeys(state, 1),
+        save_distributed=consolidated,
+        enable_consolidation=consolidated,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        dcp.save(state, storage_writer=writer)
+    assert equals(tmp_path, state)
+
+
 def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -3,6 +3,7 @@
 import os
 import pickle
 import resource
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_a_training_state_is_unwrapped_and_says_so(tmp_path: Path, key: str) -> 
     (note,) = checkpoint.notes
     assert f"under '{key}'" in note
     assert "'epoch', 'optimizer'" in note
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "in prototype stage"
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout, saved: bool) -> None:
+    content = {"w": torch.ones(3), "n": nested(layout)}
+    torch.save(content, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"'n' is no plain dense tensor.*NestedTensor"):
+        open_checkpoint(tmp_path / "m.pt" if saved else content)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,13 @@ def test_nuslerp_of_rows_of_one_direction(transposed, tmp_path):
     torch.testing.assert_close((found.T if transposed else found).float(), wanted)
 
 
+def test_slerp_with_zeros_is_no_mean(tmp_path):
+    """Zero is at right angles to everything: sin(π/4) of the other, as mergekit 0.1.5 gives it."""
+    tensors = [torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])]
+    found = of_files(tmp_path, "slerp", tensors, {"t": 0.5})
+    torch.testing.assert_close(found, 0.5**0.5 * tensors[1])
+
+
 def test_karcher_of_one_direction_has_the_mean_length(tmp_path):
     tensors = [torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])]
     found = of_files(tmp_path, "karcher", tensors, base=False)

@@ -187,10 +187,12 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
         raise CheckpointError(
             f"{where}: '{name}' is a {type(value).__name__}, not a tensor: pass a state dict"
         )
-    # A subclass with a dispatch of its own (quantised, distributed) only looks like its shape.
-    dispatched = _dispatch(type(value)) is not _dispatch(Tensor)
-    if dispatched or value.layout is not torch.strided or value.is_meta:
-        kind = type(value).__name__ if dispatched else f"{value.layout} on {value.device}"
+    # A subclass with a dispatch of its own (quantised, distributed) only looks like its shape, and a
+    # nested tensor, whose layout is strided too, has none.
+    other = "NestedTensor" if value.is_nested else type(value).__name__
+    odd = value.is_nested or _dispatch(type(value)) is not _dispatch(Tensor)
+    if odd or value.layout is not torch.strided or value.is_meta:
+        kind = other if odd else f"{value.layout} on {value.device}"
         raise CheckpointError(
             f"{where}: '{name}' is no plain dense tensor with values ({kind}): convert it first"
         )
