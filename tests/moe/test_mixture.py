@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from typer.testing import CliRunner
 
 import covmerge
@@ -18,6 +18,7 @@ from covmerge.front.cli import app
 from covmerge.plan.recipe import load_recipe
 
 NAMES = ("code", "math", "chat")
+seeded: Any = torch.manual_seed  # pyright: ignore[reportUnknownMemberType]
 MLP = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -47,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=0,
         eos_token_id=1,
     )
-    torch.manual_seed(0)
+    seeded(0)
     base: Any = LlamaForCausalLM(config)
     for name in ("base", *NAMES):
         model: Any = LlamaForCausalLM(config)
@@ -96,7 +97,7 @@ def test_experts_are_the_mlps_and_gates_the_mean_embeddings(models: Path, tmp_pa
     rows = base["model.embed_tokens.weight"].double()
 
     def unit(row: torch.Tensor) -> torch.Tensor:
-        return row / row.norm()
+        return row / (row @ row).sqrt()
 
     # BOS is token 0, w0 is token 3, and each prompt begins with BOS.
     first = unit(2 * rows[0] + rows[[4, 5, 6, 7]].sum(0)) - unit(rows[0] + rows[12])
@@ -113,8 +114,9 @@ def test_experts_are_the_mlps_and_gates_the_mean_embeddings(models: Path, tmp_pa
 
 def test_equal_experts_are_the_dense_model_and_it_generates(models: Path, tmp_path: Path) -> None:
     """Defaults of the base's architecture that a mixture has otherwise are part of the output's config."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    loader: Any = transformers.AutoModelForCausalLM
     for name in ("base", "code"):
         shutil.copytree(models / name, tmp_path / name)
         file = tmp_path / name / "config.json"
@@ -130,13 +132,11 @@ def test_equal_experts_are_the_dense_model_and_it_generates(models: Path, tmp_pa
         "rules": [{"match": "*", "use": "base"}],
     }
     out = made(models, tmp_path, recipe)
-    dense: Any = AutoModelForCausalLM.from_pretrained(recipe["base"], dtype=torch.float64)
-    tuned: Any = AutoModelForCausalLM.from_pretrained(code, dtype=torch.float64)
+    dense: Any = loader.from_pretrained(recipe["base"], dtype=torch.float64)
+    tuned: Any = loader.from_pretrained(code, dtype=torch.float64)
     for own, other in zip(dense.model.layers, tuned.model.layers, strict=True):
         own.mlp = other.mlp
-    mixture: Any = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float64, experts_implementation="eager"
-    )
+    mixture: Any = loader.from_pretrained(out, dtype=torch.float64, experts_implementation="eager")
     assert type(mixture).__name__ == "MixtralForCausalLM"
     tokens = torch.arange(3, 40).reshape(1, -1)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_equal_experts_are_the_dense_model_and_it_generates(models: Path, tmp_pa
     written = mixture.generate(tokens, max_new_tokens=4, do_sample=False)
     assert written.shape[1] > tokens.shape[1]
     gates = load_file(out / "model.safetensors")["model.layers.1.block_sparse_moe.gate.weight"]
-    torch.manual_seed(3)
+    seeded(3)
     assert torch.equal(gates, torch.randn(2, 2, 16)[1])
 
 

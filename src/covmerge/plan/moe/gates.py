@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,11 +57,12 @@ def gates_of(moe: Mixture, experts: Sequence[str], base: Checkpoint, layers: int
 
 def warnings_of(gates: Tensor) -> list[str]:
     """Return a warning where the gates of a layer are nearly dependent."""
-    conditions = torch.linalg.cond(gates.double())
-    worst = float(conditions.max())
+    linalg = cast("Any", torch.linalg)
+    conditions: list[float] = linalg.cond(gates.double()).tolist()
+    worst = max(conditions)
     if worst <= _NEARLY_DEPENDENT:
         return []
-    count = int((conditions > _NEARLY_DEPENDENT).sum())
+    count = sum(condition > _NEARLY_DEPENDENT for condition in conditions)
     return [
         f"the gates are nearly dependent in {count} of {len(conditions)} layers (condition number up to "
         f"{worst:.3g}; {_NEARLY_DEPENDENT:g} is much), so some experts will seldom be chosen: write "
@@ -68,16 +71,15 @@ def warnings_of(gates: Tensor) -> list[str]:
 
 
 def _unit(row: Tensor) -> Tensor:
-    return row / row.norm().clamp(min=1e-8)
+    length: float = cast("Any", row).norm().item()
+    return row / max(length, 1e-8)
 
 
 def _sum(base: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Sum of the embeddings of all tokens of all prompts; each row is read once."""
-    ids, counts = torch.tensor([i for p in prompts for i in p], dtype=torch.long).unique(
-        return_counts=True
-    )
+    counts = Counter(number for prompt in prompts for number in prompt)
     total = torch.zeros(base.headers[EMBEDDING].shape[1], dtype=torch.float32)
-    for index, count in zip(ids.tolist(), counts.tolist(), strict=True):
+    for index, count in sorted(counts.items()):
         total += count * base.read(EMBEDDING, range(index, index + 1))[0].float()
     return total
 
