@@ -24,6 +24,7 @@ from covmerge.files.stores.walk import remove_others
 from covmerge.files.tensors import stack_order, undone_ties
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of
+from covmerge.plan.moe import config_of_mixture
 from covmerge.plan.planning import (
     AdapterFactors,
     AdapterTensor,
@@ -100,6 +101,7 @@ class OutputFiles:
                 known=checkpoints.companions,
                 tokens=checkpoints.text.files,
                 untied=undone_ties(checkpoints.base) is not None,
+                other=config_of_mixture(checkpoints.base),
             )
             config = checkpoints.base.config
             if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file

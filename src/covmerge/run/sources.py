@@ -24,6 +24,7 @@ from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors import Donor, describe_checkpoint
+from covmerge.plan.moe import mixed
 from covmerge.plan.planning import (
     BASE,
     MERGED,
@@ -35,7 +36,7 @@ from covmerge.plan.planning import (
     stacked,
     with_ties_undone,
 )
-from covmerge.plan.recipe import Recipe, Slice, TokenizerRules
+from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary import Text, decide
 from covmerge.run.alike import alike_by_place
@@ -57,6 +58,7 @@ class OpenCheckpoints:
         slices: of the recipe.
         text: tokens and chat template of the output, where they are not the base's.
         form: of the output.
+        moe: the mixture that the experts become.
     """
 
     base: Checkpoint
@@ -65,6 +67,7 @@ class OpenCheckpoints:
     slices: Sequence[Slice] = ()
     text: Text = field(default_factory=Text)
     form: Literal["model", "adapter"] = "model"
+    moe: Mixture | None = None
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
         """The base if there is one, then the experts, each with its key in reports."""
@@ -205,7 +208,7 @@ class OpenCheckpoints:
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self.statistics.items()}
         text = replace(self.text, files=None)  # which only the writer of the folder needs
-        described = Description(places, files, adapted, self.slices, text, self.form, {})
+        described = Description(places, files, adapted, self.slices, text, self.form, self.moe, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -246,6 +249,7 @@ def open_checkpoints(
     slices: Sequence[Slice] = (),
     tokens: Tokens | Text = (None, None),
     form: Literal["model", "adapter"] = "model",
+    moe: Mixture | None = None,
 ) -> Generator[OpenCheckpoints]:
     """Open base, experts and statistics files, and close all of them at the end.
 
@@ -256,6 +260,7 @@ def open_checkpoints(
         slices: of the recipe.
         tokens: tokenizer and chat template of the recipe, or what was decided on them.
         form: of the output.
+        moe: the mixture that the experts become.
 
     Raises:
         InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
@@ -299,6 +304,7 @@ def open_checkpoints(
         known = sources[None].headers if None in sources else ()
         sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
         sources = with_ties_undone(sources, form)
+        sources = dict(mixed(moe, sources, list(given)))
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
         seen = text.seen(sources)
         start = None if base is None else stacked(slices, None, seen.pop(None))
@@ -316,6 +322,7 @@ def open_checkpoints(
             slices,
             text,
             form,
+            moe,
         )
 
 
@@ -330,6 +337,7 @@ def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
         recipe.slices,
         (recipe.tokenizer, recipe.chat_template),
         recipe.output.format,
+        recipe.moe,
     ) as opened:
         yield opened
 
@@ -351,6 +359,7 @@ class Description:
         slices: of the recipe.
         text: of the output.
         form: of the output.
+        moe: the mixture that the experts become.
         identity: what tells them from others.
     """
 
@@ -360,6 +369,7 @@ class Description:
     slices: Sequence[Slice]
     text: Text
     form: Literal["model", "adapter"]
+    moe: Mixture | None
     identity: Mapping[str, Json]
 
     @contextmanager
@@ -384,7 +394,7 @@ class Description:
         experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
         base = self.places.get(BASE)
         with open_checkpoints(
-            base, experts, self.statistics, self.slices, self.text, self.form
+            base, experts, self.statistics, self.slices, self.text, self.form, self.moe
         ) as opened:
             adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base

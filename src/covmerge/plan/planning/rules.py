@@ -72,7 +72,7 @@ class Rules:
         """
         self._recipe = recipe
         self._family = family
-        self.layers = Layers(recipe.slices, names)
+        self.layers = Layers(recipe.slices, names, recipe.moe)
         self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
             self._way_of(rule)
@@ -86,6 +86,14 @@ class Rules:
 
     def decide(self, header: TensorHeader, info: TensorInfo) -> Decision:
         """Return the action for one tensor of the base."""
+        if self.layers.is_router(header.name):
+            return Decision(Copy(), "base (a router of the mixture)")
+        if self.layers.routed(header.name) is not None:
+            method = registry.get("passthrough")
+            settings = Settings(method, {}, self._family).at(header.name, 0.0)
+            return Decision(
+                Merge(method.name, settings, None), "passthrough (an expert of the mixture)"
+            )
         rule = self._first_match(header.name, info.role)
         if rule is not None:
             return self._by_rule(rule, header, info)

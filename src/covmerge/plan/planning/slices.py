@@ -14,7 +14,8 @@ from covmerge.files.tensors import (
     relative_depth,
     relative_depths,
 )
-from covmerge.plan.recipe import Slice
+from covmerge.plan.moe import FORMS
+from covmerge.plan.recipe import Mixture, Slice
 
 
 def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint) -> Checkpoint:
@@ -47,7 +48,10 @@ def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint)
 class Layers:
     """Where the tensors of an output lie: how deep, and in which slice."""
 
-    def __init__(self, slices: Sequence[Slice], names: Iterable[str]) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], names: Iterable[str], moe: Mixture | None = None
+    ) -> None:
+        self._form = None if moe is None else FORMS[moe.form]
         self._slices = slices
         self._places = [(own, place) for own in slices for place in range(own.length)]
         self._depths = {} if slices else relative_depths(names)
@@ -64,7 +68,18 @@ class Layers:
 
     def experts(self, name: str, experts: Iterable[str]) -> list[str]:
         """Return the experts that take part in a tensor, in the order of its slice."""
+        routed = self.routed(name)
+        if routed is not None:
+            return [list(experts)[routed]]
         return list(self._slice(name).experts if self._slices else experts)
+
+    def routed(self, name: str) -> int | None:
+        """Return the number of the expert whose MLP a tensor of a mixture is part of; None: of none."""
+        return None if self._form is None else self._form.index(name)
+
+    def is_router(self, name: str) -> bool:
+        """Whether a tensor is a router of the mixture that the experts become."""
+        return self._form is not None and name.endswith(f".{self._form.block}.gate.weight")
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""

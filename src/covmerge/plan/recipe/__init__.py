@@ -2,6 +2,7 @@
 
 from covmerge.base.sizes import format_size, parse_size
 from covmerge.plan.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
+from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.schema import (
     Expert,
     Output,
@@ -16,6 +17,7 @@ from covmerge.plan.recipe.tokenizer import TokenizerRules
 
 __all__ = [
     "Expert",
+    "Mixture",
     "Output",
     "Recipe",
     "Rule",

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.plan.recipe.moe import Mixture, Prompts
 from covmerge.plan.recipe.run import RUN, Run
 from covmerge.plan.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
@@ -113,6 +114,10 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Slice
         case (key,) if key == RUN:
             return Run
+        case ("moe",):
+            return Mixture
+        case ("moe", "prompts", _):
+            return Prompts
         case ("tokenizer",):
             return TokenizerRules
         case ("tokenizer", "tokens", _):

@@ -195,8 +195,8 @@ def parse_recipe(
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types with every default written out, the same each time.
 
-    Only method, steps, slices, tokenizer, chat template and the base's statistics are left out where there
-    are none, and what a rule does not say.
+    Only method, steps, slices, mixture, tokenizer, chat template and the base's statistics are left out
+    where there are none, and what a rule does not say.
     """
     data = recipe.model_dump(mode="json")
     data["rules"] = [
@@ -208,6 +208,7 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
         "before",
         "after",
         "slices",
+        "moe",
         "tokenizer",
         "chat_template",
     )

@@ -32,6 +32,7 @@ from covmerge.base.text import shown
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.adapter_layout import LoraForm
 from covmerge.files.stores.address import address_of
+from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.run import Run
 from covmerge.plan.recipe.strict import StrictModel
 from covmerge.plan.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
@@ -522,6 +523,11 @@ class Recipe(StrictModel):
         description="The output's layers, slice after slice, where they are not those of its sources. "
         "What lies before the layers (embeddings) is of the first slice, what lies behind of the last.",
     )
+    moe: Mixture | None = Field(
+        default=None,
+        description="The experts become one mixture of experts: each one's MLP is a routed expert, bit for "
+        "bit; method and rules decide on all other tensors, such as attention.",
+    )
     tokenizer: TokenizerRules | None = Field(
         default=None,
         description="The output's vocabulary, where the models have different ones: embeddings and heads "
@@ -593,6 +599,24 @@ class Recipe(StrictModel):
             )
         if self.base is None and self.output.format == "adapter":
             raise ValueError("'format: adapter' updates a base, and the recipe has none")
+        return self
+
+    @model_validator(mode="after")
+    def _mixture_of_its_experts(self) -> Recipe:
+        if self.moe is None:
+            return self
+        self.moe.check(self.experts)
+        if self.base is None:
+            raise ValueError(
+                "'moe' takes what is no expert's from the base, and the recipe has none"
+            )
+        if self.output.format == "adapter":
+            raise ValueError(
+                "'moe' makes a model of its own, and 'format: adapter' updates the base"
+            )
+        for key in ("slices", "tokenizer"):
+            if getattr(self, key):
+                raise ValueError(f"'moe' and '{key}' do not go together: merge by '{key}' first")
         return self
 
     @model_validator(mode="after")

@@ -224,6 +224,15 @@ def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -
     return Tokenizer(folder, files, hashes, ids, added)
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder, of bytes that were bounded and checked.
+
+    Raises:
+        InputError: there is none, or it cannot be loaded.
+    """
+    return _loaded(folder, read_files(folder))[0]
+
+
 def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
     """A tokenizer of transformers', made of bytes that were checked, and transformers."""
     transformers = require_transformers("a merge of vocabularies reads tokenizers")

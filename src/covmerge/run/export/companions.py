@@ -109,6 +109,7 @@ def copy_companions(
     known: Mapping[str, str] | None = None,
     tokens: TokenizerFiles | None = None,
     untied: bool = False,
+    other: Mapping[str, Any] | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
@@ -127,6 +128,7 @@ def copy_companions(
             takes them as they are.
         tokens: the output's tokenizer; None if it is the base's.
         untied: the base ties tensors that the output stores one by one.
+        other: the output's config, where its architecture is not the base's.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
@@ -152,6 +154,7 @@ def copy_companions(
                 plain=plain,
                 quantisation=quantisation,
                 untied=untied,
+                other=other,
             )
             hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
             notes += _notes_on_code(source, content)

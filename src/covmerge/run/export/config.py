@@ -31,6 +31,7 @@ def rewrite_config(
     quantisation: Mapping[str, Any] | None = None,
     tokens: TokenizerFiles | None = None,
     untied: bool = False,
+    other: Mapping[str, Any] | None = None,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
 
@@ -46,6 +47,7 @@ def rewrite_config(
         quantisation: the format that the output's weights are packed in; None: they are plain.
         tokens: what the configs say of the output's tokenizer; None if it is the base's.
         untied: the base ties tensors that the output stores one by one.
+        other: what the config says of the output, where this is of another architecture.
 
     Raises:
         CheckpointError: `content` is not a JSON object.
@@ -58,11 +60,12 @@ def rewrite_config(
         dtype is None
         and layers is None
         and tokens is None
+        and other is None
         and not (plain or quantisation or untied)
     ):
         return content
     stored = parse_object(content, origin)
-    config = deepcopy(stored)
+    config = deepcopy(stored if other is None else dict(other))
     if layers is not None:
         config = restacked(config, layers)
     if tokens is not None:

@@ -17,8 +17,9 @@ from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store
 from covmerge.files.stores.walk import file_at
 from covmerge.files.tensors import describe_checkpoint, same_values, seen_untied
+from covmerge.plan.moe import mixed
 from covmerge.plan.planning import stacked
-from covmerge.plan.recipe import Slice
+from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine import ReadFiles, lost_before, read_files
 from covmerge.run.export import find_masks
 from covmerge.run.verification.adapter import check_adapter
@@ -106,13 +107,11 @@ def examine(
                 if _is_another(opened, manifest):  # the path may hold it by now
                     missing = f"the base at {opened.source} is another than was merged"
                 else:
-                    base = stacked(
-                        _slices_of(manifest), None, seen_untied(opened, manifest.get("untied"))
-                    )
+                    base = _as_merged(seen_untied(opened, manifest.get("untied")), manifest)
             except InputError as error:
                 base, missing = None, str(error)
         else:
-            base = seen_untied(base, manifest.get("untied"))
+            base = _mixed(seen_untied(base, manifest.get("untied")), manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
@@ -178,6 +177,19 @@ def _base_of(manifest: Mapping[str, Any]) -> str:
     source: str = manifest["recipe"]["base"]
     commit = _content_of_base(manifest).get("revision")
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"
+
+
+def _as_merged(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
+    """Return the base under the names of the output."""
+    return stacked(_slices_of(manifest), None, _mixed(base, manifest))
+
+
+def _mixed(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
+    recipe = manifest["recipe"]
+    moe = recipe.get("moe")
+    if moe is None:
+        return base
+    return mixed(Mixture.model_validate(moe), {None: base}, list(recipe["experts"]))[None]
 
 
 def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:

@@ -9,6 +9,7 @@ from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
 from covmerge.plan.recipe.mergekit.models import Places, Reference
 from covmerge.plan.recipe.mergekit.modules import by_module
+from covmerge.plan.recipe.mergekit.moe import compile_moe, is_mergekit_moe
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, read_theirs
 from covmerge.plan.recipe.mergekit.reading import Part, Told
@@ -55,6 +56,8 @@ def compile_mergekit(
         >>> ours["base"], ours["experts"], ours["parameters"]["weight"]
         (None, {'a': 'org/a', 'b': 'org/b'}, [1, 2])
     """
+    if is_mergekit_moe(data):
+        return compile_moe(data, origin, told, places)
     part = Part(data, (), origin, told)
     part.check_keys(_KEYS)
     theirs = read_theirs(part, named(part), places or Places())

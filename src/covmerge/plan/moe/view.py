@@ -1,0 +1,137 @@
+"""A dense checkpoint under the names of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import some
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints.base import copy_rows, find_header
+from covmerge.files.checkpoints.layer_count import layer_count
+from covmerge.files.checkpoints.view import View
+from covmerge.plan.moe.forms import FORMS, MLP, Form
+from covmerge.plan.moe.gates import EMBEDDING, gates_of, warnings_of
+from covmerge.plan.recipe.moe import Mixture
+
+
+class MixtureView(View):
+    """A view of a dense checkpoint: each expert of the mixture is its MLP, so that any expert can be read.
+
+    Args:
+        stored: the checkpoint.
+        form: of the mixture.
+        gates: `(layers, experts, hidden)`, of all routers.
+        per_token: experts that a token is given to.
+        notes: what there is to say of the mixture.
+
+    Raises:
+        InputError: it is of no architecture that the form holds.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        form: Form,
+        gates: Tensor,
+        per_token: int,
+        notes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(stored)
+        self.source = stored.source
+        self.notes = (*stored.notes, *notes)
+        self._gates = gates
+        self.config: Mapping[str, Any] | None = None
+        if stored.config is not None:
+            self.config = form.config(stored.config, gates.shape[1], per_token)
+        self._names: dict[str, str | int] = {}  # in the checkpoint, or the layer of a router
+        headers: dict[str, TensorHeader] = {}
+        for name, place, header in self._mixed(form):
+            self._names[name] = place
+            headers[name] = replace(header, name=name)
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        header = find_header(self.headers, name, rows, self.source)
+        place = self._names[name]
+        if isinstance(place, str):
+            return self._stored.read(place, rows)
+        return copy_rows(self._gates[place].to(header.dtype), rows)
+
+    def _mixed(self, form: Form) -> Iterator[tuple[str, str | int, TensorHeader]]:
+        _, count, hidden = self._gates.shape
+        for own, header in self._stored.headers.items():
+            found = MLP.fullmatch(own)
+            if found is None:
+                if ".mlp." in own:
+                    raise InputError(
+                        f"{self.source} has '{own}', and an expert of a mixture has "
+                        f"{some(form.parts)} alone: this model cannot become one"
+                    )
+                yield own, own, header
+                continue
+            layer, part = found["layer"], found["part"]
+            if part not in form.parts:
+                raise InputError(
+                    f"{self.source} has '{own}', and an expert of a mixture has {some(form.parts)} alone"
+                )
+            if part == next(iter(form.parts)):
+                shape = (count, hidden)
+                number = int(layer.rpartition(".")[2])
+                yield form.gate(layer), number, replace(header, shape=shape)
+            for index in range(count):
+                yield form.expert(layer, index, part), own, header
+
+
+def config_of_mixture(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the config of a mixture; None where the checkpoint is seen as none."""
+    return checkpoint.config if isinstance(checkpoint, MixtureView) else None
+
+
+def mixed(
+    moe: Mixture | None, sources: Mapping[str | None, Checkpoint], experts: Sequence[str]
+) -> Mapping[str | None, Checkpoint]:
+    """Return base (None) and experts as they look to a plan of this mixture; themselves without one.
+
+    Args:
+        moe: of the recipe.
+        sources: those that are looked at; the base is among them.
+        experts: names of all experts, in their order.
+
+    Raises:
+        InputError: a source is an adapter, or of another architecture; gates cannot be made.
+    """
+    if moe is None or isinstance(sources[None], MixtureView):
+        return sources
+    form, base = FORMS[moe.form], sources[None]
+    for name, source in sources.items():
+        if isinstance(source, AdapterCheckpoint):
+            raise InputError(
+                f"expert '{name}' ({source.source}) is an adapter, and a mixture is made of models: fold "
+                "it into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
+            )
+    layers = layer_count(base.config)
+    if layers is None or EMBEDDING not in base.headers:
+        raise InputError(
+            f"{base.source} lacks a config.json with the number of layers, or '{EMBEDDING}': a mixture is "
+            f"made of models of {' or '.join(form.bases)}"
+        )
+    found = {int(m["layer"].rpartition(".")[2]) for n in base.headers if (m := MLP.fullmatch(n))}
+    if found != set(range(layers)):
+        raise InputError(
+            f"{base.source}: config.json says {layers} layers, and {len(found)} of them have an MLP: "
+            "correct config.json"
+        )
+    gates = gates_of(moe, experts, base, layers)
+    notes = warnings_of(gates)
+    return {
+        name: MixtureView(source, form, gates, moe.experts_per_token, () if name else notes)
+        for name, source in sources.items()
+    }
