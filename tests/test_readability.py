@@ -18,7 +18,7 @@ PAGES += sorted({p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md
 
 # At most: words of a page's mean sentence, words of its longest, banned turns.
 LIMIT = (17, 40, 0)
-MOST_WORDS = 40_500  # of all these pages together, with their tables and code
+MOST_WORDS = 41_000  # of all these pages together, with their tables and code
 
 BANNED = {
     "a sentence that begins with 'Of …'": r"^Of\b",
@@ -36,8 +36,8 @@ def sentences(text: str) -> list[str]:
     """The sentences of a page without its code, tables, headings and pictures."""
     text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.S | re.M)
     text = re.sub(r"^( *)```.*?^\1```", "\n\n", text, flags=re.S | re.M)
-    text = re.sub(r"<!--.*?-->|<[^>]+>", "", text, flags=re.S)
     text = re.sub(r"^ *(\||#).*$", "\n\n", text, flags=re.M)
+    text = re.sub(r"<!--.*?-->|<[^>]+>", "", text, flags=re.S)
     text = re.sub(r"(?<=\n\n)( {4}.*\n+)+", "\n\n", text)  # formulas; lists go on by two spaces
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)", r"\1", text)
