@@ -37,11 +37,11 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.S | re.M)
     text = re.sub(r"^( *)```.*?^\1```", "\n\n", text, flags=re.S | re.M)
     text = re.sub(r"^ *(\||#).*$", "\n\n", text, flags=re.M)
+    text = re.sub(r"`[^`]+`", "Code", text)  # may begin a sentence
     text = re.sub(r"<!--.*?-->|<[^>]+>", "", text, flags=re.S)
     text = re.sub(r"(?<=\n\n)( {4}.*\n+)+", "\n\n", text)  # formulas; lists go on by two spaces
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]+`", "Code", text)  # may begin a sentence
     found = (" ".join(part.split()).strip("-* ") for part in ENDS.split(text))
     return [part for part in found if re.search(r"\w", part)]
 
