@@ -18,7 +18,7 @@ PAGES += sorted({p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md
 
 # At most: words of a page's mean sentence, words of its longest, banned turns.
 LIMIT = (17, 40, 0)
-MOST_WORDS = 41_000  # of all these pages together, with their tables and code
+MOST_WORDS = 41_500  # of all these pages together, with their tables and code
 
 BANNED = {
     "a sentence that begins with 'Of …'": r"^Of\b",
