@@ -1,14 +1,17 @@
 """What one of several processes saves of its shards; by itself, so that these import nothing else."""
 
+from pathlib import Path
+
 import torch
 
 MATRIX = torch.arange(35.0).reshape(7, 5)
 
 
 def write_shards(rank: int, folder: str) -> None:
-    """What one of four processes saves: rows, columns, both, copies, and a model under FSDP."""
+    """What one of four processes saves: rows, columns, both, copies; by DCP, and in files of its own."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -24,4 +27,40 @@ def write_shards(rank: int, folder: str) -> None:
     }
     own = {name: distribute_tensor(MATRIX, *kind) for name, kind in kinds.items()}
     dcp.save({"model": own}, checkpoint_id=folder)
+    parts = {name: 1 + (name == "rows") for name in own}
+    dcp.save(
+        own, storage_writer=HuggingFaceStorageWriter(f"{folder}-hf", parts, save_distributed=True)
+    )
+    Path(f"{folder}-ranks").mkdir(exist_ok=True)
+    plain = {"buffer": torch.arange(3), "count": torch.tensor(3)}
+    torch.save({**own, **plain}, f"{folder}-ranks/model_world_size_4_rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def write_ranks(folder: str) -> None:
+    """What each of some ranks saves of DTensors, by one process that poses as each of them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = list(MATRIX.chunk(3))
+    cases = {
+        "rows": (rows, Shard(0)),
+        "copies": ([MATRIX] * 2, Replicate()),
+        "other": ([MATRIX, MATRIX + 1], Replicate()),
+        "summed": (rows, Partial()),
+        "short": ([rows[0], rows[1], rows[0]], Shard(0)),
+        "typed": ([*rows[:2], rows[2].double()], Shard(0)),
+    }
+    for name, (parts, placement) in cases.items():
+        Path(folder, name).mkdir()
+        for rank, part in enumerate(parts):
+            mesh = init_device_mesh("cpu", (1,))
+            mesh._coordinate_on_dim = (rank,)
+            whole = DTensor.from_local(
+                part.clone(), mesh, [placement], run_check=False, shape=(7, 5), stride=(5, 1)
+            )
+            file = Path(folder, name, f"model_world_size_{len(parts)}_rank_{rank}.pt")
+            torch.save({"w": whole, "same": torch.ones(1)}, file)
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """Folders of torch.distributed.checkpoint, written by torch itself: by one process, and by several."""
 
+import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -21,13 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.trainer import last_steps
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
-from tests.checkpoints.shards import MATRIX, write_shards
+from tests.checkpoints.shards import MATRIX, write_ranks, write_shards
 from tests.forked import SERVER
 
 # 2-d, 1-d, scalar, empty; of several dtypes
@@ -48,7 +51,7 @@ def save(content: dict[str, Any], folder: Path, **options: Any) -> Path:
     return folder
 
 
-def equals(folder: Path, state: dict[str, torch.Tensor]) -> bool:
+def equals(folder: Path, state: dict[str, torch.Tensor]) -> None:
     checkpoint = open_checkpoint(folder)
     assert set(checkpoint.headers) == set(state)
     for name, value in state.items():
@@ -58,14 +61,13 @@ def equals(folder: Path, state: dict[str, torch.Tensor]) -> bool:
             for start, stop in ((0, 0), (1, len(value)), (len(value) // 2, len(value))):
                 if start <= stop:
                     assert torch.equal(checkpoint.read(name, range(start, stop)), value[start:stop])
-    return True
 
 
 def test_a_state_dict_by_itself(tmp_path: Path) -> None:
-    assert equals(save(STATE, tmp_path / "plain"), STATE)
+    equals(save(STATE, tmp_path / "plain"), STATE)
     plain = {name: value.contiguous() for name, value in STATE.items() if name != "step"}
     style = filesystem.SerializationFormat.SAFETENSORS
-    assert equals(save(plain, tmp_path / "safe", serialization_format=style), plain)
+    equals(save(plain, tmp_path / "safe", serialization_format=style), plain)
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
@@ -81,7 +83,7 @@ def test_files_of_its_hugging_face_writer(tmp_path: Path, consolidated: bool) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is one process
         dcp.save(state, storage_writer=writer)
-    assert equals(tmp_path, state)
+    equals(tmp_path, state)
 
 
 def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
     for number, saved in enumerate((content, {"app": content})):
         folder = save(saved, tmp_path / str(number))
-        assert equals(folder, model.state_dict())
+        equals(folder, model.state_dict())
         assert "the 4 tensors under" in open_checkpoint(folder).notes[0]
     with pytest.raises(
         CheckpointError, match=r"tensors under 'a', 'b', and none of these is called"
@@ -110,7 +112,13 @@ def test_shards_of_four_processes(tmp_path: Path) -> None:
         process.join()
     assert [process.exitcode for process in started] == [0] * 4
     assert len(list(folder.glob("*.distcp"))) == 4
-    assert equals(folder, {name: MATRIX for name in ("rows", "columns", "blocks", "half", "whole")})
+    right = {name: MATRIX for name in ("rows", "columns", "blocks", "half", "whole")}
+    equals(folder, right)
+    equals(tmp_path / "shards-hf", right)
+    equals(
+        tmp_path / "shards-ranks",
+        {**right, "buffer": torch.arange(3), "count": torch.tensor(3)},
+    )
 
 
 def test_a_run_of_such_checkpoints_is_averaged(tmp_path: Path) -> None:
@@ -160,7 +168,7 @@ def test_blocks_are_put_together(tmp_path: Path) -> None:
         metadata.state_dict_metadata["w"] = TensorStorageMetadata(kind, MATRIX.shape, stored)
         metadata.planner_data = None
 
-    assert equals(spoil(folder, join), {"w": MATRIX, "other": torch.ones(2)})
+    equals(spoil(folder, join), {"w": MATRIX, "other": torch.ones(2)})
 
 
 class Hostile:
@@ -256,7 +264,7 @@ def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cut short|files are of different checkpoints"):
         open_checkpoint(folder).read("w")
     (folder / "__0_0.distcp").write_bytes(data + bytes(99))
-    assert equals(folder, {"w": STATE["w"]})
+    equals(folder, {"w": STATE["w"]})
     os.truncate(folder / "__0_0.distcp", 2**40)  # whose hash would take hours
     with pytest.raises(CheckpointError, match=r"names none after the first \d+: fetch the files"):
         open_checkpoint(folder)
@@ -268,4 +276,125 @@ def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
         open_checkpoint(folder)
     (folder / METADATA).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read as metadata"):
+        open_checkpoint(folder)
+
+
+def test_files_of_ranks(tmp_path: Path) -> None:
+    """As verl saves FSDP's state; torch.chunk gives three ranks 3, 3 and 1 of 7 rows."""
+    process = SERVER.Process(target=write_ranks, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    same = torch.ones(1)
+    equals(tmp_path / "rows", {"w": MATRIX, "same": same})
+    equals(tmp_path / "copies", {"w": MATRIX, "same": same})
+    base = {"w": 2 * MATRIX, "same": same}
+    merged = covmerge.merge(base, {"a": tmp_path / "rows"}, "average").tensors
+    assert torch.equal(merged["w"], MATRIX)
+    refused = {
+        "summed": "has the placement Partial, and Shard of one",
+        "short": "has the local shape [3, 5] in",
+        "typed": "another shape, dtype or sharding",
+    }
+    for name, message in refused.items():
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            open_checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointError, match="has other values of 'w' than"):
+        open_checkpoint(tmp_path / "other").read("w")
+    folder = tmp_path / "rows"
+    last = folder / "model_world_size_3_rank_2.pt"
+    last.rename(folder / "model_world_size_4_rank_3.pt")
+    with pytest.raises(CheckpointError, match="files of 3 and of 4 ranks"):
+        open_checkpoint(folder)
+    (folder / "model_world_size_4_rank_3.pt").unlink()
+    with pytest.raises(CheckpointError, match="2 files of 3 ranks, and none of rank 2"):
+        open_checkpoint(folder)
+    torch.save({"w": MATRIX, "same": nn.Linear(2, 2)}, last)
+    with pytest.raises(CheckpointError, match=r"rank_2.pt: tensor 'same' is a Linear, and neither"):
+        open_checkpoint(folder)
+
+
+def test_slices_of_safetensors(tmp_path: Path) -> None:
+    """The layout of torch's HuggingFaceStorageWriter, and what is not as its header says."""
+
+    def write(name: str, *offsets: Any) -> Path:
+        (tmp_path / name).mkdir()
+        for rank, (part, offset) in enumerate(zip(MATRIX.split(4), offsets, strict=True), 1):
+            file = tmp_path / name / f"shard-0000{rank}-model-00001-of-00001.safetensors"
+            about = json.dumps({"w": {"saved_offsets": offset}} if offset else {})
+            save_file({"w": part.contiguous()}, file, metadata={"DCP_SHARDING_INFO": about})
+        return tmp_path / name
+
+    equals(write("right", [0, 0], [4, 0]), {"w": MATRIX})
+    for offset in ([3, 0], [5, 0], [0, 0], [4, 1], [2**61, 0]):
+        with pytest.raises(CheckpointError, match="2 pieces of 'w' do not make up its shape"):
+            open_checkpoint(write(f"apart-{offset}", [0, 0], offset))
+    for offset in ([4], [4, -1], [4, True], None):
+        with pytest.raises(CheckpointError, match="not an offset for each axis"):
+            open_checkpoint(write(f"unknown-{offset}", [0, 0], offset))
+
+
+def zero3(folder: Path, world: int, trained: dict[str, Any], **others: Any) -> Path:
+    """As DeepSpeed 0.19.8 saves it, with the optimizer's tensors in two flat groups of each rank."""
+    step = folder / "global_step2"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step2")
+
+    def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        padded = torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % world))
+        return tuple(part.clone() for part in padded.chunk(world))
+
+    frozen, buffers = others.get("frozen", {}), others.get("buffers", {})
+    for rank in range(world):
+        flat = torch.cat([parts(tensor)[rank] for tensor in trained.values()])
+        groups = [flat[:4].clone(), flat[4:].clone()]
+        groups[0].ds_id = "0_5"
+        optimizer = {"zero_stage": 3, "partition_count": world, "fp32_flat_groups": groups}
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save({"optimizer_state_dict": optimizer}, step / f"bf16_{name}_optim_states.pt")
+        state = {
+            "module": {**buffers, **{n: torch.empty(0) for n in trained}},
+            "buffer_names": list(buffers),
+            "param_shapes": [{n: t.shape for n, t in trained.items()}],
+            "frozen_param_shapes": {n: t.shape for n, t in frozen.items()},
+            "frozen_param_fragments": {n: parts(t)[rank] for n, t in frozen.items()},
+            "shared_params": others.get("shared", {}),
+        }
+        torch.save(state, step / f"{name}_model_states.pt")
+    return folder
+
+
+def test_zero3_of_deepspeed(tmp_path: Path) -> None:
+    trained = {"w": MATRIX, "b": torch.arange(2.0), "x": torch.randn(2, 3, 4)}
+    frozen = {"f": torch.randn(3, 3).to(torch.bfloat16)}
+    buffers = {"scale": torch.tensor(3), "table": torch.arange(4)}
+    others = {"frozen": frozen, "buffers": buffers, "shared": {"head": "w"}}
+    folder = zero3(tmp_path / "run" / "checkpoint-2", 3, trained, **others)
+    right = {**trained, **frozen, **buffers, "head": MATRIX}
+    equals(folder, right)
+    equals(folder / "global_step2", right)
+    save_file({"w": 2 * MATRIX}, folder / "gathered.safetensors")
+    equals(folder, {"w": 2 * MATRIX})
+    (folder / "gathered.safetensors").unlink()
+    (folder / "trainer_state.json").write_text("{}")
+    (step,) = last_steps("run", None, tmp_path)
+    assert "global_step2" not in step.own
+    own = folder / "global_step2"
+    optim = own / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(optim, weights_only=True)
+    for change, message in (
+        ({"partition_count": 4}, "is of 4 ranks, and the folder has files of 3"),
+        ({"fp32_flat_groups": [torch.zeros(4)]}, "parameters of 21 numbers a rank, and"),
+        ({"fp32_flat_groups": [torch.zeros(21).half()]}, "not in float32, or share their bytes"),
+        ({"fp32_flat_groups": [torch.zeros(1000)] * 99}, "not in float32, or share their bytes"),
+        ({"fp32_flat_groups": [3]}, "holds no flat tensor where ZeRO-3 has one"),
+    ):
+        torch.save({"optimizer_state_dict": content["optimizer_state_dict"] | change}, optim)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(folder)
+    optim.unlink()
+    with pytest.raises(CheckpointError, match=r"has no \*_rank_1_mp_rank_00_optim_states.pt"):
+        open_checkpoint(folder)
+    (folder / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="holds no weights"):
         open_checkpoint(folder)

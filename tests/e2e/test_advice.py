@@ -15,6 +15,7 @@ from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausa
 
 import covmerge
 from covmerge.errors import CheckpointError, TensorError
+from covmerge.files.checkpoints.folder import choose_weights
 from tests.advised import advice
 from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge as command
@@ -150,23 +151,21 @@ def slices_of(folder, tensors):
 
 
 def test_shards_of_ranks(tmp_path):
+    """They are read as they lie; of a folder's listing alone, as on the Hub, they are refused."""
     base = {"fc.weight": torch.eye(4), "b.weight": torch.ones(6, 2)}
     expert = {name: tensor + 0.5 for name, tensor in base.items()}
     slices_of(tmp_path / "a", expert)
-    with pytest.raises(
-        CheckpointError,
-        match=advice(
-            "with a part of the tensors for each rank. Put them together first: consolidate_"
-        ),
-    ):
-        covmerge.merge(base, {"a": tmp_path / "a"}, "average")
+    said = advice("with a part of the tensors for each rank. Put them together first: consolidate_")
+    with pytest.raises(CheckpointError, match=said):
+        choose_weights([path.name for path in (tmp_path / "a").iterdir()], "org/name")
     (tmp_path / "new").mkdir()
     consolidate_safetensors_files(
         str(tmp_path / "a"), str(tmp_path / "new"), fqn_to_index_mapping=dict.fromkeys(expert, 1)
     )
-    merged = covmerge.merge(base, {"a": tmp_path / "new"}, "average").tensors
-    for name, tensor in expert.items():
-        torch.testing.assert_close(merged[name], tensor)
+    for source in ("a", "new"):
+        merged = covmerge.merge(base, {"a": tmp_path / source}, "average").tensors
+        for name, tensor in expert.items():
+            torch.testing.assert_close(merged[name], tensor)
 
 
 def mlx_adapter(folder, rank=3, scale=20.0, factors=None, **fields):

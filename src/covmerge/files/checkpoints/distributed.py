@@ -32,6 +32,7 @@ from covmerge.files.checkpoints.laid import Laid
 from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
+from covmerge.files.checkpoints.pieces import box_of, tile
 from covmerge.files.checkpoints.ranges import open_stored, read_into
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.checkpoints.unpickler import Inert, Sealed
@@ -47,8 +48,6 @@ _PADDING = 2**20  # bytes that a writer may leave after what it has written
 _AT_ONCE = 8
 _DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
 _MODEL = "model"  # what trainers call the model among what they save
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,8 @@ class DistributedFiles:
             top = chunk.offsets[0]
             start, stop = max(taken.start, top), min(taken.stop, top + chunk.sizes[0])
             if start < stop and 0 not in chunk.sizes:
-                place = [slice(start - taken.start, stop - taken.start)]
-                beyond = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
-                place += [slice(first, first + count) for first, count in beyond]
-                self._fill(found[tuple(place)], entry, chunk, range(start - top, stop - top))
+                place = box_of(chunk.offsets, chunk.sizes, start - taken.start, stop - taken.start)
+                self._fill(found[place], entry, chunk, range(start - top, stop - top))
         return found
 
     def close(self) -> None:
@@ -180,7 +177,7 @@ class DistributedFiles:
                     f"{where} has {size} bytes in {chunk.file} from {chunk.start}, which is {held} bytes "
                     "long: it was cut short, fetch it again"
                 )
-        if not _tile([(c.offsets, c.sizes) for c in entry.chunks], entry.header.shape):
+        if not tile([(c.offsets, c.sizes) for c in entry.chunks], entry.header.shape):
             raise CheckpointError(
                 f"{where} of shape {list(entry.header.shape)} is not made up of its {len(entry.chunks)} "
                 f"chunks, side by side: {_NEXT}"
@@ -242,29 +239,6 @@ def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= length
     return True
-
-
-def _tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
-    """Whether boxes fill a shape from an axis on, without gaps or overlaps, as sharding cuts it.
-
-    Along each axis two boxes have the same interval or have nothing in common.
-    """
-    if math.prod(shape) == 0:
-        return True
-    boxes = [box for box in boxes if 0 not in box[1]]
-    if axis == len(shape):
-        return len(boxes) == 1
-    intervals: dict[tuple[int, int], list[Box]] = defaultdict(list)
-    for offsets, sizes in boxes:
-        intervals[offsets[axis], offsets[axis] + sizes[axis]].append((offsets, sizes))
-    reached = 0
-    for start, stop in sorted(intervals):
-        if start != reached:
-            return False
-        reached = stop
-    return reached == shape[axis] and all(
-        _tile(inner, shape, axis + 1) for inner in intervals.values()
-    )
 
 
 class _Slice(io.RawIOBase):

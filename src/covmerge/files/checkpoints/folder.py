@@ -27,13 +27,17 @@ from covmerge.files.checkpoints.base import (
 from covmerge.files.checkpoints.beside import is_of_training, notes_on_others
 from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.checkpoints.distributed import METADATA, DistributedFiles
+from covmerge.files.checkpoints.fsdp_ranks import open_ranks
 from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
+from covmerge.files.checkpoints.hf_slices import SLICES, open_slices
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.module_file import open_module
 from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.pieces import PiecedFiles
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
+from covmerge.files.checkpoints.zero3 import open_zero3
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
@@ -51,7 +55,6 @@ _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed so
 WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
-_SLICES = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
@@ -76,6 +79,9 @@ class FileCheckpoint:
         beside: further files that say what the checkpoint is: index and config.
         notes: what is particular about how it was opened.
         inner: folders in the store's, by the files that lie in them.
+
+    Attributes:
+        divided: whether the processes of a training saved it, each a part of the tensors.
 
     Raises:
         CheckpointError: two of its files belong to no one model.
@@ -109,6 +115,9 @@ class FileCheckpoint:
             {name: header for read in weights.values() for name, header in read.headers.items()}
         )
         self.weight_names = tuple(map(self.path_of, weights))
+        self.divided = any(
+            isinstance(read, DistributedFiles | PiecedFiles) for read in weights.values()
+        )
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
         self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
@@ -308,7 +317,7 @@ def _trained(folders: Collection[str]) -> str:
 
 def _refuse_slices(present: Sequence[str], where: str) -> None:
     """Refuse what torch's HuggingFaceStorageWriter wrote, of every rank its part of the tensors."""
-    slices = [name for name in present if _SLICES.fullmatch(name)]
+    slices = [name for name in present if SLICES.fullmatch(name)]
     if slices:
         raise CheckpointError(
             f"{where} holds {counted(len(slices), 'file')} of torch.distributed.checkpoint, such as "
@@ -430,8 +439,8 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
-    if (found := _distributed(store, names)) is not None:
-        files = DistributedFiles(found)
+    if (divided := _divided(store, names)) is not None:
+        found, files = divided
         beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
         return FileCheckpoint(source, {found: files}, store=store, beside=beside)
     modules = open_modules(store, names)
@@ -536,6 +545,24 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
             or (name.endswith(_TORCH) and not name.startswith(older))
         )
     ]
+
+
+def _divided(
+    store: Store, names: Collection[str]
+) -> tuple[StoredFile, DistributedFiles | PiecedFiles] | None:
+    """Open what the processes of a training saved, each a part of the tensors; None: it is none.
+
+    The layouts, in the order in which they are looked for. A whole model beside them goes first.
+    """
+    others = (name for name in names if not SLICES.fullmatch(name))
+    if any(name in PREFERRED or name.endswith((_SAFETENSORS, GGUF)) for name in others):
+        return None
+    if (metadata := _distributed(store, names)) is not None:
+        return metadata, DistributedFiles(metadata)
+    for open_divided in (open_slices, open_ranks, open_zero3):
+        if (files := open_divided(store, names)) is not None:
+            return files.files[0], files
+    return None
 
 
 def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:

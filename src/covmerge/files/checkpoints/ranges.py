@@ -38,6 +38,11 @@ class SlottedFile:
         )
 
     @property
+    def stamp(self) -> Stamp:
+        """What the file was when its header was read."""
+        return self._stamp
+
+    @property
     def slots(self) -> Mapping[str, Slot]:
         """Where its tensors lie."""
         return self._slots

@@ -13,7 +13,6 @@ from pathlib import Path
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import some
 from covmerge.files.checkpoints.adapter import AdapterCheckpoint
-from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.folder import FileCheckpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
@@ -133,9 +132,7 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
             raise CheckpointError(f"its {_STATE} is empty")
         with closing(open_checkpoint(str(folder))) as checkpoint:
             is_adapter = isinstance(checkpoint, AdapterCheckpoint)
-            in_shards = (
-                isinstance(checkpoint, FileCheckpoint) and METADATA in checkpoint.weight_names
-            )
+            in_shards = isinstance(checkpoint, FileCheckpoint) and checkpoint.divided
     except CheckpointError as error:
         if any(_matches(name, _SHARDS) for name in names):
             raise CheckpointError(

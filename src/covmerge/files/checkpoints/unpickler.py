@@ -21,6 +21,8 @@ from covmerge.files.checkpoints.laid import Laid, Storage
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
 
 _MAX_NAMES = 10_000  # of classes and functions; a module has some tens
+_OF_TYPE = "torch._tensor._rebuild_from_type_v2"
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -183,6 +185,7 @@ class Unpickler(pickle.Unpickler):
         known: dict[str, Callable[..., object]] = {
             "torch._utils._rebuild_tensor": self._laid,
             "torch._utils._rebuild_tensor_v2": self._laid,
+            _OF_TYPE: self._of_type,
             "torch._utils._rebuild_parameter": _first,
             "torch._utils._rebuild_parameter_with_state": _first,
             "torch.storage._load_from_bytes": self._whole,
@@ -212,6 +215,12 @@ class Unpickler(pickle.Unpickler):
         raise CheckpointError(
             f"{self._where} has a storage that is not of one of {', '.join(_DTYPES)}: {NEXT}"
         )
+
+    def _of_type(self, function: object, kind: object, arguments: object, *state: object) -> object:
+        """A tensor of a class, or with attributes of its own, which are left out of a plain one."""
+        if isinstance(function, _Call) and getattr(kind, "origin", "") in _PLAIN:
+            return function(*cast("tuple[object, ...]", arguments))
+        return self._loading.kind(_OF_TYPE)(function, kind, arguments, *state)
 
     def _whole(self, data: object) -> object:
         """A storage that was pickled as the bytes of a file of its own."""

@@ -1,0 +1,230 @@
+"""Files of FSDP's ranks, as verl and others save them: `model_world_size_4_rank_0.pt` and so on.
+
+Each is a state dict of DTensors, read as records (`unpickler.py`): no class of it is made, no function
+called. A DTensor has its local part, the place of its rank in the mesh, and for each axis of the mesh
+Shard(dim) or Replicate().
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import counted
+from covmerge.base.threads import ThreadPool
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.laid import Laid
+from covmerge.files.checkpoints.layout import MAX_TENSORS
+from covmerge.files.checkpoints.pickled import load_records
+from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
+from covmerge.files.checkpoints.records import LaidPart, attributes, kind_of, listed, numbers
+from covmerge.files.checkpoints.unpickler import Inert
+from covmerge.files.stores.store import Store, child, stamp_of
+
+RANKS = re.compile(
+    r"model_world_size_(?P<world>[0-9]{1,6})_rank_(?P<rank>[0-9]{1,6})\.pt", re.ASCII
+)
+_NEXT = (
+    "gather the model where it was trained (verl: python -m verl.model_merger merge), and pass that"
+)
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank has of a tensor; without `place` a plain tensor."""
+
+    laid: Laid
+    shape: tuple[int, ...]
+    place: tuple[int, ...] = ()  # of the rank in the mesh
+    dims: tuple[int | None, ...] = ()  # sharded along each axis of the mesh; None: replicated
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """A tensor that every rank has whole."""
+
+    sources: Sequence[LaidPart]
+
+    def __call__(self, rows: range | None) -> Tensor:
+        first, *others = (source(rows) for source in self.sources)
+        for source, other in zip(self.sources[1:], others, strict=True):
+            if not torch.equal(_bytes(first), _bytes(other)):
+                raise CheckpointError(
+                    f"{source.path} has other values of '{source.name}' than {self.sources[0].path}, "
+                    f"and both are copies: which are the model's is not known, {_NEXT}"
+                )
+        return first
+
+
+def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
+    """Open such a folder; None where it is none.
+
+    Raises:
+        CheckpointError: a rank's file is missing, damaged, or has other tensors than the others.
+    """
+    matches = [match for name in names if (match := RANKS.fullmatch(name))]
+    if not matches:
+        return None
+    where = str(store)
+    worlds = {int(match["world"]) for match in matches}
+    held = {int(match["rank"]): match.string for match in matches}
+    world = max(worlds)
+    if len(worlds) > 1:
+        raise CheckpointError(
+            f"{where} has files of {' and of '.join(map(str, sorted(worlds)))} ranks: they are of "
+            "different checkpoints, move one of these to another folder"
+        )
+    if len(held) != len(matches) or set(held) != set(range(world)):
+        missing = min(set(range(world)) - set(held), default=world)
+        raise CheckpointError(
+            f"{where} has {counted(len(held), 'file')} of {world} ranks, and none of rank {missing}: fetch "
+            "the missing files, every rank has a part of the model"
+        )
+    files = [child(store, held[rank]) for rank in range(world)]
+    paths = [file.path for file in files]
+    with ThreadPool(_AT_ONCE) as pool:
+        stamps = [stamp_of(path.stat()) for path in paths]
+        states = list(pool.map(_parts, paths))
+    for path, state in zip(paths, states, strict=True):
+        if state.keys() != states[0].keys():
+            other = min(state.keys() ^ states[0].keys())
+            raise CheckpointError(
+                f"{path} and {paths[0]} have not the same tensors, such as '{other}': they are of "
+                "different checkpoints, fetch them again"
+            )
+    tensors: list[Pieced] = []
+    for name in states[0]:
+        sources = [
+            LaidPart(path, stamp, name, state[name].laid)
+            for path, stamp, state in zip(paths, stamps, states, strict=True)
+        ]
+        tensors.append(_joined(name, [state[name] for state in states], sources, where))
+    note = f"{where}: the tensors of {counted(world, 'rank')} of FSDP were put together"
+    return PiecedFiles(where, files, tensors, note)
+
+
+def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], where: str) -> Pieced:
+    """A tensor of what each rank has of it."""
+    where = f"{where}: tensor '{name}'"
+    first = parts[0]
+    for part, source in zip(parts, sources, strict=True):
+        alike = (part.shape, part.laid.dtype, part.dims) == (
+            first.shape,
+            first.laid.dtype,
+            first.dims,
+        )
+        if not alike or len(part.place) != len(first.place):
+            raise CheckpointError(
+                f"{where} has another shape, dtype or sharding in {source.path.name} than in "
+                f"{sources[0].path.name}: the files are of different checkpoints, fetch them again"
+            )
+    header = TensorHeader(name, first.shape, first.laid.dtype)
+    if not first.place:
+        offsets = (0,) * len(first.shape)
+        return Pieced(header, [Piece(offsets, first.shape, _Copies(sources))])
+    mesh = [max(axis) + 1 for axis in zip(*(part.place for part in parts), strict=True)]
+    held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[LaidPart]] = defaultdict(list)
+    for part, source in zip(parts, sources, strict=True):
+        offsets, sizes = _box(part, mesh)
+        if sizes != part.laid.shape:
+            raise CheckpointError(
+                f"{where} of shape {list(part.shape)} has the local shape {list(part.laid.shape)} in "
+                f"{source.path.name}, where its sharding gives {list(sizes)}: {_NEXT}"
+            )
+        held[offsets, sizes].append(source)
+    # Ranks along a replicated axis have copies.
+    return Pieced(
+        header,
+        [Piece(*box, own[0] if len(own) == 1 else _Copies(own)) for box, own in held.items()],
+    )
+
+
+def _box(part: _Part, mesh: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a rank's part lies: each axis of the mesh divides what those before it left, as torch.chunk."""
+    offsets, sizes = [0] * len(part.shape), list(part.shape)
+    for place, count, dim in zip(part.place, mesh, part.dims, strict=True):
+        if dim is None:
+            continue
+        step = -(-sizes[dim] // count)
+        start = min(place * step, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def _parts(path: Path) -> dict[str, _Part]:
+    """What a rank's file has of each tensor."""
+    records = load_records(path)
+    if not isinstance(records, Mapping) or not records:
+        raise CheckpointError(f"{path} holds no state dict: fetch it again, or {_NEXT}")
+    state = cast("Mapping[object, object]", records)
+    if len(state) > MAX_TENSORS:
+        raise CheckpointError(
+            f"{path} has {len(state)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
+        )
+    found: dict[str, _Part] = {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{path} has the key {shorten(name)}: tensors are named by strings"
+            )
+        where = f"{path}: tensor {shorten(name)}"
+        check_name(name, where)
+        found[name] = (
+            _Part(value, value.shape) if isinstance(value, Laid) else _dtensor(value, where)
+        )
+    return found
+
+
+def _dtensor(value: object, where: str) -> _Part:
+    """A DTensor, which is pickled as a call of (function, class, (class, dtype, shape, …), attributes)."""
+    args: list[object] = list(value.args) if isinstance(value, Inert) else []
+    kind = kind_of(args[1]) if len(args) == 4 else kind_of(value)
+    if kind != "DTensor" or len(args) != 4:
+        raise CheckpointError(f"{where} is a {kind}, and neither a tensor nor a DTensor: {_NEXT}")
+    about, state = listed(args[2]), attributes(args[3])
+    local, spec = state.get("_local_tensor"), attributes(state.get("_spec"))
+    place = numbers(attributes(spec.get("mesh")).get("_coordinate_on_dim"))
+    placements = spec.get("placements")
+    shape = numbers(about[2]) if len(about) > 2 else None
+    if not isinstance(local, Laid) or shape is None or place is None:
+        raise CheckpointError(
+            f"{where} is a DTensor that has no shape, mesh or local part: {_NEXT}"
+        )
+    dims = tuple(_dim(one, shape, where) for one in listed(placements))
+    if not dims or len(dims) != len(place) or len(local.shape) != len(shape):
+        raise CheckpointError(
+            f"{where} is a DTensor with {counted(len(dims), 'placement')} over {len(place)} axes, and "
+            f" a local part of shape {list(local.shape)} of {list(shape)}: {_NEXT}"
+        )
+    return _Part(local, shape, place, dims)
+
+
+def _dim(placement: object, shape: Sequence[int], where: str) -> int | None:
+    """The axis that a placement shards; None: every rank has all of it."""
+    kind = kind_of(placement)
+    if kind == "Replicate":
+        return None
+    dim = attributes(placement).get("dim")
+    if kind != "Shard" or type(dim) is not int or not 0 <= dim < len(shape):
+        said = f"Shard({shorten(dim)})" if kind == "Shard" else kind
+        raise CheckpointError(
+            f"{where} of shape {list(shape)} has the placement {said}, and Shard of one of its axes and "
+            f"Replicate are read: {_NEXT}"
+        )
+    return dim
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

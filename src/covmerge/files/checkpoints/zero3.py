@@ -1,0 +1,278 @@
+"""Folders of DeepSpeed's ZeRO-3, which has every parameter divided among the ranks.
+
+    latest                                      names the folder of the last step, global_step500
+    global_step500/                             has of each rank
+        zero_pp_rank_0_mp_rank_00_model_states.pt       shapes, buffers, parts of frozen parameters
+        bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt  parts of the others, in float32
+
+A parameter is flattened, padded to a multiple of the ranks and cut into equal parts. A rank has its parts
+one after another in `fp32_flat_groups`. The files are read as records (`unpickler.py`): nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.text import counted
+from covmerge.base.threads import ThreadPool
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.laid import Laid
+from covmerge.files.checkpoints.layout import MAX_TENSORS
+from covmerge.files.checkpoints.pickled import load_records
+from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
+from covmerge.files.checkpoints.records import LaidPart, listed, numbers
+from covmerge.files.stores.paths import check_bare
+from covmerge.files.stores.store import Store, StoredFile, child, stamp_of
+
+_LATEST = "latest"
+_STEP = re.compile(r"global_step[0-9]+", re.ASCII)
+_FILE = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<parallel>[0-9]{1,6})_"
+    r"(?P<kind>model|optim)_states\.pt",
+    re.ASCII,
+)
+_NEXT = (
+    "gather it with the checkpoint's own script: python zero_to_fp32.py FOLDER NEW, and pass NEW"
+)
+_AT_ONCE = 4
+_MAX_TAG = 200
+
+_Group = Sequence[tuple[int, LaidPart]]  # a rank's flat tensors, and where each begins
+
+
+def open_zero3(store: Store, names: Collection[str]) -> PiecedFiles | None:
+    """Open such a folder, or one that has one; None where it is none.
+
+    Raises:
+        CheckpointError: a rank's file is missing or damaged, or it is divided in another way.
+    """
+    found = _step_folder(store, names)
+    if found is None:
+        return None
+    store, matches = found
+    where = str(store)
+    if any(int(match["parallel"]) for match in matches):
+        raise CheckpointError(
+            f"{where} is of a training with tensor parallelism ({matches[0].string}), whose parts are of "
+            "other shapes: load it where it was trained, and save the model there"
+        )
+    held = {(match["kind"], int(match["rank"])): match.string for match in matches}
+    world = 1 + max(rank for _, rank in held)
+    missing = [
+        (kind, n) for kind in ("model", "optim") for n in range(world) if (kind, n) not in held
+    ]
+    if missing:
+        kind, rank = missing[0]
+        raise CheckpointError(
+            f"{where} has no *_rank_{rank}_mp_rank_00_{kind}_states.pt: fetch the missing files, as "
+            "every rank has a part of the model"
+        )
+    models, optims = (
+        [child(store, held[kind, rank]) for rank in range(world)] for kind in ("model", "optim")
+    )
+    with ThreadPool(_AT_ONCE) as pool:
+        records = list(pool.map(load_records, [file.path for file in (*models, *optims)]))
+    states = [_mapping(one, str(file)) for one, file in zip(records, models, strict=False)]
+    groups = [
+        _flat_groups(one, file, world) for one, file in zip(records[world:], optims, strict=True)
+    ]
+    tensors = [
+        *_buffers(states[0], models[0]),
+        *_frozen(states, models),
+        *_trained(states, models, groups),
+    ]
+    tensors += _shared(states[0], tensors, models[0])
+    if len({one.header.name for one in tensors}) < len(tensors) or len(tensors) > MAX_TENSORS:
+        raise CheckpointError(f"{where} has two tensors of one name, or far too many: {_NEXT}")
+    note = (
+        f"{where}: the parameters of {counted(world, 'rank')} of DeepSpeed's ZeRO-3 were put "
+        "together, those that were trained from the optimizer's weights in float32"
+    )
+    return PiecedFiles(where, [*models, *optims], tensors, note)
+
+
+def _step_folder(store: Store, names: Collection[str]) -> tuple[Store, list[re.Match[str]]] | None:
+    """The folder with the files of the ranks: this one, or the one that `latest` names."""
+    if matches := _of_ranks(names):
+        return store, matches
+    steps = [name for name in store.folders() if _STEP.fullmatch(name)]
+    if _LATEST in names:
+        file = StoredFile(store, _LATEST)
+        tag = file.read(_MAX_TAG).decode(errors="replace").strip()
+        if tag not in store.folders():
+            return None
+        check_bare(tag, str(file))
+        steps = [tag]
+    if len(steps) != 1:
+        return None
+    if store.folder is not None:
+        store.check(steps[0])
+    inner = store.inside(steps[0])
+    matches = _of_ranks(inner.names())
+    return (inner, matches) if matches else None
+
+
+def _of_ranks(names: Collection[str]) -> list[re.Match[str]]:
+    """The files of ZeRO-3: of its earlier stages model_states has no rank in its name."""
+    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    return matches if any(match["kind"] == "model" for match in matches) else []
+
+
+def _flat_groups(record: object, file: StoredFile, world: int) -> _Group:
+    """The flat tensors of a rank's trained parameters, one after another."""
+    where = str(file)
+    state = _mapping(_mapping(record, where).get("optimizer_state_dict"), where)
+    if state.get("partition_count") != world:
+        raise CheckpointError(
+            f"{where} is of {shorten(state.get('partition_count'))} ranks, and the folder has files of "
+            f"{world}: files are missing, or of different checkpoints, fetch them again"
+        )
+    found: list[tuple[int, LaidPart]] = []
+    reached = 0
+    for index, one in enumerate(listed(state.get("fp32_flat_groups"))):
+        laid = _laid(one, f"{where}: fp32_flat_groups[{index}]")
+        found.append((reached, _part(file, f"fp32_flat_groups[{index}]", laid)))
+        reached += laid.shape[0]
+    size, *_ = file.stamp()
+    if 4 * reached > size or any(part.laid.dtype != torch.float32 for _, part in found):
+        raise CheckpointError(
+            f"{where} has {reached} numbers in fp32_flat_groups, and {size} bytes: they are not in "
+            f"float32, or share their bytes, {_NEXT}"
+        )
+    return found
+
+
+def _trained(
+    states: Sequence[Mapping[object, object]], files: Sequence[StoredFile], groups: Sequence[_Group]
+) -> Iterator[Pieced]:
+    """The trained parameters, in the order in which the ranks' parts lie."""
+    shapes = [_shapes(one, str(files[0])) for one in listed(states[0].get("param_shapes"))]
+    for state, file in zip(states[1:], files[1:], strict=True):
+        if shapes != [_shapes(one, str(file)) for one in listed(state.get("param_shapes"))]:
+            raise CheckpointError(
+                f"{file} has other parameters or shapes than {files[0].name}: they are of different "
+                "checkpoints, fetch them again"
+            )
+    world, start = len(states), 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        size = -(-math.prod(shape) // world)
+        pieces = [
+            piece
+            for rank, group in enumerate(groups)
+            for piece in _cut(group, start, size, rank * size, math.prod(shape))
+        ]
+        yield Pieced(TensorHeader(name, shape, torch.float32), pieces, flat=True)
+        start += size
+    for group, file in zip(groups, files, strict=True):  # the padding too
+        held = sum(part.laid.shape[0] for _, part in group)
+        if held != start:
+            raise CheckpointError(
+                f"{file} names parameters of {start} numbers a rank, and fp32_flat_groups of the same rank "
+                f"have {held}: {_NEXT}"
+            )
+
+
+def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[Piece]:
+    """Pieces of a rank's flat tensors from `start` on: numbers of a tensor of `whole` from `at` on."""
+    stop = start + min(size, max(0, whole - at))  # what is beyond is padding
+    for first, part in group:
+        begin, end = max(start, first), min(stop, first + part.laid.shape[0])
+        if begin < end:
+            yield Piece(
+                (at + begin - start,), (end - begin,), part.within(begin - first, end - first)
+            )
+
+
+def _frozen(
+    states: Sequence[Mapping[object, object]], files: Sequence[StoredFile]
+) -> Iterator[Pieced]:
+    """Parameters that were not trained, in the dtype of the model."""
+    shapes = _shapes(states[0].get("frozen_param_shapes") or {}, str(files[0]))
+    for name, shape in shapes.items():
+        whole, pieces, at = math.prod(shape), list[Piece](), 0
+        dtype = torch.float32
+        for state, file in zip(states, files, strict=True):
+            where = f"{file}: frozen_param_fragments"
+            laid = _laid(_mapping(state.get("frozen_param_fragments"), where).get(name), where)
+            if pieces and laid.dtype != dtype:
+                raise CheckpointError(
+                    f"{where}: '{name}' has another dtype than on rank 0: {_NEXT}"
+                )
+            dtype = laid.dtype
+            taken = min(laid.shape[0], whole - at)
+            if taken:
+                pieces.append(Piece((at,), (taken,), _part(file, name, laid).within(0, taken)))
+            at += taken
+        yield Pieced(TensorHeader(name, shape, dtype), pieces, flat=True)
+
+
+def _buffers(state: Mapping[object, object], file: StoredFile) -> Iterator[Pieced]:
+    """Buffers, which every rank has whole: those of rank 0, as DeepSpeed's own script takes them."""
+    module = _mapping(state.get("module"), f"{file}: module")
+    for name in listed(state.get("buffer_names")):
+        value = module.get(name)
+        if isinstance(name, str) and value is None:
+            continue  # not persistent
+        checked = _name(name, str(file))
+        laid = _laid(value, f"{file}: '{checked}'", axes=None)
+        header = TensorHeader(checked, laid.shape, laid.dtype)
+        offsets = (0,) * len(laid.shape)
+        yield Pieced(header, [Piece(offsets, laid.shape, _part(file, checked, laid))])
+
+
+def _shared(
+    state: Mapping[object, object], tensors: Sequence[Pieced], file: StoredFile
+) -> list[Pieced]:
+    """Parameters that are others under a second name."""
+    known = {tensor.header.name: tensor for tensor in tensors}
+    found: list[Pieced] = []
+    for name, other in _mapping(state.get("shared_params") or {}, f"{file}: shared_params").items():
+        if isinstance(other, str) and other in known:
+            own = _name(name, str(file))
+            tensor = known[other]
+            header = TensorHeader(own, tensor.header.shape, tensor.header.dtype)
+            found.append(Pieced(header, tensor.pieces, tensor.flat))
+    return found
+
+
+def _part(file: StoredFile, name: str, laid: Laid) -> LaidPart:
+    return LaidPart(file.path, stamp_of(file.path.stat()), name, laid)
+
+
+def _laid(value: object, where: str, axes: int | None = 1) -> Laid:
+    if not isinstance(value, Laid) or (axes is not None and len(value.shape) != axes):
+        raise CheckpointError(f"{where} holds no flat tensor where ZeRO-3 has one: {_NEXT}")
+    return value
+
+
+def _shapes(value: object, where: str) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, sizes in _mapping(value, f"{where}: param_shapes").items():
+        shape = numbers(sizes)
+        if shape is None or math.prod(max(1, n) for n in shape) >= 2**60:
+            raise CheckpointError(
+                f"{where} has the shape {shorten(sizes)} of {shorten(name)}: {_NEXT}"
+            )
+        found[_name(name, where)] = shape
+    return found
+
+
+def _name(name: object, where: str) -> str:
+    if not isinstance(name, str):
+        raise CheckpointError(f"{where} has the key {shorten(name)}: tensors are named by strings")
+    check_name(name, f"{where}: tensor {shorten(name)}")
+    return name
+
+
+def _mapping(value: object, where: str) -> Mapping[object, object]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where} holds no dict where ZeRO-3 has one: {_NEXT}")
+    return cast("Mapping[object, object]", value)
