@@ -6,7 +6,6 @@ room for its stack and for nothing else, the thread ends before that, and `start
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,10 +68,10 @@ class ThreadPool(ThreadPoolExecutor):
 
 
 def _check_room() -> None:
-    if sys.platform == "win32":  # has no such limit
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
         return
-    import resource
-
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most == resource.RLIM_INFINITY:
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, LowRank
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm, qr
-from covmerge.maths.linalg.spectral import leading_svd
+from covmerge.maths.linalg.spectral import EXACT, leading_svd
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.registry import Laws, Reference
 from covmerge.maths.methods.resolution import resolution
@@ -130,6 +130,8 @@ def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
     k = max(1, int(core * min(group.shape)))
     parts = [leading_svd(group.base, k, rtol=known.rtol).right]
     for update, error in zip(group.updates, known.rounding, strict=True):
+        # An update that is no larger than the rounding of its file is what the expert changed all the same.
+        error = error if error.edge < norm(update) else EXACT
         parts.append(leading_svd(update, own, rtol=known.rtol, rounding=error).right)
     frame, coordinates = qr(torch.cat(parts).to(torch.float64).mT)
     anchored, *rewritten = torch.split(coordinates, [len(part) for part in parts], dim=1)
