@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
+
+from covmerge.base.threads import ThreadPool
 
 # In a process of its own, as the room that is left hangs on what the process has mapped.
 TRIAL = """
@@ -46,3 +50,14 @@ def test_a_thread_starts_or_says_that_it_cannot(start):
         check=False,
     )
     assert ran.stdout == "{1} 0\n", ran.stderr
+
+
+def test_a_pool_that_nobody_has_any_more_ends_its_threads():
+    pool = ThreadPool(1, "alone")
+    pool.submit(int).result()
+    (thread,) = (one for one in threading.enumerate() if one.name.startswith("alone"))
+    kept = weakref.ref(pool)
+    del pool
+    assert kept() is None
+    thread.join(10)
+    assert not thread.is_alive()

@@ -51,10 +51,13 @@ class ThreadPool(ThreadPoolExecutor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        self._count, self._begun = max_workers, 0
+        begun: list[None] = []
+        self._count, self._begun = max_workers, begun
 
+        # It must not hold the pool: one that nobody has any more ends its threads as it goes, also where
+        # Ctrl-C came while a thread started.
         def begin() -> None:
-            self._begun += 1
+            begun.append(None)
             if initializer is not None:
                 initializer(*initargs)
 
@@ -62,7 +65,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Have one of the threads call a function."""
-        if self._begun < self._count:
+        if len(self._begun) < self._count:
             _check_room()
         return super().submit(fn, *args, **kwargs)
 
