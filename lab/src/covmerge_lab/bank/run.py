@@ -98,8 +98,9 @@ def scored(cache: Path, parts: Parts) -> list[dict[str, Any]]:
 
 
 def write(sets: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write scored sets, a line each."""
-    path.write_text("".join(f"{json.dumps(_rounded(scored))}\n" for scored in sets))
+    """Write scored sets, a line each. Refusals lose their messages, which name folders of a machine."""
+    named = ({**scored, "refused": sorted(scored.get("refused", ()))} for scored in sets)
+    path.write_text("".join(f"{json.dumps(_rounded(scored))}\n" for scored in named))
 
 
 def read(path: Path, parts: Parts) -> list[dict[str, Any]]:
