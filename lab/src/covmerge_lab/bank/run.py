@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab import training
 from covmerge_lab.bank import (
+    What,
     bases,
     candidates,
     cards,
@@ -28,7 +29,6 @@ from covmerge_lab.bank.cards import Card
 from covmerge_lab.workers import Job, OnProgress, Workers
 
 Parts = Sequence[str]
-What = Literal["methods", "candidates", "constants", "inputs", "halves"]
 
 
 def chosen(parts: Parts) -> tuple[Card, ...]:

@@ -140,7 +140,8 @@ def by_halves(sets: Sequence[Scored]) -> str:
     regrets: dict[str, list[tuple[str, float]]] = {}
     for scored in kept:
         found = {
-            name: [fmean(model[e][half] for e in counted(scored)) for half in (0, 1)]
+            # Equal ones are equal also where scores were stored with six digits.
+            name: [round(fmean(model[e][half] for e in counted(scored)), 5) for half in (0, 1)]
             for name, model in scored["halves"].items()
             if not is_candidate(name)
         }

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from covmerge.front.cli import options
+from covmerge_lab.bank import What
 
 
 def bank(
@@ -20,7 +21,7 @@ def bank(
         typer.Option(help="design, validation, sealed, later, or a base; may be given again."),
     ] = None,
     what: Annotated[
-        Literal["methods", "candidates", "constants", "inputs", "halves"],
+        What,
         typer.Option(
             help="Score data-free methods, candidates for a default, auto with other constants, "
             "methods with inputs of each task, or kept merges on halves of the examples."

@@ -206,7 +206,7 @@ def _dtensor(value: object, where: str) -> _Part:
     if not dims or len(dims) != len(place) or len(local.shape) != len(shape):
         raise CheckpointError(
             f"{where} is a DTensor with {counted(len(dims), 'placement')} over {len(place)} axes, and "
-            f" a local part of shape {list(local.shape)} of {list(shape)}: {_NEXT}"
+            f"a local part of shape {list(local.shape)} of {list(shape)}: {_NEXT}"
         )
     return _Part(local, shape, place, dims)
 

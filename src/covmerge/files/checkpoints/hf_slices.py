@@ -70,7 +70,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
     ]
     note = (
         f"{where}: {counted(len(files), 'file')} of torch.distributed.checkpoint were put together "
-        f"by {_KEY}"
+        f"by {_KEY}, which has no full shapes: without the last rank's file a tensor is shorter"
     )
     return PiecedFiles(where, files, tensors, note)
 

@@ -16,7 +16,7 @@ from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.base import copy_rows, find_header
 from covmerge.files.checkpoints.layer_count import layer_count
 from covmerge.files.checkpoints.view import View
-from covmerge.plan.moe.forms import FORMS, MLP, Form
+from covmerge.plan.moe.architectures import ARCHITECTURES, MLP, Architecture
 from covmerge.plan.moe.gates import EMBEDDING, gates_of, warnings_of
 from covmerge.plan.recipe.moe import Mixture
 
@@ -26,19 +26,19 @@ class MixtureView(View):
 
     Args:
         stored: the checkpoint.
-        form: of the mixture.
+        architecture: of the mixture.
         gates: `(layers, experts, hidden)`, of all routers.
         per_token: experts that a token is given to.
         notes: what there is to say of the mixture.
 
     Raises:
-        InputError: it is of no architecture that the form holds.
+        InputError: it is of no architecture that the architecture holds.
     """
 
     def __init__(
         self,
         stored: Checkpoint,
-        form: Form,
+        architecture: Architecture,
         gates: Tensor,
         per_token: int,
         notes: Sequence[str] = (),
@@ -49,10 +49,10 @@ class MixtureView(View):
         self._gates = gates
         self.config: Mapping[str, Any] | None = None
         if stored.config is not None:
-            self.config = form.config(stored.config, gates.shape[1], per_token)
+            self.config = architecture.config(stored.config, gates.shape[1], per_token)
         self._names: dict[str, str | int] = {}  # in the checkpoint, or the layer of a router
         headers: dict[str, TensorHeader] = {}
-        for name, place, header in self._mixed(form):
+        for name, place, header in self._mixed(architecture):
             self._names[name] = place
             headers[name] = replace(header, name=name)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
@@ -65,7 +65,7 @@ class MixtureView(View):
             return self._stored.read(place, rows)
         return copy_rows(self._gates[place].to(header.dtype), rows)
 
-    def _mixed(self, form: Form) -> Iterator[tuple[str, str | int, TensorHeader]]:
+    def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, str | int, TensorHeader]]:
         _, count, hidden = self._gates.shape
         for own, header in self._stored.headers.items():
             found = MLP.fullmatch(own)
@@ -73,21 +73,22 @@ class MixtureView(View):
                 if ".mlp." in own:
                     raise InputError(
                         f"{self.source} has '{own}', and an expert of a mixture has "
-                        f"{some(form.parts)} alone: this model cannot become one"
+                        f"{some(architecture.parts)} alone: this model cannot become one"
                     )
                 yield own, own, header
                 continue
             layer, part = found["layer"], found["part"]
-            if part not in form.parts:
+            if part not in architecture.parts:
                 raise InputError(
-                    f"{self.source} has '{own}', and an expert of a mixture has {some(form.parts)} alone"
+                    f"{self.source} has '{own}', and an expert of a mixture has "
+                    f"{some(architecture.parts)} alone"
                 )
-            if part == next(iter(form.parts)):
+            if part == next(iter(architecture.parts)):
                 shape = (count, hidden)
                 number = int(layer.rpartition(".")[2])
-                yield form.gate(layer), number, replace(header, shape=shape)
+                yield architecture.gate(layer), number, replace(header, shape=shape)
             for index in range(count):
-                yield form.expert(layer, index, part), own, header
+                yield architecture.expert(layer, index, part), own, header
 
 
 def config_of_mixture(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -110,7 +111,7 @@ def mixed(
     """
     if moe is None or isinstance(sources[None], MixtureView):
         return sources
-    form, base = FORMS[moe.form], sources[None]
+    architecture, base = ARCHITECTURES[moe.architecture], sources[None]
     for name, source in sources.items():
         if isinstance(source, AdapterCheckpoint):
             raise InputError(
@@ -121,7 +122,7 @@ def mixed(
     if layers is None or EMBEDDING not in base.headers:
         raise InputError(
             f"{base.source} lacks a config.json with the number of layers, or '{EMBEDDING}': a mixture is "
-            f"made of models of {' or '.join(form.bases)}"
+            f"made of models of {' or '.join(architecture.bases)}"
         )
     found = {int(m["layer"].rpartition(".")[2]) for n in base.headers if (m := MLP.fullmatch(n))}
     if found != set(range(layers)):
@@ -132,6 +133,6 @@ def mixed(
     gates = gates_of(moe, experts, base, layers)
     notes = warnings_of(gates)
     return {
-        name: MixtureView(source, form, gates, moe.experts_per_token, () if name else notes)
+        name: MixtureView(source, architecture, gates, moe.experts_per_token, () if name else notes)
         for name, source in sources.items()
     }

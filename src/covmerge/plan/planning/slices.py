@@ -14,7 +14,7 @@ from covmerge.files.tensors import (
     relative_depth,
     relative_depths,
 )
-from covmerge.plan.moe import FORMS
+from covmerge.plan.moe import ARCHITECTURES
 from covmerge.plan.recipe import Mixture, Slice
 
 
@@ -51,7 +51,7 @@ class Layers:
     def __init__(
         self, slices: Sequence[Slice], names: Iterable[str], moe: Mixture | None = None
     ) -> None:
-        self._form = None if moe is None else FORMS[moe.form]
+        self._mixture = None if moe is None else ARCHITECTURES[moe.architecture]
         self._slices = slices
         self._places = [(own, place) for own in slices for place in range(own.length)]
         self._depths = {} if slices else relative_depths(names)
@@ -75,11 +75,11 @@ class Layers:
 
     def routed(self, name: str) -> int | None:
         """Return the number of the expert whose MLP a tensor of a mixture is part of; None: of none."""
-        return None if self._form is None else self._form.index(name)
+        return None if self._mixture is None else self._mixture.index(name)
 
     def is_router(self, name: str) -> bool:
         """Whether a tensor is a router of the mixture that the experts become."""
-        return self._form is not None and name.endswith(f".{self._form.block}.gate.weight")
+        return self._mixture is not None and name.endswith(f".{self._mixture.block}.gate.weight")
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""

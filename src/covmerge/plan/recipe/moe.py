@@ -27,9 +27,9 @@ class Prompts(StrictModel):
 class Mixture(StrictModel):
     """The experts become the routed experts of one mixture-of-experts model."""
 
-    form: Literal["mixtral"] = Field(
+    architecture: Literal["mixtral"] = Field(
         default="mixtral",
-        description="Architecture of the output: `mixtral`, from a Llama or Mistral base.",
+        description="Of the output: `mixtral`, from a Llama or Mistral base.",
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "

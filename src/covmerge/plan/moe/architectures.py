@@ -14,7 +14,7 @@ MLP = re.compile(r"(?P<layer>model\.layers\.\d+)\.mlp\.(?P<part>\w+)\.weight")
 
 
 @dataclass(frozen=True)
-class Form:
+class Architecture:
     """An architecture.
 
     Attributes:
@@ -92,9 +92,9 @@ def _said(base: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-FORMS: Mapping[str, Form] = MappingProxyType(
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "mixtral": Form(
+        "mixtral": Architecture(
             bases=("llama", "mistral"),
             block="block_sparse_moe",
             parts={"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
