@@ -25,11 +25,7 @@ from covmerge.files.tensors import stack_order, undone_ties
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.moe import config_of_mixture
-from covmerge.plan.planning import (
-    AdapterFactors,
-    AdapterTensor,
-    Plan,
-)
+from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
 from covmerge.run.alike import alike_by_content
@@ -211,8 +207,8 @@ class OutputFiles:
         return [
             write_adapter_config(
                 self._store,
-                [form.place for form in forms if isinstance(form, AdapterFactors)],
-                [form.place for form in forms if isinstance(form, AdapterTensor)],
+                [form.adapted for form in forms if form.adapted is not None],
+                [form.whole for form in forms if form.whole is not None],
                 self._plan.parameters,
                 [adapter.adapter_config for adapter in self._adapters],
                 self._checkpoints.base,

@@ -8,6 +8,7 @@ rules    role and name rules resolved to one action a tensor
 slices   sources as the recipe's slices see them, and in which slice a tensor lies
 varied   parameters that differ from tensor to tensor, by depth or by name
 operands, operations, forms   what work reads, what is done with it, what it becomes
+packed_form, factors_form   a tensor in a quantised format, and as the factors of an adapter
 work     a tensor of the output, and the row ranges that are worked on as a whole
 build    the plan: tensors, work items with bytes and FLOPs, totals
 """
@@ -18,13 +19,12 @@ from covmerge.plan.planning.data import Statistics
 from covmerge.plan.planning.forms import (
     MODEL,
     STEM,
-    AdapterFactors,
-    AdapterTensor,
     Form,
     ModelTensor,
-    PackedTensor,
     Place,
+    Result,
     Unwritten,
+    as_output,
     head_part,
     mask_part,
 )
@@ -41,8 +41,6 @@ __all__ = [
     "MERGED",
     "MODEL",
     "STEM",
-    "AdapterFactors",
-    "AdapterTensor",
     "Copy",
     "Count",
     "Form",
@@ -52,15 +50,16 @@ __all__ = [
     "ModelTensor",
     "Operand",
     "Operation",
-    "PackedTensor",
     "Place",
     "Plan",
+    "Result",
     "Settings",
     "Statistics",
     "Survey",
     "TensorPlan",
     "Unwritten",
     "WorkItem",
+    "as_output",
     "build_plan",
     "build_plans",
     "expert_key",

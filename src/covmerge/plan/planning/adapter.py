@@ -21,7 +21,8 @@ from covmerge.files.checkpoints.adapter_layout import (
     WholeTensor,
 )
 from covmerge.plan.planning.adapter_names import Naming, naming_of
-from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
+from covmerge.plan.planning.factors_form import AdapterFactors
+from covmerge.plan.planning.forms import AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.lora_names import LoraNames
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.serving import who_loads_it
@@ -129,7 +130,7 @@ def _is_compared(tensor: TensorPlan) -> bool:
 
 def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:
     """The base's rows are asked for where they are in the result, or updates are differences to them."""
-    needed = isinstance(form, AdapterTensor) or own is None or own.needs_base
+    needed = form.holds_weights or own is None or own.needs_base
     return replace(tensor, form=form, base=tensor.base if needed else None)
 
 

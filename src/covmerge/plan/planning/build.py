@@ -37,13 +37,7 @@ from covmerge.plan.planning.data import (
     find_statistics,
     notes_on_unread_statistics,
 )
-from covmerge.plan.planning.forms import (
-    AdapterFactors,
-    ModelTensor,
-    PackedTensor,
-    Unwritten,
-    head_part,
-)
+from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
 from covmerge.plan.planning.lora_names import form_of
 from covmerge.plan.planning.mergekit import as_mergekit
 from covmerge.plan.planning.operands import BASE, Operand, expert_key
@@ -66,9 +60,6 @@ from covmerge.plan.recipe.varied import patterns_in
 BLOCK_ELEMENTS = 1 * 2**20
 # Of these as many are merged at once as stay in the cache, with all their temporaries.
 _PART_ELEMENTS = 2**18
-# What rounding and reading back a piece of a packed tensor takes, and a number of it.
-_PACKING = 64 * 2**20
-_OF_A_NUMBER = 32
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
@@ -504,20 +495,15 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
 
 def _step(together: Sequence[TensorPlan]) -> int | None:
     """How many rows of a tensor are written together, by all plans; None: all of them."""
-    forms = [tensor.form for tensor in together]
-    steps = [form.packing.step for form in forms if isinstance(form, PackedTensor)]
+    steps = [tensor.form.rows_together for tensor in together]
     return None if None in steps else lcm(*filter(None, steps))
 
 
 def _row_ranges(
     tensor: TensorPlan, elements: int, whole: bool, step: int | None
 ) -> Iterator[range | None]:
-    """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it.
-
-    What an adapter has of a tensor is one piece.
-    """
-    by_rows = isinstance(tensor.form, ModelTensor | PackedTensor | Unwritten)
-    if not by_rows or step is None:
+    """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it."""
+    if step is None:
         yield range(tensor.output.shape[0]) if tensor.output.shape else None
         return
     action, shape = tensor.operation, tensor.output.shape
@@ -546,11 +532,10 @@ def _work_items(
 ) -> Iterator[WorkItem]:
     """The work on a tensor; what as many rows take is found once, as a large model has 10⁵ items."""
     known: dict[int, WorkItem] = {}
-    packed = isinstance(tensor.form, PackedTensor)  # what is written depends on which rows they are
     for rows in ranges:
-        alike = None if rows is None or packed else known.get(len(rows))
+        alike = None if rows is None else known.get(len(rows))
         if alike is not None:
-            yield replace(alike, rows=rows)
+            yield replace(alike, rows=rows, write_bytes=tensor.written_bytes(rows))
             continue
         item = _work_item(draft, tensor, rows, models, statistics, alone)
         if rows is not None:
@@ -579,7 +564,7 @@ def _work_item(
     ]
     raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
     if isinstance(tensor.operation, Copy):
-        space = _packing_space(tensor, numel, itemsize)
+        space = tensor.form.workspace(numel, itemsize)
         read = raw if tensor.operation.compared else stored
         return WorkItem(tensor, rows, read, write, workspace=space, flops=0.0)
 
@@ -591,7 +576,7 @@ def _work_item(
     method = tensor.operation.procedure
     layout = tensor.operation.layout
     dense = not any(name in models[expert].low_rank for expert, name in present)
-    at_once = _rows_at_once(tensor.operation, shape) if alone and dense else None
+    at_once = _rows_at_once(tensor, tensor.operation, shape) if alone and dense else None
     overview = at_once is None and alone and dense and _looks_over(tensor, shape)
     if overview:
         at_once = _rows_of_a_part(shape)
@@ -601,7 +586,8 @@ def _work_item(
     else:
         shapes = list(matrix_shapes(shape, layout))
     cost_of = cost_with(method, method.cost, tensor.operation.parameters)
-    costs = [cost_of(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
+    encoding = tensor.form.cost
+    costs = [cost_of(*own, count, itemsize) + encoding(*own, itemsize) for own in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
@@ -613,11 +599,6 @@ def _work_item(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
-    if isinstance(tensor.form, AdapterFactors):
-        costs = [
-            cost + svd_cost(*shape, tensor.form.place.rank, itemsize)
-            for cost, shape in zip(costs, shapes, strict=True)
-        ]
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
     if overview:
         assert method.overview is not None
@@ -633,7 +614,7 @@ def _work_item(
         rows,
         read_bytes=raw,
         write_bytes=write,
-        workspace=workspace + _packing_space(tensor, numel, itemsize),
+        workspace=workspace + tensor.form.workspace(numel, itemsize),
         flops=(1 + again) * sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
         eigen_flops=sum(cost.eigen for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
@@ -659,15 +640,6 @@ def _looked_at(tensor: TensorPlan, stored: int, models: Mapping[str, Model], num
         method.overview.looks(method.for_experts(given, experts, [expert])) * (stored + size)
         for expert, size in own.items()
     )
-
-
-def _packing_space(tensor: TensorPlan, numel: int, itemsize: int) -> int:
-    """Bytes that packing some rows takes: the exact ones, in float32 too, and a piece of them."""
-    if not isinstance(tensor.form, PackedTensor):
-        return 0
-    single = torch.float32.itemsize
-    exact = itemsize + (single if itemsize > single else 0)
-    return numel * exact + min(_PACKING, numel * _OF_A_NUMBER)
 
 
 def _thin_item(
@@ -701,12 +673,12 @@ def _thin_item(
     )
 
 
-def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
+def _rows_at_once(tensor: TensorPlan, action: Merge, shape: tuple[int, ...]) -> int | None:
     """Rows of an elementwise merge that are worked on together; None: all of them."""
     method = action.procedure
     by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
     # What a method says of its masks is of a whole item.
-    if not by_rows or not shape or action.writes_masks:
+    if not by_rows or not shape or action.writes_masks or not tensor.form.in_parts:
         return None
     return _rows_of_a_part(shape)
 
@@ -723,7 +695,8 @@ def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
         and (look := merge.procedure.overview) is not None
         and look.applies(merge.parameters)
         and merge.procedure.unit_for(merge.parameters) == "tensor"
-        and isinstance(tensor.form, ModelTensor)
+        and tensor.form.in_parts
+        and not tensor.form.format
         and not merge.writes_masks
         and len(shape) > 1
         and prod(shape) > BLOCK_ELEMENTS
@@ -744,7 +717,7 @@ def _step_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
-    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
+    if any(tensor.form.masks for tensor in tensors):
         yield (
             "the merged weights alone serve no task: each expert's model is made of them, its mask and "
             "its factor by covmerge.load_expert(OUT, EXPERT, BASE)"

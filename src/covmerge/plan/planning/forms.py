@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from covmerge.base.types import TensorHeader
+from covmerge.base.errors import TensorError
+from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
-from covmerge.files.quantised import Packing
+from covmerge.maths.linalg.auto import Cost
+from covmerge.maths.linalg.bits import pack
+from covmerge.maths.linalg.stored import stored_as
 
 MODEL = ""  # the part of an output that its weights are
 STEM = "model"  # of the names of a module's files
@@ -25,122 +29,267 @@ class Place:
     Attributes:
         part: the files that it lies in: `MODEL`, or the name of one file beside the weights, without
             its suffix.
-        tensor: its name there.
+        header: of the stored tensor.
         rows: None for the whole.
     """
 
     part: str
-    tensor: str
+    header: TensorHeader
     rows: range | None = None
 
+    @property
+    def tensor(self) -> str:
+        """Its name there."""
+        return self.header.name
 
-class Form(Protocol):
-    """An encoding."""
-
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        """Return what a tensor is stored as, by part."""
-        ...
-
-    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """Return where some rows of it lie."""
-        ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+        return self.header.nbytes if self.rows is None else self.header.nbytes_of(self.rows)
 
 
 @dataclass(frozen=True)
-class ModelTensor:
+class Result:
+    """What an item gave.
+
+    Attributes:
+        tensors: on the CPU, one for each of the item's places.
+        stats: sizes and squared norms, which add up over the items of a tensor, and the method's
+            diagnostics, a matrix.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+class MergedRows(Protocol):
+    """Merged rows, which a form asks for in the way that it stores them.
+
+    Attributes:
+        facts: what was measured of them, which each of the methods adds to.
+    """
+
+    facts: dict[str, Json]
+
+    def update(self) -> Tensor:
+        """Return ΔW in the dtype of the computation."""
+        ...
+
+    def exact(self) -> Tensor:
+        """Return W_0 + ΔW in the dtype of the computation."""
+        ...
+
+    def rounded(self) -> Tensor:
+        """Return W_0 + ΔW in the dtype of the output."""
+        ...
+
+    def factors(self, rank: int) -> tuple[LowRank, Tensor]:
+        """Return ΔW ≈ BA of a rank in the stored orientation, and all singular values."""
+        ...
+
+    def mask(self, expert: str) -> Tensor:
+        """Return the entries that are an expert's."""
+        ...
+
+    def failure(self, why: str) -> TensorError:
+        """Return the error of a result that is nothing to store."""
+        ...
+
+
+class Form:
+    """An encoding. What is said here holds unless a form says something else.
+
+    Attributes:
+        part: the part of the output that its weights are in; `MODEL` stands for the files of the tensor's
+            own module as well.
+        masks: the experts that have a mask of it.
+        format: the quantised format that it is packed in; "": it is plain.
+        holds_weights: whether it is W_0 + ΔW, and needs the base's rows.
+        in_parts: whether rows can be merged one after the other, and encoded at the end.
+    """
+
+    part: str = MODEL
+    masks: tuple[str, ...] = ()
+    format: str = ""
+    holds_weights: bool = True
+    in_parts: bool = True
+
+    @property
+    def rows_together(self) -> int | None:
+        """Rows that are written together; None: all of them."""
+        return 1
+
+    @property
+    def adapted(self) -> AdaptedTensor | None:
+        """What an adapter updates of it."""
+        return None
+
+    @property
+    def whole(self) -> WholeTensor | None:
+        """What an adapter holds whole of it."""
+        return None
+
+    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
+        """Return where some rows of a tensor lie."""
+        raise NotImplementedError
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        """Return merged rows in this form.
+
+        Raises:
+            TensorError: they are not finite, or do not fit the dtype that they are stored in.
+        """
+        raise NotImplementedError
+
+    def copied(
+        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
+    ) -> Result:
+        """Return rows of the base in this form.
+
+        Args:
+            base: the rows.
+            stored: what the base stores of them, if `read_stored` gave anything.
+            output: the tensor in the output.
+            rows: which rows they are.
+
+        Raises:
+            TensorError: as `encode`.
+        """
+        raise NotImplementedError
+
+    def completed(
+        self,
+        result: Result,
+        base: Tensor | None,
+        stored: tuple[Tensor, ...],
+        output: TensorHeader,
+        rows: range | None,
+    ) -> Result:
+        """Return what all rows of an item become, after each part of them was encoded."""
+        del base, stored, output, rows
+        return result
+
+    def read_stored(
+        self, read: Callable[[str, range | None], Tensor], rows: range | None
+    ) -> tuple[Tensor, ...]:
+        """Return what the base stores of some rows, where it stores them in the same way."""
+        del read, rows
+        return ()
+
+    def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
+        """Return what a reader of the output makes of exact rows, in the dtype that it reads."""
+        del rows
+        return exact.to(dtype)
+
+    def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
+        """Return the work of encoding one matrix."""
+        del d_out, d_in, itemsize
+        return Cost(0.0, 0)
+
+    def workspace(self, elements: int, itemsize: int) -> int:
+        """Return bytes that encoding so many elements takes beside their merge."""
+        del elements, itemsize
+        return 0
+
+
+@dataclass(frozen=True)
+class ModelTensor(Form):
     """The weights W_0 + ΔW in the output dtype, and beside them mask bits.
 
     Attributes:
-        part: where the weights lie; `MODEL` stands for the files of the tensor's own module as well.
+        part: see `Form`.
         masks: the experts that have a mask of it, an empty one where they have no part in it.
     """
 
     part: str = MODEL
     masks: tuple[str, ...] = ()
 
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        packed = packed_header(output)
-        part = self.part or module_part(output)
-        return {part: (output.as_stored,), **{mask_part(e): (packed,) for e in self.masks}}
-
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        beside = (Place(mask_part(expert), output.name, rows) for expert in self.masks)
         stored = output.as_stored
-        own = rows if stored.shape else None
-        return (Place(self.part or module_part(output), stored.name, own), *beside)
+        own = Place(self.part or module_part(output), stored, rows if stored.shape else None)
+        mask = packed_header(output)
+        return (own, *(Place(mask_part(expert), mask, rows) for expert in self.masks))
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        weights = rows.rounded()
+        masks = (pack(rows.mask(expert).cpu()) for expert in self.masks)
+        return Result((weights, *masks), rows.facts)
+
+    def copied(
+        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
+    ) -> Result:
+        return Result((as_output(output, base, "base's weights"),))
 
 
 @dataclass(frozen=True)
-class PackedTensor:
-    """The weights W_0 + ΔW rounded to a quantised format, in the tensors that it is stored as.
-
-    Attributes:
-        packing: how.
-        as_base: whether the base stores it in the same way, so that rows that nothing changed are its own.
-        format: its name, for who reads of it.
-    """
-
-    packing: Packing
-    as_base: bool
-    format: str
-
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        del output
-        return {MODEL: tuple(part.header for part in self.packing.parts)}
-
-    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        del output
-        held = filter(None, self.packing.held(rows))
-        return tuple(Place(MODEL, part.header.name, own) for part, own in held)
-
-
-@dataclass(frozen=True)
-class AdapterFactors:
-    """The update ΔW ≈ BA by its factors, as PEFT reads them.
-
-    Attributes:
-        place: what the adapter has of the tensor.
-        dtype: of the stored factors.
-    """
-
-    place: AdaptedTensor
-    dtype: torch.dtype
-
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        del output
-        return {MODEL: self.place.headers(self.dtype)}
-
-    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`; factors are written whole."""
-        del output, rows
-        return tuple(Place(MODEL, key) for key in self.place.keys)
-
-
-@dataclass(frozen=True)
-class AdapterTensor:
+class AdapterTensor(Form):
     """The weights W_0 + ΔW, under each of the names by which an adapter holds them whole."""
 
     place: WholeTensor
+    in_parts = False
 
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        return {MODEL: tuple(replace(output.as_stored, name=key) for key in self.place.keys)}
+    @property
+    def whole(self) -> WholeTensor:
+        return self.place
+
+    @property
+    def rows_together(self) -> int | None:
+        return None
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        own = rows if output.as_stored.shape else None
-        return tuple(Place(MODEL, key, own) for key in self.place.keys)
+        stored = output.as_stored
+        own = rows if stored.shape else None
+        return tuple(Place(MODEL, replace(stored, name=key), own) for key in self.place.keys)
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        return self._under_names(rows.rounded(), rows.facts)
+
+    def copied(
+        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
+    ) -> Result:
+        unchanged: dict[str, Json] = {"updates": {}, "along": {}, "base": 0.0}
+        unchanged |= {"merged": 0.0, "rounding": 0.0}
+        return self._under_names(as_output(output, base, "base's weights"), unchanged)
+
+    def _under_names(self, weights: Tensor, facts: Mapping[str, Json]) -> Result:
+        first, *ties = self.place.names
+        adapter: dict[str, Json] = {"tensor": first, "ties": [*ties]}
+        return Result(tuple(weights for _ in self.place.keys), {**facts, "adapter": adapter})
 
 
 @dataclass(frozen=True)
-class Unwritten:
-    """Nothing but what there is to say of it."""
+class Unwritten(Form):
+    """Statistics only; no tensor is written."""
 
-    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
-        del output
-        return {}
+    holds_weights = False
+    in_parts = False
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        del output, rows
         return ()
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        rows.update()
+        return Result((), {**rows.facts, "rounding": 0.0, "left_out": True})
+
+    def copied(
+        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
+    ) -> Result:
+        return Result()
+
+
+def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
+    """Round to the dtype of the output.
+
+    Raises:
+        TensorError: `what` these rows are does not fit it.
+    """
+    try:
+        return stored_as(rows, output.dtype)
+    except OverflowError as error:
+        raise TensorError(
+            f"'{output.name}': the {what} overflow {output.dtype} ({error}); store them in "
+            "another dtype (--out-dtype float32)"
+        ) from error
 
 
 def module_part(output: TensorHeader) -> str:

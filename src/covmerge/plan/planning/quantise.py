@@ -26,8 +26,8 @@ from covmerge.files.quantised import (
     with_plain,
 )
 from covmerge.files.tensors import Untied
-from covmerge.plan.planning.forms import ModelTensor, PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
+from covmerge.plan.planning.packed_form import PackedTensor
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -64,7 +64,7 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     wanted, keep = recipe.output.quantise, recipe.output.keep
     if wanted == "none":
         return Quantised(tensors)
-    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
+    if any(tensor.form.masks for tensor in tensors):
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
         )
@@ -101,7 +101,7 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     if wanted != SAME:
         _check_sizes(wanted, [tensor.output for tensor in tensors if tensor.name in chosen])
     done = [_packed(wanted, t, base, dtype) if t.name in chosen else t for t in tensors]
-    packed = [tensor for tensor in done if isinstance(tensor.form, PackedTensor)]
+    packed = [tensor for tensor in done if tensor.form.format]
     if not packed:
         raise RecipeError(
             f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed: keep fewer of them, "
@@ -238,7 +238,7 @@ def _settings(
     layers = [
         tensor
         for tensor in tensors
-        if not isinstance(tensor.form, PackedTensor)
+        if not tensor.form.format
         and tensor.output.module is None
         and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
@@ -251,7 +251,7 @@ def _settings(
 
 
 def _compute_dtype(tensors: Sequence[TensorPlan]) -> str:
-    packed = next(tensor for tensor in tensors if isinstance(tensor.form, PackedTensor))
+    packed = next(tensor for tensor in tensors if tensor.form.format)
     return str(packed.output.dtype).removeprefix("torch.")
 
 

@@ -20,7 +20,7 @@ from covmerge.files.checkpoints.gguf_layout import GgufHead
 from covmerge.maths.methods import registry
 from covmerge.maths.registry import Origin
 from covmerge.maths.steps import registry as steps
-from covmerge.plan.planning.forms import MODEL, ModelTensor, PackedTensor, Unwritten, module_part
+from covmerge.plan.planning.forms import MODEL, Unwritten, module_part
 from covmerge.plan.planning.operations import Count, Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.plan.recipe import Recipe, dump_recipe
@@ -155,8 +155,8 @@ class Plan:
         found: dict[str, list[TensorHeader]] = {MODEL: []}
         tensors = {item.tensor.key: item.tensor for item in self.items}
         for tensor in tensors.values():
-            for part, headers in tensor.form.headers(tensor.output).items():
-                found.setdefault(part, []).extend(headers)
+            for place in tensor.form.places(tensor.output, None):
+                found.setdefault(place.part, []).append(place.header)
         if self.modules and not found[MODEL]:
             del found[MODEL]  # all weights lie in folders of modules
         return found
@@ -164,14 +164,18 @@ class Plan:
     @property
     def modules(self) -> dict[str, Module]:
         """The modules whose weights lie in folders of their own, by part."""
-        outputs = (t.output for t in self.tensors if isinstance(t.form, ModelTensor))
-        return {module_part(own): own.module for own in outputs if own.module is not None}
+        found: dict[str, Module] = {}
+        for tensor in self.tensors:
+            module, own = tensor.output.module, module_part(tensor.output)
+            places = () if module is None else tensor.form.places(tensor.output, None)
+            if module is not None and any(place.part == own for place in places):
+                found[own] = module
+        return found
 
     @property
     def masked(self) -> frozenset[str]:
         """Names of the tensors that masks are written of."""
-        forms = ((tensor.name, tensor.form) for tensor in self.tensors)
-        return frozenset(n for n, form in forms if isinstance(form, ModelTensor) and form.masks)
+        return frozenset(tensor.name for tensor in self.tensors if tensor.form.masks)
 
     @property
     def flops(self) -> float:
@@ -203,9 +207,7 @@ class Plan:
         sizes: Counter[tuple[Role, str]] = Counter()
         for tensor in self.tensors:
             counts[tensor.role, tensor.rule] += 1
-            packed = isinstance(tensor.form, PackedTensor)
-            size = tensor.written_bytes(None) if packed else tensor.output.nbytes
-            sizes[tensor.role, tensor.rule] += size
+            sizes[tensor.role, tensor.rule] += tensor.written_bytes(None)
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:
@@ -226,7 +228,7 @@ class Plan:
                 + [[expert, repr(operand)] for expert, operand in t.operands.items()]
                 for t in self.tensors
             ],
-            "packed": [repr(t.form) for t in self.tensors if isinstance(t.form, PackedTensor)],
+            "forms": [repr(t.form) for t in self.tensors],
             "quantisation": self.quantisation,
         }
         if self.gguf is not None:

@@ -11,7 +11,7 @@ import torch
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.tensors import MatrixLayout
 from covmerge.maths.linalg.random import Stream
-from covmerge.plan.planning.forms import MODEL, Form, ModelTensor, PackedTensor, Place
+from covmerge.plan.planning.forms import Form, ModelTensor, Place
 from covmerge.plan.planning.operands import Operand
 from covmerge.plan.planning.operations import Operation
 
@@ -75,8 +75,7 @@ class TensorPlan:
     @property
     def key(self) -> str:
         """What tells it from all other tensors of the output: a head may have the name of one of them."""
-        part = self.form.part if isinstance(self.form, ModelTensor) else MODEL
-        return f"{part}/{self.name}" if part else self.name
+        return f"{self.form.part}/{self.name}" if self.form.part else self.name
 
     @property
     def changed_by_experts(self) -> bool:
@@ -84,13 +83,8 @@ class TensorPlan:
         return any(operand.tensor is not None for operand in self.operands.values())
 
     def written_bytes(self, rows: range | None) -> int:
-        """Bytes of what some rows of it become, mask bits aside."""
-        if isinstance(self.form, ModelTensor):
-            return self.output.nbytes if rows is None else self.output.nbytes_of(rows)
-        if isinstance(self.form, PackedTensor):
-            held = filter(None, self.form.packing.held(rows))
-            return sum(p.header.nbytes if r is None else p.header.nbytes_of(r) for p, r in held)
-        return sum(h.nbytes for own in self.form.headers(self.output).values() for h in own)
+        """Bytes of what some rows of it become."""
+        return sum(place.nbytes for place in self.form.places(self.output, rows))
 
     def stream(self, expert: str, first_element: int = 0) -> Stream:
         """Random numbers of one expert's update, from an element on."""

@@ -1,9 +1,7 @@
-"""What a method made of some rows, encoded in the form that the plan asks for."""
+"""What a method made of some rows, as the form of the output asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import isfinite, sqrt
 
 import torch
@@ -12,37 +10,11 @@ from torch.nn.functional import pad
 
 from covmerge.base.errors import TensorError
 from covmerge.base.types import Json, LowRank
-from covmerge.maths.linalg.bits import pack
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.spectral import truncated_svd
-from covmerge.maths.linalg.stored import stored_as
 from covmerge.maths.methods.factored import MergedFactors
-from covmerge.plan.planning import (
-    AdapterFactors,
-    AdapterTensor,
-    Merge,
-    ModelTensor,
-    PackedTensor,
-    WorkItem,
-)
+from covmerge.plan.planning import Merge, Result, WorkItem, as_output
 from covmerge.run.engine.layer import Change, Layer
-
-# So many singular values of each layer are kept for the reader: enough to choose a rank by.
-_SPECTRUM = 256
-
-
-@dataclass(frozen=True)
-class Result:
-    """What an item gave.
-
-    Attributes:
-        tensors: on the CPU, one for each of the item's places.
-        stats: `Sizes` and squared norms, which add up over the items of a tensor, and what the method
-            noticed, a matrix.
-    """
-
-    tensors: tuple[Tensor, ...] = ()
-    stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 def encode(
@@ -67,137 +39,95 @@ def encode(
     Raises:
         TensorError: the result is not finite, or not in the dtype that it is stored in.
     """
-    form = item.tensor.form
-    stats: dict[str, Json] = {**layer.sizes.as_json()}
-    if change.matrices:
-        stats["matrices"] = change.matrices
-    if isinstance(form, AdapterFactors):
-        if compare:
-            stats |= layer.measures.of(change.dense(item, merge))
-        pieces, facts = _as_factors(form, merge, item, change.delta)
-        return Result(pieces, {**stats, **facts})
-    merged, masks = change.dense(item, merge), change.masks
-    square = square_norm(merged)
-    if not isfinite(square):
-        raise TensorError(
-            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf, or numbers whose squares "
-            "are, from finite updates of norms "
-            + ", ".join(f"{n}: {sqrt(size):.3g}" for n, size in layer.sizes.updates.items())
-            + ". Please report this tensor; `average` merges it meanwhile."
-        )
-    stats["merged"] = square
-    if compare:
-        stats |= layer.measures.of(merged)
-    if not isinstance(form, ModelTensor | AdapterTensor | PackedTensor):
-        return Result((), {**stats, "rounding": 0.0, "left_out": True})
-    exact = merged.add_(layer.base()) if change.weights is None else change.weights
-    if unrounded is not None:
-        stats["arithmetic"] = _arithmetic(unrounded, item, merge, layer, exact)
-    if isinstance(form, PackedTensor):  # which takes all rows of the item
-        return Result((exact.cpu(),), {**stats, "rounding": 0.0})
-    rows = as_output(item, exact, "merged weights")
-    lossy = rows.dtype != exact.dtype
-    lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
-    stats["rounding"] = 0.0 if lost is None else square_norm(lost)
-    rows = rows.cpu()
-    if isinstance(form, AdapterTensor):
-        return held_whole(form, rows, stats)
-    nothing = torch.zeros(rows.shape, dtype=torch.bool)
-    bits = (pack(masks[expert].cpu() if expert in masks else nothing) for expert in form.masks)
-    return Result((rows, *bits), stats)
+    rows = _Rows(item, merge, layer, change, unrounded, compare=compare)
+    return item.tensor.form.encode(rows, item.tensor.output)
 
 
-def _arithmetic(
-    unrounded: Change, item: WorkItem, merge: Merge, layer: Layer, exact: Tensor
-) -> Json:
-    """Squares of what the rounding of a method's steps moved, and of the update without it."""
-    update = unrounded.dense(item, merge)
-    square = square_norm(update)
-    whole = update + layer.base() if unrounded.weights is None else unrounded.weights
-    return {"lost": square_norm(whole - exact), "update": square}
+class _Rows:
+    """See `covmerge.plan.planning.forms.MergedRows`; each is asked for once."""
 
+    def __init__(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        layer: Layer,
+        change: Change,
+        unrounded: Change | None,
+        *,
+        compare: bool,
+    ) -> None:
+        self._item = item
+        self._merge = merge
+        self._layer = layer
+        self._change = change
+        self._unrounded = unrounded
+        self._compare = compare
+        self.facts: dict[str, Json] = {**layer.sizes.as_json()}
+        if change.matrices:
+            self.facts["matrices"] = change.matrices
 
-def as_output(item: WorkItem, rows: Tensor, what: str) -> Tensor:
-    """Round to the dtype of the output.
+    def update(self) -> Tensor:
+        merged = self._change.dense(self._item, self._merge)
+        square = square_norm(merged)
+        if not isfinite(square):
+            norms = (f"{n}: {sqrt(size):.3g}" for n, size in self._layer.sizes.updates.items())
+            raise self.failure(
+                "gave NaN or Inf, or numbers whose squares are, from finite updates of norms "
+                + ", ".join(norms)
+            )
+        self.facts["merged"] = square
+        if self._compare:
+            self.facts |= self._layer.measures.of(merged)
+        return merged
 
-    Raises:
-        TensorError: `what` these rows are does not fit it.
-    """
-    dtype = item.tensor.output.dtype
-    try:
-        return stored_as(rows, dtype)
-    except OverflowError as error:
-        raise TensorError(
-            f"'{item.tensor.name}': the {what} overflow {dtype} ({error}); store them in "
-            "another dtype (--out-dtype float32)"
-        ) from error
+    def exact(self) -> Tensor:
+        return self._added(self.update())
 
+    def rounded(self) -> Tensor:
+        merged = self.update()
+        exact = self._added(merged)
+        rows = as_output(self._item.tensor.output, exact, "merged weights")
+        lossy = rows.dtype != exact.dtype
+        lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
+        self.facts["rounding"] = 0.0 if lost is None else square_norm(lost)
+        return rows.cpu()
 
-def held_whole(form: AdapterTensor, rows: Tensor, stats: Mapping[str, Json]) -> Result:
-    """Encode weights that an adapter holds as they are, under each of their names."""
-    names = form.place.names
-    facts: dict[str, Json] = {"adapter": {"tensor": names[0], "ties": names[1:]}}
-    return Result(tuple(rows for _ in form.place.keys), {**stats, **facts})
+    def factors(self, rank: int) -> tuple[LowRank, Tensor]:
+        if self._compare:
+            dense = self._change.dense(self._item, self._merge)
+            self.facts |= self._layer.measures.of(dense)
+        delta, layout = self._change.delta, self._merge.layout
+        if isinstance(delta, MergedFactors):
+            found, sigma = delta.truncated(rank)
+            return (found.mT if layout is not None and layout.transposed else found), sigma
+        top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
+        root = top.kept.to(top.left.dtype).sqrt()
+        # A result of lower rank than its place in the file: terms that are zero.
+        spare = (0, rank - len(root))
+        return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
 
+    def mask(self, expert: str) -> Tensor:
+        own = self._change.masks.get(expert)
+        return torch.zeros(self._item.shape, dtype=torch.bool) if own is None else own
 
-def _as_factors(
-    form: AdapterFactors, merge: Merge, item: WorkItem, update: Tensor | MergedFactors
-) -> tuple[tuple[Tensor, ...], dict[str, Json]]:
-    place = form.place
-    transposed = merge.layout is not None and merge.layout.transposed
-    delta, sigma = _factored(update, place.rank, transposed=transposed)
-    try:
-        rounded = LowRank(stored_as(delta.left, form.dtype), stored_as(delta.right, form.dtype))
-    except OverflowError as error:
-        raise TensorError(
-            f"'{item.tensor.name}': the factors of the merged update overflow {form.dtype} ({error}); "
-            "store them in another dtype (--out-dtype float32)"
-        ) from error
-    energy = sigma.double().square()
-    total, kept = float(energy.sum()), float(energy[: place.rank].sum())
-    lost = _rounding(delta, rounded)
-    if not isfinite(total + lost):
-        raise TensorError(
-            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates. "
+    def failure(self, why: str) -> TensorError:
+        return TensorError(
+            f"'{self._item.tensor.name}': method '{self._merge.method}' {why}. "
             "Please report this tensor; `average` merges it meanwhile."
         )
-    return tuple(place.factors(rounded.to(torch.device("cpu")))), {
-        "merged": total,
-        "rounding": lost,
-        "adapter": {
-            "tensor": place.name,
-            "rank": place.rank,
-            "discarded_energy": 1.0 - kept / total if total else 0.0,
-            "singular_values": [float(value) for value in sigma[:_SPECTRUM]],
-        },
-    }
 
+    def _added(self, merged: Tensor) -> Tensor:
+        """Add the base, in the memory of the update."""
+        change, layer = self._change, self._layer
+        exact = merged.add_(layer.base()) if change.weights is None else change.weights
+        if self._unrounded is not None:
+            self.facts["arithmetic"] = self._arithmetic(self._unrounded, exact)
+        return exact
 
-def _factored(
-    delta: Tensor | MergedFactors, rank: int, *, transposed: bool
-) -> tuple[LowRank, Tensor]:
-    """Return the best approximation of a rank in the stored orientation, and all singular values."""
-    if isinstance(delta, MergedFactors):
-        found, sigma = delta.truncated(rank)
-        return (found.mT if transposed else found), sigma
-    top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
-    root = top.kept.to(top.left.dtype).sqrt()
-    # A result of lower rank than its place in the file: terms that are zero.
-    spare = (0, rank - len(root))
-    return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
-
-
-def _rounding(exact: LowRank, rounded: LowRank) -> float:
-    """‖LR − L̃R̃‖²_F ≈ Σ_j σ_j (‖L_j − L̃_j‖² + ‖R_j − R̃_j‖²), where LᵀL = RRᵀ = diag(σ).
-
-    What is left out are products of errors that do not know of each other; a Gram matrix of all
-    would be a third of the work on a layer.
-    """
-    if rounded.left.dtype == exact.left.dtype:
-        return 0.0
-    # In float64: squares of long factors overflow float32, though what is stored does not.
-    exact, back = exact.to(torch.float64), rounded.to(torch.float64)
-    sigma = exact.right.square().sum(dim=1)
-    left = (exact.left - back.left).square().sum(dim=0)
-    right = (exact.right - back.right).square().sum(dim=1)
-    return float((sigma * (left + right)).sum())
+    def _arithmetic(self, unrounded: Change, exact: Tensor) -> Json:
+        """Squares of what the rounding of a method's steps moved, and of the update without it."""
+        update = unrounded.dense(self._item, self._merge)
+        square = square_norm(update)
+        base = self._layer.base
+        whole = update + base() if unrounded.weights is None else unrounded.weights
+        return {"lost": square_norm(whole - exact), "update": square}

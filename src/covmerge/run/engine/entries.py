@@ -11,7 +11,7 @@ from covmerge.base.noticed import Seen
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.maths.methods import registry
-from covmerge.plan.planning import Merge, PackedTensor, Plan
+from covmerge.plan.planning import Merge, Plan
 from covmerge.run.engine.losses import losses_of, quantised_entry
 
 
@@ -63,7 +63,7 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             if matrices:
                 entry["matrices"] = matrices
             entry |= {key: parts[0][key] for key in ("adapter", "left_out") if key in parts[0]}
-        if isinstance(tensor.form, PackedTensor):
+        if tensor.form.format:
             update = None if plan.recipe.base is None else change
             entry["quantised"] = quantised_entry(tensor.form.format, rounded[tensor.name], update)
         entries[tensor.name] = entry

@@ -25,7 +25,6 @@ from covmerge.plan.planning import (
     Look,
     Merge,
     Operand,
-    PackedTensor,
     Statistics,
     WorkItem,
 )
@@ -85,14 +84,14 @@ class Sources:
             ]
 
     def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
-        """Read what the base stores of the rows of an item that is packed as there."""
-        form, base = item.tensor.form, item.tensor.base
-        assert isinstance(form, PackedTensor)
-        assert base is not None
+        """Read what the base stores of the rows of an item, where the output stores them so too."""
+        base = item.tensor.base
+        if base is None:
+            return ()
         model = self.checkpoints[base.source]
-        assert isinstance(model, Dequantised)
-        stored = [model.seen.read(place.tensor, place.rows) for place in item.places]
-        return form.packing.taken(stored, item.rows)
+        if not isinstance(model, Dequantised):
+            return ()
+        return item.tensor.form.read_stored(model.seen.read, item.rows)
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,7 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
     reading = merging or [item for item in items if is_compared(item)]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
-    alike = next((item for item in items if is_as_base(item)), None)
-    packed = () if alike is None else sources.read_packed(alike)
+    packed = next((own for item in items if (own := sources.read_packed(item))), ())
     as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
 
     def read_base() -> Tensor:
@@ -197,12 +195,6 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
 def is_compared(item: WorkItem) -> bool:
     """Whether an item is copied from the base, and the experts' rows are held against it."""
     return isinstance(item.tensor.operation, Copy) and item.tensor.operation.compared
-
-
-def is_as_base(item: WorkItem) -> bool:
-    """Whether what an item becomes is packed as the base packs it."""
-    form = item.tensor.form
-    return isinstance(form, PackedTensor) and form.as_base
 
 
 def _data_of(item: WorkItem) -> str:

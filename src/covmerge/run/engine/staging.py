@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank, Measured
-from covmerge.plan.planning import Count, Merge, PackedTensor, WorkItem
+from covmerge.plan.planning import Count, Merge, WorkItem
 from covmerge.run.engine.inputs import Inputs, Update
 
 # Devices that copy by themselves out of pinned memory.
@@ -45,7 +45,7 @@ def goes_ahead(items: Sequence[WorkItem]) -> bool:
     """
     return all(
         isinstance(item.tensor.operation, Merge | Count)
-        and not isinstance(item.tensor.form, PackedTensor)
+        and not item.tensor.form.format
         and not item.overview
         for item in items
     )

@@ -15,9 +15,9 @@ from covmerge.base.memory import Kept, give_back
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
+from covmerge.plan.planning import Result
 from covmerge.run.engine.budget import Budget
 from covmerge.run.engine.device_room import naming_where_full
-from covmerge.run.engine.encode import Result
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.run.engine.hashing import Contents, Hashing, InStep
 from covmerge.run.engine.inputs import Inputs, read_inputs

@@ -11,23 +11,20 @@ from torch import Tensor
 
 from covmerge.base.types import Json
 from covmerge.plan.planning import (
-    AdapterTensor,
     Copy,
     Count,
     Look,
     Merge,
-    PackedTensor,
-    Unwritten,
+    Result,
     WorkItem,
     parts_at_once,
 )
 from covmerge.run.engine.device_room import naming_where_full
-from covmerge.run.engine.encode import Result, as_output, encode, held_whole
-from covmerge.run.engine.inputs import Inputs, Sizes, Sources, in_parts, is_compared, read_inputs
+from covmerge.run.engine.encode import encode
+from covmerge.run.engine.inputs import Inputs, Sources, in_parts, is_compared, read_inputs
 from covmerge.run.engine.layer import Context, Layer
 from covmerge.run.engine.look import look_at
 from covmerge.run.engine.overview import in_lanes, overview
-from covmerge.run.engine.pack import packed, packed_copy
 from covmerge.run.engine.selection import Selections
 
 
@@ -91,8 +88,8 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
 
 def _as_stored(item: WorkItem, result: Result, inputs: Inputs) -> Result:
     """What was merged as it is stored, where that takes all rows of an item."""
-    form = item.tensor.form
-    return packed(item, form, result, inputs) if isinstance(form, PackedTensor) else result
+    tensor, base = item.tensor, None if inputs.base.is_meta else inputs.base
+    return tensor.form.completed(result, base, inputs.packed, tensor.output, item.rows)
 
 
 def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) -> Result:
@@ -147,7 +144,8 @@ def _merged(
 
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:
-    result = _as_base(item, inputs)
+    tensor = item.tensor
+    result = tensor.form.copied(inputs.base, inputs.packed, tensor.output, item.rows)
     if not is_compared(item):
         return result
     differ = [
@@ -164,19 +162,6 @@ def _equal(own: Tensor, base: Tensor) -> bool:
         return torch.equal(own, base)
     wide = torch.int64  # which has no place for half of uint64's values
     return torch.uint64 not in (own.dtype, base.dtype) and torch.equal(own.to(wide), base.to(wide))
-
-
-def _as_base(item: WorkItem, inputs: Inputs) -> Result:
-    form = item.tensor.form
-    if isinstance(form, Unwritten):
-        return Result()
-    if isinstance(form, PackedTensor):
-        return packed_copy(item, form, inputs)
-    rows = as_output(item, inputs.base, "base's weights")
-    if isinstance(form, AdapterTensor):
-        nothing = {**Sizes({}, {}, 0.0).as_json(), "merged": 0.0, "rounding": 0.0}
-        return held_whole(form, rows, nothing)
-    return Result((rows,))
 
 
 def _count(

@@ -13,7 +13,7 @@ from covmerge.files.checkpoints.adapter import ADAPTER_CONFIG
 from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.plan.planning import Plan, Unwritten
+from covmerge.plan.planning import Plan
 from covmerge.plan.planning.adapter import left_out
 
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
@@ -82,7 +82,7 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
     """Say which tensors an adapter does not have, of those whose merged update is not zero."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in plan.tensors:
-        if isinstance(tensor.form, Unwritten) and tensor.name in changed:
+        if tensor.name in changed and not tensor.form.places(tensor.output, None):
             why = (
                 "PEFT would add factors of tied weights twice, so they are only held whole (--whole)"
                 if tensor.ties

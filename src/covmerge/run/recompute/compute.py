@@ -21,7 +21,7 @@ from covmerge.files.quantised import open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry
-from covmerge.plan.planning import Merge, ModelTensor, PackedTensor, Plan, WorkItem
+from covmerge.plan.planning import Merge, ModelTensor, Plan, WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import (
     Batch,
@@ -204,12 +204,10 @@ def _compare(
             stored = output.read(name, item.rows)
             (result,) = work([item], read_inputs([item], sources), own)
             merged: Any = result.stats["merged"]
-            exact, form = result.tensors[0], forms[name]
-            if isinstance(form, PackedTensor) and merged:  # what is the base's has its bytes
-                rounded = _read_packed(exact, form, item).to(stored.dtype).double()
-                lost = square_norm(rounded - exact)
-            else:
-                rounded, lost = exact.to(stored.dtype).double(), None
+            exact = result.tensors[0]
+            form = forms[name] if merged else ModelTensor()  # what is the base's has its bytes
+            rounded = form.read_back(exact, stored.dtype, item.rows).double()
+            lost = square_norm(rounded - exact) if form.format else None
             farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
             error = square_norm(stored.double() - rounded)
             total += _Distance(error, merged, square_norm(rounded), lost, farthest)
@@ -267,13 +265,6 @@ def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
     size = values.double().abs().clamp_min(info.tiny)
     exponent = torch.frexp(size).exponent - 1
     return torch.ldexp(torch.full_like(size, info.eps), exponent)
-
-
-def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:
-    """What a client reads of rows that are packed."""
-    assert item.rows is not None
-    parts = form.packing.quantise(exact.float())
-    return torch.cat([read for _, read in form.packing.unpacked(parts, item.rows)])
 
 
 def _unrounded(item: WorkItem) -> WorkItem:
