@@ -284,9 +284,9 @@ LINES = {
     "an adapter beside": (
         f"{MADE} --base base --other lora",
         advice(
-            "fold it into its base first, with `covmerge merge --base BASE --expert NAME=ADAPTER OUT`"
+            "fold it into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
         ),
-        f"merge --base base --expert NAME=lora folded2; {MADE} --base base --other folded2",
+        f"merge --base base --expert lora=lora folded2; {MADE} --base base --other folded2",
     ),
     "likelier than the likeliest": (
         f"{MADE} --temperature 1e-9",
@@ -350,7 +350,8 @@ LINES = {
     "an adapter": (
         f"collect lora a.txt {OUT}",
         advice(
-            "then collect on FOLDED, and name FOLDED as the expert where the statistics are used"
+            " with --out-dtype float32, then collect on OUT, and name OUT as the expert where the statistics "
+            "are used"
         ),
         "merge --base base --expert a=lora folded --out-dtype float32; "
         f"collect folded a.txt {OUT} --max-examples 4 --tokenizer base",

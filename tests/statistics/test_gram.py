@@ -316,7 +316,7 @@ def test_an_adapter_is_to_be_folded_first(tmp_path):
     save_adapter(base, tmp_path / "e1", seed=1, targets=TARGETS["llama"])
     adapter, out = tmp_path / "e1" / "adapter", tmp_path / "e1.covstats.safetensors"
     with pytest.raises(
-        InputError, match=r"is an adapter.* fold it .*--expert a=.*collect on FOLDED"
+        InputError, match=r"is an adapter.* fold it .*--expert lora=.*collect on OUT"
     ):
         collect(adapter, Generated("bos", tokens=4), out, max_examples=4)
     covmerge.merge(tmp_path / "base", {"a": adapter}, out=tmp_path / "folded")

@@ -431,7 +431,7 @@ class CompareJob:
             },
             warnings=fit.warnings,
             notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
-            adapters=checkpoints.adapters,
+            adapters=tuple(checkpoints.adapters),
         )
 
 

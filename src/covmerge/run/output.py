@@ -13,7 +13,7 @@ from covmerge.base.noticed import Account, account_of
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
@@ -21,10 +21,8 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.quantised import is_quantised
 from covmerge.files.stores.store import Store, WritableStore
 from covmerge.files.stores.walk import remove_others
-from covmerge.files.tensors import stack_order, undone_ties
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of
-from covmerge.plan.moe import config_of_mixture
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
@@ -91,13 +89,13 @@ class OutputFiles:
                 checkpoints.base.folder,
                 store,
                 _config_dtype(plan),
-                stack_order(checkpoints.base),
+                checkpoints.base.order,
                 plain=not is_quantised(checkpoints.base),
                 quantisation=plan.quantisation,
                 known=checkpoints.companions,
                 tokens=checkpoints.text.files,
-                untied=undone_ties(checkpoints.base) is not None,
-                other=config_of_mixture(checkpoints.base),
+                untied=checkpoints.base.untied is not None,
+                other=None if checkpoints.moe is None else checkpoints.base.config,
             )
             config = checkpoints.base.config
             if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
@@ -179,14 +177,10 @@ class OutputFiles:
     def _is_adapter(self) -> bool:
         return self._plan.recipe.output.format == "adapter"
 
-    @property
-    def _adapters(self) -> list[AdapterCheckpoint]:
-        return [e for e in self._checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
-
     def _as_seen(self) -> dict[str, Json]:
         """What covmerge.json says of how the base was seen: rows of other tokens, tensors untied."""
         decided = self._checkpoints.text.vocabulary
-        ties = undone_ties(self._checkpoints.base)
+        ties = self._checkpoints.base.untied
         return {
             **({} if decided is None else {"vocabulary": decided.as_json()}),
             **({} if ties is None else {"untied": dict(ties)}),
@@ -210,7 +204,7 @@ class OutputFiles:
                 [form.adapted for form in forms if form.adapted is not None],
                 [form.whole for form in forms if form.whole is not None],
                 self._plan.parameters,
-                [adapter.adapter_config for adapter in self._adapters],
+                [own.adapter_config for own in self._checkpoints.adapters.values()],
                 self._checkpoints.base,
             )
         ]
@@ -220,7 +214,7 @@ class OutputFiles:
         return notes_on_generation(self._checkpoints.base.folder, experts)
 
     def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
-        yield from bases_that_differ(self._adapters)
+        yield from bases_that_differ(list(self._checkpoints.adapters.values()))
         changed = {n for n, entry in stats["tensors"].items() if entry.get("merged_norm")}
         yield from changed_and_left_out(self._plan, changed)
 

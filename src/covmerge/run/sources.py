@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -59,6 +59,7 @@ class OpenCheckpoints:
         text: tokens and chat template of the output, where they are not the base's.
         form: of the output.
         moe: the mixture that the experts become.
+        adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
     """
 
     base: Checkpoint
@@ -68,18 +69,19 @@ class OpenCheckpoints:
     text: Text = field(default_factory=Text)
     form: Literal["model", "adapter"] = "model"
     moe: Mixture | None = None
+    adapted: bool = False
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
         """The base if there is one, then the experts, each with its key in reports."""
-        if not isinstance(self.base, Donor):
+        if self.base.is_source:
             yield BASE, self.base
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
 
     @property
-    def adapters(self) -> tuple[str, ...]:
+    def adapters(self) -> dict[str, AdapterCheckpoint]:
         """The experts that are adapters, by name."""
-        return tuple(n for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint))
+        return {n: e for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint)}
 
     def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
         """Plan one merge of them; see `plans`."""
@@ -101,19 +103,17 @@ class OpenCheckpoints:
         Raises:
             InputError: as `covmerge.plan.planning.build_plans`.
         """
-        adapters = [e for e in self.experts.values() if isinstance(e, AdapterCheckpoint)]
-        base = self.base
-        if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
-            base = AdaptedBase(self.base, adapters)
+        adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
+        base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
         plans = [
             replace(plan, notes=(*self.text.notes, *plan.notes, *alike_by_place(self.experts)))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
         ]
         for plan in plans:
             self.text.check_masks(plan.masked)
-        if isinstance(base, AdaptedBase):
+        if adapted:
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
-        return plans, replace(self, base=base)
+        return plans, replace(self, base=base, adapted=adapted)
 
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch what planning did not need, and check statistics files, which are read once for it.
@@ -204,11 +204,12 @@ class OpenCheckpoints:
                 "leave out --workers"
             )
         self.check_versions()
-        adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self.statistics.items()}
         text = replace(self.text, files=None)  # which only the writer of the folder needs
-        described = Description(places, files, adapted, self.slices, text, self.form, self.moe, {})
+        described = Description(
+            places, files, self.adapted, self.slices, text, self.form, self.moe, {}
+        )
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -235,7 +236,7 @@ class OpenCheckpoints:
         Raises:
             TensorError: two of them differ.
         """
-        if not isinstance(self.base, AdaptedBase) or self.base.decides:
+        if self.base.decides:
             check_ties(self.base, plan.tied[None])
         for name, expert in self.experts.items():
             check_ties(expert, plan.tied[name])
@@ -277,12 +278,11 @@ def open_checkpoints(
             stack.callback(checkpoint.close)
             return checkpoint
 
-        def plain_base(stored: Checkpoint, over: Iterable[Checkpoint]) -> Checkpoint:
+        def plain_base(stored: Checkpoint) -> Checkpoint:
             try:
                 return dequantised(stored)
             except CheckpointError:
-                adapted = any(isinstance(model, AdapterCheckpoint) for model in over)
-                if not (adapted and is_quantised(stored)):
+                if not (adapters and is_quantised(stored)):
                     raise
                 return stored  # an adapter made of adapters may not need its weights
 
@@ -293,13 +293,14 @@ def open_checkpoints(
 
         stored = None if base is None else opened(base)
         given = {name: opened(source) for name, source in experts.items()}
-        adapter = next((n for n, m in given.items() if isinstance(m, AdapterCheckpoint)), None)
-        if adapter is not None and base is None:
+        adapters = {n: m for n, m in given.items() if isinstance(m, AdapterCheckpoint)}
+        if adapters and base is None:
             raise InputError(
-                f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
+                f"expert '{next(iter(adapters))}' is an adapter, and the recipe has no base that it is "
+                "of: give one"
             )
         sources: dict[str | None, Checkpoint] = (
-            {} if stored is None else {None: unwrapped(plain_base(stored, given.values()))}
+            {} if stored is None else {None: unwrapped(plain_base(stored))}
         )
         known = sources[None].headers if None in sources else ()
         sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
@@ -310,7 +311,6 @@ def open_checkpoints(
         start = None if base is None else stacked(slices, None, seen.pop(None))
         models = {str(name): model for name, model in seen.items()}
         models = {name: stacked(slices, name, model) for name, model in models.items()}
-        adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
             assert start is not None
             model = Model(start, describe_checkpoint(start))
@@ -396,9 +396,9 @@ class Description:
         with open_checkpoints(
             base, experts, self.statistics, self.slices, self.text, self.form, self.moe
         ) as opened:
-            adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
-            start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
-            yield replace(opened, base=start)
+            base = opened.base
+            start = AdaptedBase(base, opened.experts.values()) if self.adapted else base
+            yield replace(opened, base=start, adapted=self.adapted)
 
 
 def _place(checkpoint: Checkpoint) -> str:

@@ -5,8 +5,8 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 """
 
 from covmerge.files.checkpoints.adapted_base import AdaptedBase
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint, FactorHeader
-from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, fingerprint
+from covmerge.files.checkpoints.adapter import AdapterCheckpoint
+from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, FactorHeader, fingerprint
 from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.folder import FileCheckpoint
 from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Entry, Journal

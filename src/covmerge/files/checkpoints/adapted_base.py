@@ -11,7 +11,6 @@ from torch import Tensor
 from covmerge.base.errors import InputError
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.checkpoints.folder import QUANTISATION
@@ -30,14 +29,11 @@ class AdaptedBase(View):
     Args:
         stored: the base.
         adapters: of it.
-
-    Attributes:
-        decides: whether its weights decide the result after all: those that an adapter trained whole.
     """
 
-    def __init__(self, stored: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> None:
+    def __init__(self, stored: Checkpoint, adapters: Iterable[Checkpoint]) -> None:
         super().__init__(stored)
-        self.decides = False
+        self.decides = False  # unless an adapter trained some of them whole
         self.source = stored.source
         self.notes = stored.notes
         config = stored.config

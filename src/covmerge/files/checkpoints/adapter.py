@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from covmerge.files.checkpoints.adapter_names import (
 )
 from covmerge.files.checkpoints.adapter_parameters import find_parameters
 from covmerge.files.checkpoints.adapter_parts import updates_of_base
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint, FactorHeader, find_header
 from covmerge.files.checkpoints.folder import (
     CONFIG,
     DIFFUSERS,
@@ -61,33 +61,6 @@ _FILES = (*_WEIGHTS, MLX_NAME)
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
-
-
-@dataclass(frozen=True)
-class FactorHeader:
-    """One update of low rank; nothing of its content.
-
-    Attributes:
-        name: of the base's tensor.
-        shape: of the base's tensor as it is stored, its axes after the first taken together: of a
-            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`, of a stack of matrices
-            `(count, d_out · d_in)`.
-        rank: number of terms, of each matrix of a stack.
-        dtype: in which the factors are stored.
-        elements: of the factors that are held while the update, or rows of it, are read.
-        transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
-        table: the layer is an embedding.
-        stacked: it is a stack of matrices, or one of those, that share two stored factors.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    rank: int
-    dtype: torch.dtype
-    elements: int
-    transposed: bool = False
-    table: bool = False
-    stacked: bool = False
 
 
 # What files of weights are seen as.
@@ -116,6 +89,7 @@ class AdapterCheckpoint(View):
         folds: Folds | None = None,
     ) -> None:
         super().__init__(stored)
+        self.is_adapter = True
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
         self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
@@ -145,6 +119,7 @@ class AdapterCheckpoint(View):
             for name, (rank, shape, dtype) in self.folds.ranks.items()
         }
         self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(updates | unknown | made)
+        self.replaced: Collection[str] = contents.replaced.keys() - self.folds.headers.keys()
         # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
         self._read_whole = lru_cache(maxsize=2)(stored.read)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
@@ -206,12 +181,10 @@ class AdapterCheckpoint(View):
             )
         return found
 
-    def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
-        """Return the factors of rows of an update; of rows of a stack, those of each matrix.
+    def held(self, name: str, elements: int) -> int:
+        return self.folds.held(name, elements) if name in self.folds.headers else elements
 
-        Raises:
-            CheckpointError: there is no such update, or the source changed or ended early.
-        """
+    def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
         if name in self.folds.ranks:
             return _rows(self.folds.factors(name), rows)
         update = self._update(name)

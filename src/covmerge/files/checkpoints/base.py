@@ -1,16 +1,18 @@
-"""What a checkpoint is to the rest of covmerge, and what its kinds share."""
+"""What a checkpoint is to the rest of covmerge, what each kind answers for itself, and what all share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import CheckpointError
-from covmerge.base.types import Json, TensorHeader
+from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
@@ -23,7 +25,125 @@ _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 20
 _DISPATCH = "__torch_dispatch__"
 
 
-class Checkpoint(Protocol):
+@dataclass(frozen=True)
+class FactorHeader:
+    """One update of low rank; nothing of its content.
+
+    Attributes:
+        name: of the base's tensor.
+        shape: of the base's tensor as it is stored, its axes after the first taken together: of a
+            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`, of a stack of matrices
+            `(count, d_out · d_in)`.
+        rank: number of terms, of each matrix of a stack.
+        dtype: in which the factors are stored.
+        elements: of the factors that are held while the update, or rows of it, are read.
+        transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
+        table: the layer is an embedding.
+        stacked: it is a stack of matrices, or one of those, that share two stored factors.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    dtype: torch.dtype
+    elements: int
+    transposed: bool = False
+    table: bool = False
+    stacked: bool = False
+
+
+# Reads (rows of) a tensor as it is stored.
+Read = Callable[[str, range | None], Tensor]
+
+
+class Packed(Protocol):
+    """A tensor that is stored packed, together with its scales."""
+
+    @property
+    def header(self) -> TensorHeader:
+        """What it is unpacked."""
+        ...
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored tensors that it is made of."""
+        ...
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """Write rows of it, computed in float32, to `out`, which rounds them to its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint is stored quantised, of which a view shows plain tensors.
+
+    Attributes:
+        stored: the checkpoint as it is stored.
+        packed: the tensors that are stored packed, by their plain names.
+        settings: what says the format: `quantization_config`, or what a GGUF file says.
+        unused: stored tensors that mean nothing for plain weights: scales of activations.
+        derived: whether it is seen under other names, or with other rows.
+    """
+
+    stored: Checkpoint
+    packed: Mapping[str, Packed]
+    settings: Mapping[str, Any]
+    unused: frozenset[str]
+    derived: bool = False
+
+
+class Kind(Protocol):
+    """What a checkpoint answers of its kind; these are a plain model's answers.
+
+    Attributes:
+        is_adapter: whether it is updates of a base, and no model.
+        low_rank: updates of low rank, by the base's names.
+        replaced: names of the tensors that an adapter has in place of the base's.
+        quantisation: how it is stored, where that is quantised.
+        untied: names of tensors that its config ties, with the stored ones that they are tied to, where it
+            is seen untied.
+        order: by layer, the layer of the stored model, where it is seen as a stack of slices.
+        is_source: whether it is a source of its own, and does not only stand for a base.
+        decides: whether its weights decide the result.
+        is_far: whether it is read from another machine.
+        divided: whether the processes of a training saved it, each a part of the tensors.
+        weight_names: of its files of weights, in its folder.
+    """
+
+    is_adapter: bool = False
+    low_rank: Mapping[str, FactorHeader] = MappingProxyType({})
+    replaced: Collection[str] = ()
+    quantisation: Quantisation | None = None
+    untied: Mapping[str, str] | None = None
+    order: tuple[int, ...] | None = None
+    is_source: bool = True
+    decides: bool = True
+    is_far: bool = False
+    divided: bool = False
+    weight_names: Sequence[str] = ()
+
+    def gives(self, name: str) -> bool:
+        """Whether a tensor, if the model has such a one, is taken from it."""
+        del name
+        return True
+
+    def held(self, name: str, elements: int) -> int:
+        """Return how many elements are held while so many of a tensor in `headers` are read."""
+        del name
+        return elements
+
+    def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
+        """Return the factors of rows of an update; of rows of a stack, those of each matrix.
+
+        Raises:
+            CheckpointError: there is no such update, or the source changed or ended early.
+        """
+        del rows
+        raise CheckpointError(f"there is no update of '{name}': a model has none, only adapters do")
+
+
+class Checkpoint(Kind, Protocol):
     """A set of named tensors: the headers now, the values when they are asked for."""
 
     @property
@@ -123,6 +243,27 @@ class WeightFile(Protocol):
     def read(self, name: str, rows: range | None = None) -> Tensor: ...
 
     def close(self) -> None: ...
+
+
+def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str = "") -> None:
+    """Refuse an adapter where whole models are needed.
+
+    Args:
+        checkpoint: that is given.
+        why: they are needed.
+        expert: its name in the recipe, if it has one.
+        then: what else is to be done with the model that this makes.
+
+    Raises:
+        InputError: it is an adapter.
+    """
+    if checkpoint.is_adapter:
+        raise InputError(
+            (f"expert '{expert}' ({checkpoint.source})" if expert else checkpoint.source)
+            + f" is an adapter, and {why}: "
+            "fold it into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
+            + then
+        )
 
 
 def check_unchanged(file: StoredFile | Path, before: Stamp, now: Stamp) -> None:

@@ -20,6 +20,7 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.checkpoints.base import (
     CARD_NAME,
+    Kind,
     WeightFile,
     check_unchanged,
     find_header,
@@ -69,7 +70,7 @@ _AT_ONCE = 8
 _CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
 
 
-class FileCheckpoint:
+class FileCheckpoint(Kind):
     """One or several files of weights, and what lies beside them.
 
     Args:
@@ -79,9 +80,6 @@ class FileCheckpoint:
         beside: further files that say what the checkpoint is: index and config.
         notes: what is particular about how it was opened.
         inner: folders in the store's, by the files that lie in them.
-
-    Attributes:
-        divided: whether the processes of a training saved it, each a part of the tensors.
 
     Raises:
         CheckpointError: two of its files belong to no one model.
@@ -114,7 +112,7 @@ class FileCheckpoint:
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for read in weights.values() for name, header in read.headers.items()}
         )
-        self.weight_names = tuple(map(self.path_of, weights))
+        self.weight_names: Sequence[str] = tuple(map(self.path_of, weights))
         self.divided = any(
             isinstance(read, DistributedFiles | PiecedFiles) for read in weights.values()
         )

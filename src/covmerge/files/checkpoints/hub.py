@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, find_header
+from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, Kind, find_header
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.checkpoints.folder import (
     WeightsChoice,
@@ -28,7 +28,7 @@ from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 
 
-class HubCheckpoint:
+class HubCheckpoint(Kind):
     """A repository at one commit.
 
     Args:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.base import copy_rows, find_header, fingerprint, header_of
+from covmerge.files.checkpoints.base import Kind, copy_rows, find_header, fingerprint, header_of
 from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.stores.hub_cache import HubModel
 
 
-class MemoryCheckpoint:
+class MemoryCheckpoint(Kind):
     """The tensors of a mapping, on whatever device they are.
 
     The tensors are not copied before they are read: do not change them meanwhile.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.view import View
 
@@ -51,7 +50,7 @@ def in_real_parts(checkpoint: Checkpoint) -> Checkpoint:
         ((1, 2), tensor([[1., 2.]]))
     """
     plain = not any(header.dtype.is_complex for header in checkpoint.headers.values())
-    if plain or isinstance(checkpoint, AdapterCheckpoint):
+    if plain or checkpoint.is_adapter:
         return checkpoint
     return RealParts(checkpoint)
 

@@ -41,6 +41,7 @@ class RemoteCheckpoint(View):
 
     def __init__(self, stored: FileCheckpoint, store: RemoteStore, *, whole: bool) -> None:
         super().__init__(stored)
+        self.is_far = True
         self.source: str = stored.source
         self.headers: Mapping[str, TensorHeader] = stored.headers
         self.config: Mapping[str, Any] | None = stored.config

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import some
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint
-from covmerge.files.checkpoints.folder import FileCheckpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
@@ -131,8 +129,7 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
         if _STATE in names and not _size(folder / _STATE):
             raise CheckpointError(f"its {_STATE} is empty")
         with closing(open_checkpoint(str(folder))) as checkpoint:
-            is_adapter = isinstance(checkpoint, AdapterCheckpoint)
-            in_shards = isinstance(checkpoint, FileCheckpoint) and checkpoint.divided
+            is_adapter, in_shards = checkpoint.is_adapter, checkpoint.divided
     except CheckpointError as error:
         if any(_matches(name, _SHARDS) for name in names):
             raise CheckpointError(

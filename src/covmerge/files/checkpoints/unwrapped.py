@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.equivalent_names import (
     WRAPPERS,
@@ -64,7 +63,7 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
         >>> list(unwrapped(open_checkpoint({"module._orig_mod.w": torch.ones(1)})).headers)
         ['w']
     """
-    if isinstance(checkpoint, AdapterCheckpoint):
+    if checkpoint.is_adapter:
         return checkpoint
     stored = list(checkpoint.headers)
     notes, left_out = list[str](), list[str]()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint, Kind
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.stores.hub_cache import HubModel
 
 
-class View:
+class View(Kind):
     """Where a checkpoint lies and what it is known by, for those that show its tensors in another way.
 
     Args:
@@ -20,6 +21,10 @@ class View:
 
     def __init__(self, stored: Checkpoint) -> None:
         self._stored = stored
+        own = stored.quantisation
+        self.quantisation = None if own is None else replace(own, derived=True)
+        self.untied = stored.untied
+        self.order = stored.order
 
     @property
     def seen(self) -> Checkpoint:

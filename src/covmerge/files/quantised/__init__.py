@@ -10,7 +10,6 @@ from covmerge.files.quantised.view import (
     QUANTISATION,
     Dequantised,
     dequantised,
-    is_derived,
     is_quantised,
     open_plain,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "as_stored",
     "dequantised",
     "dtype_of",
-    "is_derived",
     "is_quantised",
     "open_plain",
     "with_plain",

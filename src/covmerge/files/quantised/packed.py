@@ -6,10 +6,10 @@ numbers, whatever is asked for, so that a read takes a few MB beside what it ret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Packed, Read
 from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.json_file import shorten
-
-# Reads (rows of) a tensor as it is stored.
-Read = Callable[[str, range | None], Tensor]
 
 PIECE = 2**18  # numbers that are unpacked at once
 SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole
@@ -45,24 +43,6 @@ def how_else(method: object) -> str:
     if way is None:
         return "pass the model as it was before it was quantised"
     return f"dequantise it first (transformers: {way}), or pass the model as it was before"
-
-
-class Packed(Protocol):
-    """A tensor that is stored packed, together with its scales."""
-
-    @property
-    def header(self) -> TensorHeader:
-        """What it is unpacked."""
-        ...
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The stored tensors that it is made of."""
-        ...
-
-    def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """Write rows of it, computed in float32, to `out`, which rounds them to its dtype."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints import Checkpoint, open_checkpoint
-from covmerge.files.checkpoints.base import find_header
+from covmerge.files.checkpoints.base import Quantisation, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.real_parts import in_real_parts
@@ -54,12 +54,13 @@ class Dequantised(View):
         seen = Stored(stored, _settings(config), dtype_of(config))
         seen.check_dtype()
         found = _find(seen)
-        self.settings = seen.settings
-        self.unused = found.unused
         self.source = stored.source
         plain = {key: value for key, value in config.items() if key != QUANTISATION}
         self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
         self._packed = {packed.header.name: packed for packed in found.tensors}
+        self.quantisation: Quantisation | None = Quantisation(
+            stored, self._packed, seen.settings, found.unused
+        )
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {header.name: header for header in _plain_headers(seen, found)}
         )
@@ -75,11 +76,6 @@ class Dequantised(View):
             f"as {', '.join(dtypes)} (docs/quantised.md)",
         )
 
-    @property
-    def packed(self) -> Mapping[str, Packed]:
-        """The tensors that are stored packed, by their plain names."""
-        return self._packed
-
     def read(self, name: str, rows: range | None = None) -> Tensor:
         header = find_header(self.headers, name, rows, self.source)
         packed = self._packed.get(name)
@@ -94,16 +90,6 @@ class Dequantised(View):
 def is_quantised(checkpoint: Checkpoint) -> bool:
     """Whether its tensors are packed; not those of a view that dequantises them."""
     return bool((checkpoint.config or {}).get(QUANTISATION))
-
-
-def is_derived(checkpoint: Checkpoint) -> bool:
-    """Whether it is a view, of other names or rows, of one that is dequantised."""
-    while isinstance(checkpoint, View):
-        inner = checkpoint.seen
-        if isinstance(inner, Dequantised):
-            return True
-        checkpoint = inner
-    return False
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:

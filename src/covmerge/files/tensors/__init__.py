@@ -8,7 +8,7 @@ from covmerge.files.tensors.describe import (
     describe_checkpoint,
     family_of,
 )
-from covmerge.files.tensors.donor import Donor, stack_order
+from covmerge.files.tensors.donor import Donor
 from covmerge.files.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
 from covmerge.files.tensors.names import find_name
 from covmerge.files.tensors.stacked import Stacked, comes_before
@@ -17,7 +17,6 @@ from covmerge.files.tensors.untied import (
     Untied,
     same_values,
     seen_untied,
-    undone_ties,
     untied_config,
 )
 from covmerge.files.tensors.views import (
@@ -51,8 +50,6 @@ __all__ = [
     "relative_depths",
     "same_values",
     "seen_untied",
-    "stack_order",
-    "undone_ties",
     "untied_config",
     "write_matrices",
 ]

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint, Kind
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.tensors.layers import layer_name
-from covmerge.files.tensors.stacked import Stacked, comes_before
+from covmerge.files.tensors.stacked import comes_before
 
 
-class Donor:
+class Donor(Kind):
     """Names, shapes, config and companion files of a merge without a base: those of its first expert.
 
     Of a stacked model, whatever a slice gives is that of the first expert in it. It is no source of
@@ -25,18 +25,16 @@ class Donor:
 
     Args:
         experts: all of them, in the recipe's order.
-
-    Attributes:
-        first: the first of them.
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
-        self.first = first = next(iter(experts.values()))
-        self.order = first.order if isinstance(first, Stacked) else None
+        self._first = first = next(iter(experts.values()))
+        self.is_source = False
+        self.order, self.untied = first.order, first.untied
         self.source = first.source
         self.notes: tuple[str, ...] = ()
         self.config: Mapping[str, Any] | None = first.config
-        givers = list(experts.values()) if isinstance(first, Stacked) else [first]
+        givers = [first] if first.order is None else list(experts.values())
         self._owners = {name: giver for giver in reversed(givers) for name in giver.headers}
         names = dict.fromkeys(name for giver in givers for name in giver.headers)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
@@ -48,17 +46,17 @@ class Donor:
 
     @property
     def folder(self) -> Path | None:
-        return self.first.folder
+        return self._first.folder
 
     @property
     def hub(self) -> HubModel | None:
-        return self.first.hub
+        return self._first.hub
 
     def readme(self) -> Path | None:
-        return self.first.readme()
+        return self._first.readme()
 
     def companions(self) -> Path | None:
-        return self.first.companions()
+        return self._first.companions()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         return self._owners[name].read(name, rows)
@@ -76,11 +74,6 @@ class Donor:
 
     def close(self) -> None:
         """The experts are closed as such."""
-
-
-def stack_order(checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """Return the layers that a model is stacked of; None where it is not stacked."""
-    return checkpoint.order if isinstance(checkpoint, Stacked | Donor) else None
 
 
 def _section(name: str) -> tuple[int, int]:

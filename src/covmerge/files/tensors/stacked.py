@@ -35,36 +35,36 @@ class Stacked(View):
 
     def __init__(self, stored: Checkpoint, order: Sequence[int], given: Iterable[int]) -> None:
         super().__init__(stored)
-        self.order = tuple(order)
+        self.order: tuple[int, ...] | None = tuple(order)
         self.source = stored.source
         self.notes = stored.notes
         own = stored.config
-        self.config: Mapping[str, Any] | None = None if own is None else restacked(own, self.order)
+        self.config: Mapping[str, Any] | None = None if own is None else restacked(own, order)
         self._given = frozenset(given)
         stack, count = _stack_of(stored)
-        beyond = [self.order[layer] for layer in self._given if self.order[layer] >= count]
+        beyond = [order[layer] for layer in self._given if order[layer] >= count]
         if beyond:
             raise InputError(
                 f"{stored.source} has the layers 0 to {count - 1}, and a slice asks for layer "
                 f"{max(beyond)}: a slice of all of them is [0, {count}]"
             )
-        self._names = dict(self._renamed(stack))
+        self._last = len(order) - 1
+        self._names = dict(self._renamed(stack, order))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: replace(stored.headers[own], name=name) for name, own in self._names.items()}
         )
 
     def gives(self, name: str) -> bool:
-        """Whether a tensor of the stacked model, if it has such a one, is taken from this checkpoint."""
         own = layer_name(name)
         if own is not None:
             return own.index in self._given
-        return (0 if comes_before(name) else len(self.order) - 1) in self._given
+        return (0 if comes_before(name) else self._last) in self._given
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._names[name], rows)
 
-    def _renamed(self, stack: str) -> Iterable[tuple[str, str]]:
+    def _renamed(self, stack: str, order: Sequence[int]) -> Iterable[tuple[str, str]]:
         """Names in the stacked model with those of the checkpoint: what comes first, first."""
         layers: dict[int, list[str]] = {}
         outside: list[str] = []
@@ -76,7 +76,7 @@ class Stacked(View):
                 layers.setdefault(own.index, []).append(name)
         yield from ((n, n) for n in outside if comes_before(n) and self.gives(n))
         for layer in sorted(self._given):
-            for name in layers.get(self.order[layer], ()):
+            for name in layers.get(order[layer], ()):
                 own = layer_name(name)
                 assert own is not None
                 yield own.at(layer), name

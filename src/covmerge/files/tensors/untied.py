@@ -15,7 +15,6 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.layer_count import language_parts
 from covmerge.files.checkpoints.view import View
-from covmerge.files.tensors.donor import Donor
 
 TIED = "tie_word_embeddings"
 _BLOCK_ELEMENTS = 8 * 2**20
@@ -32,7 +31,8 @@ class Untied(View):
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
         super().__init__(stored)
-        self.ties = MappingProxyType(dict(ties))
+        self.untied: Mapping[str, str] | None = MappingProxyType(dict(ties))
+        self.quantisation = stored.quantisation  # under its own names
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
         self.config: Mapping[str, Any] | None = untied_config(stored.config or {})
@@ -56,7 +56,7 @@ def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Check
     Raises:
         InputError: the base has not the tensors that were tied.
     """
-    if ties is None or undone_ties(checkpoint) is not None:
+    if ties is None or checkpoint.untied is not None:
         return checkpoint
     if lost := [name for name in ties.values() if name not in checkpoint.headers]:
         raise InputError(
@@ -77,19 +77,6 @@ def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if key:
             found[key] = {**part, TIED: False}
     return {**found, TIED: False}
-
-
-def undone_ties(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    """Return the ties that a view of a checkpoint undoes; None where it is seen as its config says."""
-    while True:
-        if isinstance(checkpoint, Untied):
-            return checkpoint.ties
-        if isinstance(checkpoint, Donor):
-            checkpoint = checkpoint.first
-        elif isinstance(checkpoint, View):
-            checkpoint = checkpoint.seen
-        else:
-            return None
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:

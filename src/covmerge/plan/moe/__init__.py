@@ -7,6 +7,6 @@ view            a dense checkpoint under the names of the mixture
 
 from covmerge.plan.moe.architectures import ARCHITECTURES, Architecture
 from covmerge.plan.moe.gates import gates_of
-from covmerge.plan.moe.view import MixtureView, config_of_mixture, mixed
+from covmerge.plan.moe.view import MixtureView, mixed
 
-__all__ = ["ARCHITECTURES", "Architecture", "MixtureView", "config_of_mixture", "gates_of", "mixed"]
+__all__ = ["ARCHITECTURES", "Architecture", "MixtureView", "gates_of", "mixed"]

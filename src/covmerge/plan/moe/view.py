@@ -12,8 +12,8 @@ from torch import Tensor
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.checkpoints.base import copy_rows, find_header
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import copy_rows, find_header, refuse_adapter
 from covmerge.files.checkpoints.layer_count import layer_count
 from covmerge.files.checkpoints.view import View
 from covmerge.plan.moe.architectures import ARCHITECTURES, MLP, Architecture
@@ -91,11 +91,6 @@ class MixtureView(View):
                 yield architecture.expert(layer, index, part), own, header
 
 
-def config_of_mixture(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the config of a mixture; None where the checkpoint is seen as none."""
-    return checkpoint.config if isinstance(checkpoint, MixtureView) else None
-
-
 def mixed(
     moe: Mixture | None, sources: Mapping[str | None, Checkpoint], experts: Sequence[str]
 ) -> Mapping[str | None, Checkpoint]:
@@ -113,11 +108,7 @@ def mixed(
         return sources
     architecture, base = ARCHITECTURES[moe.architecture], sources[None]
     for name, source in sources.items():
-        if isinstance(source, AdapterCheckpoint):
-            raise InputError(
-                f"expert '{name}' ({source.source}) is an adapter, and a mixture is made of models: fold "
-                "it into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
-            )
+        refuse_adapter(source, "a mixture is made of models", str(name))
     layers = layer_count(base.config)
     if layers is None or EMBEDDING not in base.headers:
         raise InputError(

@@ -62,13 +62,14 @@ def plan_adapter(
     """
     form = recipe.output.names or PEFT_FORM
     _refuse_modules(tensors)
-    naming = naming_of(tensors, experts) if form == PEFT_FORM else Naming()
+    adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
+    naming = naming_of(tensors, adapters) if form == PEFT_FORM else Naming()
     merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
     factors = {
         name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
     }
     if form != PEFT_FORM:
-        names = LoraNames(form, experts, config)
+        names = LoraNames(form, adapters, config)
         placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
         # What a full model has beside such parts (a VAE) is left out. Without any, each is asked its name.
         factors = {n: own for n, own in factors.items() if n in placed or not placed}
@@ -156,8 +157,7 @@ def _dtype(
     """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
     if recipe.output.dtype != "base":
         return getattr(torch, recipe.output.dtype)
-    adapters = [e for e in experts.values() if isinstance(e, AdapterCheckpoint)]
-    stored = {header.dtype for adapter in adapters for header in adapter.low_rank.values()}
+    stored = {own.dtype for expert in experts.values() for own in expert.low_rank.values()}
     if not stored:
         stored = {t.stored.dtype for t in tensors if isinstance(t.operation, Merge)}
     first, *others = stored
@@ -194,10 +194,10 @@ class _Merged:
                 self._take(expert, experts[expert], operand.tensor)
 
     def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
-        if not isinstance(checkpoint, AdapterCheckpoint) or stored in checkpoint.folds.headers:
+        factors = checkpoint.low_rank.get(stored)
+        if factors is None and stored not in checkpoint.replaced:
             self._full = True
             return
-        factors = checkpoint.low_rank.get(stored)
         if factors is None or stored.endswith(f".{_BIAS}"):
             self.trained_whole = True
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.planning.work import TensorPlan
 
 
@@ -39,9 +39,9 @@ class Naming:
         return self.parameter(f"{name}.").removesuffix(".")
 
 
-def naming_of(tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]) -> Naming:
+def naming_of(tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint]) -> Naming:
     """Return the names that all adapters have; of several or none, those of the base's own model."""
-    pairs = list(_named_by_adapters(tensors, experts))
+    pairs = list(_named_by_adapters(tensors, adapters))
     for stored in (False, True):
         names = [(t.name if stored else t.parameter, found) for t, found in pairs]
         candidates = {_difference(name, found) for name, found in names}
@@ -56,11 +56,11 @@ def naming_of(tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]) 
 
 
 def _named_by_adapters(
-    tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
+    tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint]
 ) -> Iterator[tuple[TensorPlan, str]]:
     for tensor in tensors:
         for expert, operand in tensor.operands.items():
-            if operand.tensor and isinstance(experts[expert], AdapterCheckpoint):
+            if operand.tensor and expert in adapters:
                 yield tensor, operand.tensor
 
 

@@ -22,11 +22,9 @@ from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.quantised import dequantised
 from covmerge.files.tensors import (
     ModelDescription,
-    Stacked,
     conv1d_names,
     find_name,
     layer_name,
-    undone_ties,
 )
 from covmerge.files.tensors.names import kind_by_name
 from covmerge.plan.planning.operands import Operand
@@ -57,8 +55,7 @@ class Model:
     @property
     def low_rank(self) -> Mapping[str, FactorHeader]:
         """Updates of an adapter by name; nothing for other checkpoints."""
-        adapter = self.checkpoint
-        return adapter.low_rank if isinstance(adapter, AdapterCheckpoint) else {}
+        return self.checkpoint.low_rank
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor, or the factors of its update, are stored."""
@@ -74,10 +71,8 @@ class Model:
         """Bytes that are read for so many elements of a tensor; factors are read whole."""
         if name in self.low_rank:
             elements = self.low_rank[name].elements
-        elif (
-            isinstance(self.checkpoint, AdapterCheckpoint) and name in self.checkpoint.folds.headers
-        ):
-            elements = self.checkpoint.folds.held(name, elements)
+        else:
+            elements = self.checkpoint.held(name, elements)
         return elements * self.dtype(name).itemsize
 
 
@@ -144,10 +139,10 @@ def align(
     head_bases: list[str] = []
     own_heads: list[str] = []
     rebuilt: dict[str, str | None] = {}
-    if isinstance(expert.checkpoint, AdapterCheckpoint):
+    if expert.checkpoint.is_adapter:
         return _align_adapter(base, expert_name, expert, chosen)
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
-    ties = undone_ties(base.checkpoint) or {}
+    ties = base.checkpoint.untied or {}
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         use = chosen(name, info.role)
@@ -172,7 +167,9 @@ def align(
             tied = expert.description.tied.get(name, ties.get(name))
             found = None if tied is None else find_name(tied, prefixes, expert.headers)
         if found is None:
-            if _takes_part(expert, name) and not _stored_elsewhere(name, base, expert, prefixes):
+            if expert.checkpoint.gives(name) and not _stored_elsewhere(
+                name, base, expert, prefixes
+            ):
                 missing.append(name)
             continue
         other = expert.headers[found]
@@ -325,7 +322,7 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
 
 def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
     """Refuse to keep an output layer aside that the model ties to its embedding."""
-    tied = base.description.tied or undone_ties(base.checkpoint) or {}
+    tied = base.description.tied or base.checkpoint.untied or {}
     for name in heads if tied else ():
         header = expert.headers[name]
         info = expert.description.tensors.get(name)
@@ -407,11 +404,6 @@ def _fits(header: TensorHeader, other: TensorHeader | None) -> bool:
         and header.shape == other.shape
         and header.dtype.is_floating_point == other.dtype.is_floating_point
     )
-
-
-def _takes_part(expert: Model, name: str) -> bool:
-    """Whether the recipe's slices, if there are any, take a tensor from this expert too."""
-    return not isinstance(expert.checkpoint, Stacked) or expert.checkpoint.gives(name)
 
 
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:

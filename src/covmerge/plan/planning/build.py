@@ -18,7 +18,7 @@ from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.undeclared import scales_of_codes
-from covmerge.files.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
+from covmerge.files.tensors import describe_checkpoint, matrix_shapes
 from covmerge.maths.linalg.auto import svd_cost
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER
@@ -97,7 +97,7 @@ def build_plans(
     Item by item their plans have the same rows of the same tensor: the most that any of them must
     see at once; with `whole`, at least one matrix, so that it can be measured.
     """
-    if whole and isinstance(base, Donor):
+    if whole and not base.is_source:
         raise InputError(
             "the recipe has no base, and what is measured are updates of one: give a base"
         )
@@ -175,7 +175,7 @@ def _draft(
     tensors = as_mergekit(
         tuple(found), lambda expert, operand: models[expert].dtype(str(operand.tensor))
     )
-    if isinstance(base.checkpoint, Donor):
+    if not base.checkpoint.is_source:
         _check_without_base(tensors)
     wanted = registry.get(recipe.method).data
     if wanted != "none" and not any(tensor.statistics for tensor in tensors):
@@ -743,7 +743,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
     tensors, dtype = draft.tensors, draft.recipe.dtype
     yield from base.description.notes
     yield from base.checkpoint.notes
-    order = stack_order(base.checkpoint)
+    order = base.checkpoint.order
     if order is not None:
         yield f"the output has {len(order)} layers, stacked of slices; config.json says so"
     complex_ones = [t.name for t in tensors if t.stored.complex]

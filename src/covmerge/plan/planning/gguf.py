@@ -16,9 +16,10 @@ from covmerge.base.errors import CheckpointError, RecipeError
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Quantisation
 from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.gguf_layout import GgufHead
-from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME, Dequantised
+from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME
 from covmerge.files.quantised.gguf import read_as
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
 from covmerge.plan.planning.packed_form import PackedTensor
@@ -51,8 +52,12 @@ class AsGguf:
 
 def is_gguf(wanted: str, base: Checkpoint) -> bool:
     """Whether the output is a GGUF file."""
-    of_gguf = isinstance(base, Dequantised) and isinstance(base.settings, GgufSettings)
-    return wanted.partition("-")[0] == GGUF or (wanted == SAME and of_gguf)
+    return wanted.partition("-")[0] == GGUF or (wanted == SAME and _settings(base) is not None)
+
+
+def _settings(base: Checkpoint) -> GgufSettings | None:
+    settings = None if base.quantisation is None else base.quantisation.settings
+    return settings if isinstance(settings, GgufSettings) else None
 
 
 def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> AsGguf:
@@ -63,7 +68,8 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
         CheckpointError: rows that are no whole number of blocks.
     """
     wanted, keep = recipe.output.quantise, recipe.output.keep
-    if not isinstance(base, Dequantised) or not isinstance(base.settings, GgufSettings):
+    settings, own = _settings(base), base.quantisation
+    if settings is None or own is None:
         raise RecipeError(
             f"`quantise: {wanted}` writes the base's GGUF file with other weights, with its tokenizer and "
             f"its metadata, and {base.source} is none: pass one as base, or merge without `quantise` and "
@@ -74,19 +80,19 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
             f"`quantise: {wanted}` writes one GGUF file: leave out `shard_size`, and divide the output by "
             "llama.cpp's gguf-split if a client wants that"
         )
-    settings = base.settings
     types = cast("Mapping[str, str]", settings["types"])
-    names = {tensor.name: base.packed[tensor.name].stored[0] for tensor in tensors}
-    held = {name: types[own] for name, own in names.items()}
+    names = {tensor.name: own.packed[tensor.name].stored[0] for tensor in tensors}
+    held = {name: types[stored] for name, stored in names.items()}
     kept = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
-    matrices = {name for name, own in names.items() if len(base.seen.headers[own].shape) > 1}
-    plain = _plain_type(recipe, base)
+    headers = own.stored.headers
+    matrices = {name for name, stored in names.items() if len(headers[stored].shape) > 1}
+    plain = _plain_type(recipe, own)
     kinds = dict(zip(names, _kinds(wanted, names, held, matrices), strict=True))
     kinds |= {name: plain for name in kept & matrices}
     _check_made(wanted, kinds, base.source)
-    _check_stacks(settings.stacks, {own: (name, kinds[name]) for name, own in names.items()})
-    dtype = _dtype(recipe, base, {kinds[name] for name in matrices})
-    formed = {t.name: _formed(t, base, kinds[t.name], held[t.name], dtype) for t in tensors}
+    _check_stacks(settings.stacks, {stored: (name, kinds[name]) for name, stored in names.items()})
+    dtype = _dtype(recipe, base, own, {kinds[name] for name in matrices})
+    formed = {t.name: _formed(t, own, kinds[t.name], held[t.name], dtype) for t in tensors}
     unfit = [tensor for tensor in tensors if formed[tensor.name] is None]
     if unfit:
         name, shape = unfit[0].name, list(unfit[0].output.shape)
@@ -96,7 +102,7 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
         )
     done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
-    return AsGguf(done, _head(settings, base, types), tuple(_notes(held, kinds, kept)))
+    return AsGguf(done, _head(settings, own, types), tuple(_notes(held, kinds, kept)))
 
 
 def _kinds(
@@ -165,7 +171,7 @@ def _check_stacks(
                 )
 
 
-def _plain_type(recipe: Recipe, base: Dequantised) -> str:
+def _plain_type(recipe: Recipe, base: Quantisation) -> str:
     """The type of what `keep` names."""
     stored = recipe.output.dtype
     if stored != "base":
@@ -173,11 +179,11 @@ def _plain_type(recipe: Recipe, base: Dequantised) -> str:
     return PLAIN_TYPES[next(iter(base.packed.values())).header.dtype]
 
 
-def _dtype(recipe: Recipe, base: Dequantised, kinds: set[str]) -> torch.dtype:
+def _dtype(recipe: Recipe, base: Checkpoint, own: Quantisation, kinds: set[str]) -> torch.dtype:
     """What the file will be read as: by the config.json that will lie beside it."""
-    config = {key: own for key, own in (base.seen.config or {}).items() if key != QUANTISATION}
+    config = {key: value for key, value in (own.stored.config or {}).items() if key != QUANTISATION}
     if not config:  # one is written, of what the base's file says
-        config = base.config or {}
+        config = dict(base.config or {})
     stated = [key for key in DTYPE_KEYS if key in config]
     if stated and recipe.output.dtype != "base":
         config = {stated[0]: recipe.output.dtype}
@@ -185,29 +191,29 @@ def _dtype(recipe: Recipe, base: Dequantised, kinds: set[str]) -> torch.dtype:
 
 
 def _formed(
-    tensor: TensorPlan, base: Dequantised, kind: str, held: str, dtype: torch.dtype
+    tensor: TensorPlan, base: Quantisation, kind: str, held: str, dtype: torch.dtype
 ) -> TensorPlan | None:
     """The tensor in its type; None: its rows are no whole blocks."""
     output = replace(tensor.output, dtype=dtype)
     # Measured in float32, in which llama.cpp reads it, and not in the dtype that transformers rounds to.
     packed = cast("Any", base.packed[tensor.name])
     packed = replace(packed, header=replace(output, dtype=torch.float32))
-    packing = of_gguf(packed, kind, base.seen.headers[packed.stored[0]].shape)
+    packing = of_gguf(packed, kind, base.stored.headers[packed.stored[0]].shape)
     if packing is None:
         return None
     return replace(tensor, output=output, form=PackedTensor(packing, kind == held, kind))
 
 
-def _head(settings: GgufSettings, base: Dequantised, types: Mapping[str, str]) -> GgufHead:
+def _head(settings: GgufSettings, base: Quantisation, types: Mapping[str, str]) -> GgufHead:
     fixed: dict[str, tuple[TensorHeader, bytes]] = {}
     for name in sorted(base.unused):
         header = settings.tensors[name]
         if header.nbytes > _MOST_FIXED:
             raise CheckpointError(
-                f"{base.source}: '{name}' is no parameter, and has {header.nbytes} bytes, where at most "
-                f"{_MOST_FIXED} are copied: convert the model anew"
+                f"{base.stored.source}: '{name}' is no parameter, and has {header.nbytes} bytes, where "
+                f"at most {_MOST_FIXED} are copied: convert the model anew"
             )
-        fixed[name] = header, base.seen.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+        fixed[name] = header, base.stored.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
     start = bytearray(settings.file.read(settings.start))
     place = settings.places.get(_FILE_TYPE)
     if place is not None and types != settings["types"]:

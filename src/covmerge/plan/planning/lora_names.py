@@ -38,10 +38,13 @@ class LoraNames:
     """Names in a file of one form: those that an expert has there, else made of the base's."""
 
     def __init__(
-        self, form: LoraForm, experts: Mapping[str, Checkpoint], config: Mapping[str, Any] | None
+        self,
+        form: LoraForm,
+        adapters: Mapping[str, AdapterCheckpoint],
+        config: Mapping[str, Any] | None,
     ) -> None:
         self._flat = form == KOHYA_FORM
-        self._adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
+        self._adapters = adapters
         self.form = form
         self._config = config or {}
 

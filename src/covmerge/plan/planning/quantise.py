@@ -13,19 +13,17 @@ from covmerge.base.errors import CheckpointError, RecipeError, pattern_meant
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Quantisation
 from covmerge.files.checkpoints.gguf_layout import GgufHead
 from covmerge.files.quantised import (
     DTYPE_KEYS,
     LAYOUTS,
     SAME,
-    Dequantised,
     Packing,
     as_stored,
     dtype_of,
-    is_derived,
     with_plain,
 )
-from covmerge.files.tensors import Untied
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
 from covmerge.plan.planning.packed_form import PackedTensor
 from covmerge.plan.planning.work import TensorPlan
@@ -68,25 +66,24 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
         )
-    if isinstance(base, Untied):
-        base = base.seen
-        if is_gguf(wanted, base):
-            raise RecipeError(
-                f"`quantise: {wanted}` writes the base's GGUF file with other weights, and some expert "
-                f"changes tensors that {base.source} ties: merge without `quantise`, and convert the "
-                "output (convert_hf_to_gguf.py)"
-            )
-    if is_derived(base):
+    own = base.quantisation
+    if own is not None and own.derived:
         raise RecipeError(
             "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
             "through `slices` or a `tokenizer`: merge without `quantise`, and quantise the output by a "
             "merge of it alone (`base: null`, method passthrough)"
         )
     if is_gguf(wanted, base):
-        own = as_gguf(recipe, tensors, base)
+        if base.untied is not None:
+            raise RecipeError(
+                f"`quantise: {wanted}` writes the base's GGUF file with other weights, and some expert "
+                f"changes tensors that {base.source} ties: merge without `quantise`, and convert the "
+                "output (convert_hf_to_gguf.py)"
+            )
+        made = as_gguf(recipe, tensors, base)
         for pattern in keep:
             _check_pattern(pattern, [tensor.name for tensor in tensors])
-        return Quantised(own.tensors, notes=own.notes, gguf=own.head)
+        return Quantised(made.tensors, notes=made.notes, gguf=made.head)
     if base.config is None:
         raise RecipeError(
             f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "
@@ -95,20 +92,21 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     # As it is read of the base, each tensor of bitsandbytes' 4 bits in a dtype of its own; else by config.
     as_there = wanted == SAME and recipe.output.dtype == "base"
     dtype = None if as_there else _read_as(recipe, base.config)
-    packable = _as_base(base) if wanted == SAME else _by_name(wanted, tensors, base)
+    same = _as_base(base) if wanted == SAME else None
+    packable = set(same.packed) if same else _by_name(wanted, tensors, base)
     kept = {name for name in packable if any(fnmatchcase(name, pattern) for pattern in keep)}
     chosen = packable - kept
-    if wanted != SAME:
+    if same is None:
         _check_sizes(wanted, [tensor.output for tensor in tensors if tensor.name in chosen])
-    done = [_packed(wanted, t, base, dtype) if t.name in chosen else t for t in tensors]
-    packed = [tensor for tensor in done if tensor.form.format]
+    done = [_packed(wanted, t, base, same, dtype) if t.name in chosen else t for t in tensors]
+    packed = [tensor for tensor in done if tensor.name in chosen]
     if not packed:
         raise RecipeError(
             f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed: keep fewer of them, "
             "or leave out `quantise`"
         )
     _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
-    settings = _settings(wanted, base, done, kept)
+    settings = _settings(wanted, same, done, packed, kept)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
     for pattern in unused:
         _check_pattern(pattern, [tensor.name for tensor in tensors])
@@ -123,26 +121,27 @@ def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
     return dtype_of({stated[0]: recipe.output.dtype})
 
 
-def _as_base(base: Checkpoint) -> set[str]:
-    """Tensors that the base stores packed."""
-    if not isinstance(base, Dequantised):
+def _as_base(base: Checkpoint) -> Quantisation:
+    """How the base stores its tensors packed."""
+    own = base.quantisation
+    if own is None:
         raise RecipeError(
             f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
             f"one ({', '.join(LAYOUTS)})"
         )
-    if base.unused:
+    if own.unused:
         raise RecipeError(
-            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(base.unused)}'), which "
+            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(own.unused)}'), which "
             "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
         )
-    return set(base.packed)
+    return own
 
 
 def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> set[str]:
     """Tensors that a format packs: those that the base has packed, else the weights of linear layers."""
     own = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
-    if isinstance(base, Dequantised):
-        own &= set(base.packed)
+    if base.quantisation is not None:
+        own &= set(base.quantisation.packed)
     if wanted == "mxfp4" and (base.config or {}).get("model_type") != _GPT_OSS:
         raise RecipeError(
             "`quantise: mxfp4`: clients load it of GPT-OSS alone, and this is another model; choose one of "
@@ -177,19 +176,22 @@ def _is_an_expert(tensor: TensorPlan) -> bool:
 
 
 def _packed(
-    wanted: str, tensor: TensorPlan, base: Checkpoint, dtype: torch.dtype | None
+    wanted: str,
+    tensor: TensorPlan,
+    base: Checkpoint,
+    same: Quantisation | None,
+    dtype: torch.dtype | None,
 ) -> TensorPlan:
     """The tensor with the form that it is packed in."""
     output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
     as_base = wanted == SAME and output == base.headers[tensor.name]
-    form = PackedTensor(_packing(wanted, base, output), as_base, wanted)
+    form = PackedTensor(_packing(wanted, same, output), as_base, wanted)
     return replace(tensor, output=output, form=form)
 
 
-def _packing(wanted: str, base: Checkpoint, header: TensorHeader) -> Packing:
-    if wanted == SAME:
-        assert isinstance(base, Dequantised)
-        return as_stored(base, header)
+def _packing(wanted: str, same: Quantisation | None, header: TensorHeader) -> Packing:
+    if same is not None:
+        return as_stored(same, header)
     packing = LAYOUTS[wanted].packing(header)
     assert packing is not None  # _check_sizes
     return packing
@@ -223,22 +225,26 @@ def _check_experts(packed: Sequence[TensorPlan], kept: Sequence[TensorPlan]) -> 
 
 
 def _settings(
-    wanted: str, base: Checkpoint, tensors: Sequence[TensorPlan], kept: set[str]
+    wanted: str,
+    same: Quantisation | None,
+    tensors: Sequence[TensorPlan],
+    packed: Sequence[TensorPlan],
+    kept: set[str],
 ) -> dict[str, Any]:
     """What config.json says: every linear layer that is plain is named."""
-    if wanted == SAME:
-        assert isinstance(base, Dequantised)
-        stated: Mapping[str, Any] = base.settings
+    if same is not None:
+        stated = same.settings
         plain = [tensor for tensor in tensors if tensor.name in kept]
         if not plain:
             return {**stated}
         # A list that a config has not got means defaults, which are no more once it has one.
         heads = [tensor for tensor in tensors if tensor.role is Role.OUTPUT]
         return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
+    names = {tensor.name for tensor in packed}
     layers = [
         tensor
         for tensor in tensors
-        if not tensor.form.format
+        if tensor.name not in names
         and tensor.output.module is None
         and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
@@ -246,13 +252,9 @@ def _settings(
     plain = [tensor for tensor in tensors if tensor.name in kept]
     settings = {**LAYOUTS[wanted].settings}
     if settings.get("load_in_4bit"):
-        settings["bnb_4bit_compute_dtype"] = _compute_dtype(tensors)
+        dtype = packed[0].output.dtype
+        settings["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
     return with_plain(settings, [*_modules([*layers, *plain]), _TIED_HEAD])
-
-
-def _compute_dtype(tensors: Sequence[TensorPlan]) -> str:
-    packed = next(tensor for tensor in tensors if tensor.form.format)
-    return str(packed.output.dtype).removeprefix("torch.")
 
 
 def _modules(tensors: Sequence[TensorPlan]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from covmerge.base.errors import TensorError
 from covmerge.base.findings import LOST
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.beside import modules_of
 from covmerge.files.tensors import ModelDescription
 
@@ -54,7 +54,7 @@ def check_reached(
         return
     every = sum(sizes[name] for name in (*placed.values(), *lost))
     share, whose = 1 - sum(sizes[name] for name in lost) / max(1, every), "its"
-    if not isinstance(expert, AdapterCheckpoint):
+    if not expert.is_adapter:
         own, lacking = (sum(_size(base, name) for name in names) for names in (placed, missing))
         if own < share * (own + lacking):
             share, whose = own / (own + lacking), "the base's"
@@ -72,7 +72,7 @@ def check_reached(
             "Leave it out, and give it to what runs the output; such files are averaged with one another "
             "by a recipe with `base: null` and `method: linear`"
         )
-    whole = layers and not missing and not isinstance(expert, AdapterCheckpoint)
+    whole = layers and not missing and not expert.is_adapter
     raise TensorError(
         f"{LOST}: expert '{expert_name}' ({expert.source}) would lose {counted(len(lost), 'tensor')}: "
         f"{_some(lost)} are no names of the base ({base.source}), which has {_some(base.headers)}. "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from covmerge.base.errors import InputError
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import refuse_adapter
 from covmerge.files.tensors import (
     Stacked,
     comes_before,
@@ -31,11 +31,7 @@ def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint)
     """
     if not slices:
         return checkpoint
-    if isinstance(checkpoint, AdapterCheckpoint):
-        raise InputError(
-            f"expert '{expert}' ({checkpoint.source}) is an adapter, and slices are of models: fold it "
-            "into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
-        )
+    refuse_adapter(checkpoint, "slices are of models", str(expert))
     order: list[int] = []
     given: list[int] = []
     for own in slices:

@@ -48,10 +48,11 @@ def with_ties_undone(
             that cannot be stored untied.
     """
     first = next(iter(sources))
+    adapters = {key: own for key, own in sources.items() if isinstance(own, AdapterCheckpoint)}
     models = {
         key: Model(source, describe_checkpoint(source))
         for key, source in sources.items()
-        if not isinstance(source, AdapterCheckpoint)
+        if key not in adapters
     }
     for key, model in models.items():
         _check_head(key, model)
@@ -61,7 +62,7 @@ def with_ties_undone(
         _check_unknown_ties(start, experts)
     if not start.description.tied:
         return dict(sources)
-    found = _changed_apart(start, experts, models, form)
+    found = _changed_apart(start, adapters, models, list(experts), form)
     if found is None:
         return dict(sources)
     key, names = found
@@ -84,7 +85,9 @@ def with_ties_undone(
     )
     ties = {n: kept for n, kept in start.description.tied.items() if kept in start.headers}
     view = Untied(start.checkpoint, ties, note)
-    found = _changed_apart(Model(view, describe_checkpoint(view)), experts, models, form)
+    found = _changed_apart(
+        Model(view, describe_checkpoint(view)), adapters, models, list(experts), form
+    )
     if found is not None:
         key, names = found
         raise InputError(
@@ -126,14 +129,15 @@ def _as_untied(base: Model, expert: Model) -> Checkpoint:
 
 def _changed_apart(
     base: Model,
-    experts: Mapping[str | None, Checkpoint],
+    adapters: Mapping[str | None, AdapterCheckpoint],
     models: Mapping[str | None, Model],
+    experts: Sequence[str | None],
     form: Literal["model", "adapter"],
 ) -> tuple[str | None, tuple[str, str]] | None:
     """The first expert that does not make the same of two tensors that the base ties, and these."""
-    for key, source in experts.items():
-        if isinstance(source, AdapterCheckpoint):
-            apart = _held_apart(base, source, form)
+    for key in experts:
+        if key in adapters:
+            apart = _held_apart(base, adapters[key], form)
         else:
             apart = _stored_apart(base, models[key])
         if apart is not None:
@@ -162,12 +166,11 @@ def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -
     if not any(part.get(TIED) is True for _, part in language_parts(config)):
         return
     for key, expert in experts.items():
-        adapter = isinstance(expert, AdapterCheckpoint)
         for name, shape in _shapes(expert).items():
             header = TensorHeader(name, shape, torch.float32)
             role = kind_by_name(header, {name: header}).role
             table = role is Role.EMBEDDING and rows_of(name) == "tokens" and not layer_name(name)
-            if (role is Role.OUTPUT and name not in base.headers) or (adapter and table):
+            if (role is Role.OUTPUT and name not in base.headers) or (expert.is_adapter and table):
                 raise InputError(
                     f"config.json of {base.checkpoint.source} ties its output head to an embedding "
                     f"({TIED}), and which tensors that are is not known "
@@ -246,10 +249,7 @@ def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
 
 
 def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {n: own.shape for n, own in source.headers.items()}
-    if isinstance(source, AdapterCheckpoint):
-        found |= {name: own.shape for name, own in source.low_rank.items()}
-    return found
+    return {name: own.shape for name, own in {**source.headers, **source.low_rank}.items()}
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:

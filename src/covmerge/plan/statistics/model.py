@@ -18,9 +18,9 @@ from torch import nn
 
 from covmerge.base.errors import InputError, panics_as_errors
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import refuse_adapter
 from covmerge.files.checkpoints.folder import PREFERRED
-from covmerge.files.quantised import Dequantised
 from covmerge.files.stores.address import local_path
 from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short
 from covmerge.plan.statistics.examples import (
@@ -266,12 +266,12 @@ def load_model(
     transformers = require_transformers()
     checkpoint.materialize()
     source, config = checkpoint.source, checkpoint.config
-    if isinstance(checkpoint, AdapterCheckpoint):
-        raise InputError(
-            f"{source} is an adapter, and what is run is a model: fold it into its base first "
-            f"(`covmerge merge --base BASE --expert a={source} FOLDED --out-dtype float32`), then "
-            "collect on FOLDED, and name FOLDED as the expert where the statistics are used"
-        )
+    refuse_adapter(
+        checkpoint,
+        "what is run is a model",
+        then=" with --out-dtype float32, then collect on OUT, and name OUT as the expert where the "
+        "statistics are used",
+    )
     if checkpoint.folder is None or config is None:
         raise InputError(
             f"{source} has no config.json, by which the model could be built: pass the folder of a "
@@ -320,7 +320,7 @@ def _load(
     """Return the model, with placeholders for what is read later, and the parameters not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    as_read = isinstance(checkpoint, Dequantised) or not _holds_weights(checkpoint.folder)
+    as_read = checkpoint.quantisation is not None or not _holds_weights(checkpoint.folder)
     if later or as_read:
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
         weights = {

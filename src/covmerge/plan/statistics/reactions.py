@@ -21,7 +21,8 @@ from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import refuse_adapter
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from covmerge.plan.statistics.model import Layer, RunningModel
 
@@ -103,11 +104,7 @@ class _Weights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         source = checkpoint.source
-        if isinstance(checkpoint, AdapterCheckpoint):
-            raise InputError(
-                f"{source} is an adapter, and whole models are needed: fold it into its base first, with "
-                "`covmerge merge --base BASE --expert NAME=ADAPTER OUT`"
-            )
+        refuse_adapter(checkpoint, "whole models are needed")
         if checkpoint.config is None:
             raise InputError(
                 f"{source} has no config.json, by which its layers could be found: pass the folder of a "

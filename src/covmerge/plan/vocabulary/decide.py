@@ -10,7 +10,7 @@ from typing import Any
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.tensors import find_name
@@ -73,9 +73,9 @@ class Text:
         if self.vocabulary is None:
             return dict(sources)
         base = self.tables.get(None)
-        for key, adapter in sources.items():
-            if isinstance(adapter, AdapterCheckpoint) and base is not None:
-                _check_adapter(str(key), adapter, base, self.vocabulary)
+        for key, own in sources.items():
+            if key not in self.tables and base is not None:
+                _check_adapter(str(key), own, base, self.vocabulary)
         models = {key: sources[key] for key in self.tables}
         views = {key: Retokenized(key, models, self.tables, self.vocabulary) for key in models}
         return {key: views.get(key, own) for key, own in sources.items()}
@@ -96,7 +96,8 @@ def decide(
     """
     if rules is None and template is None:
         return Text()
-    models = [key for key, own in sources.items() if _is_model(own)]
+    # An adapter has the embeddings of the base.
+    models = [key for key, own in sources.items() if not own.is_adapter]
     folders = {key: sources[key].companions() for key in models}
     text = Text()
     if rules is not None:
@@ -107,11 +108,6 @@ def decide(
     chosen, whose = chosen_template(template, _of_all(sources, folders))
     note = f"chat template of {whose}" if chosen is not None else f"no chat template: {whose}"
     return replace(text, files=replace(files, template=chosen), notes=(*text.notes, note))
-
-
-def _is_model(checkpoint: Checkpoint) -> bool:
-    """Whether a source has embeddings of its own; an adapter has those of the base."""
-    return not isinstance(checkpoint, AdapterCheckpoint)
 
 
 def _of_all(
@@ -249,9 +245,7 @@ def _generation(folder: Path) -> Mapping[str, Any] | None:
     return read_object(path) if path.is_file() else None
 
 
-def _check_adapter(
-    name: str, adapter: AdapterCheckpoint, base: Tables, decided: Vocabulary
-) -> None:
+def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabulary) -> None:
     prefixes = [base.prefix] if base.prefix else []
     held = {*adapter.low_rank, *adapter.headers}
     touched = [own for own in sorted(base.names) if find_name(own, prefixes, held) is not None]

@@ -14,9 +14,7 @@ from torch import Tensor
 from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LowRank, Measured
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.checkpoints.remote import RemoteCheckpoint
-from covmerge.files.quantised import Dequantised
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.measures.rounding import rounded_to
 from covmerge.plan.planning import (
@@ -55,7 +53,7 @@ class Sources:
         if operand.tensor is None:
             return None
         checkpoint = self.checkpoints[operand.source]
-        if isinstance(checkpoint, AdapterCheckpoint) and operand.tensor in checkpoint.low_rank:
+        if operand.tensor in checkpoint.low_rank:
             return checkpoint.read_update(operand.tensor, rows)
         return checkpoint.read(operand.tensor, operand.held(rows))
 
@@ -70,7 +68,7 @@ class Sources:
         A link has room for more than some rows of one source. What lies here, or is dequantised as it is
         read, is read one after the other: the plan has counted the workspace of one.
         """
-        far = [isinstance(self.checkpoints.get(key), RemoteCheckpoint) for key, _ in reads]
+        far = [key in self.checkpoints and self.checkpoints[key].is_far for key, _ in reads]
         if sum(far) < 2:
             return [read() for _, read in reads]
         with ThreadPool(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
@@ -86,12 +84,8 @@ class Sources:
     def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
         """Read what the base stores of the rows of an item, where the output stores them so too."""
         base = item.tensor.base
-        if base is None:
-            return ()
-        model = self.checkpoints[base.source]
-        if not isinstance(model, Dequantised):
-            return ()
-        return item.tensor.form.read_stored(model.seen.read, item.rows)
+        own = None if base is None else self.checkpoints[base.source].quantisation
+        return () if own is None else item.tensor.form.read_stored(own.stored.read, item.rows)
 
 
 @dataclass(frozen=True)

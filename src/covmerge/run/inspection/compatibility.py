@@ -10,9 +10,7 @@ from typing import Any, cast
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.findings import Finding, Severity
 from covmerge.base.text import counted, some
-from covmerge.files.checkpoints import AdapterCheckpoint
 from covmerge.files.checkpoints.json_file import read_object
-from covmerge.files.tensors import undone_ties
 from covmerge.plan.planning.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.recipe import Recipe
@@ -147,9 +145,9 @@ def _rows_besides(added: int) -> str:
 def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
     own, other = base.checkpoint.config or {}, expert.checkpoint.config or {}
     key = "tie_word_embeddings"
-    if isinstance(expert.checkpoint, AdapterCheckpoint) or None in (own.get(key), other.get(key)):
+    if None in (own.get(key), other.get(key)):
         return
-    if own[key] != other[key] and undone_ties(base.checkpoint) is None:  # else a note says it
+    if own[key] != other[key] and base.checkpoint.untied is None:  # else a note says it
         yield Finding(
             Severity.WARNING,
             f"{key} is {other[key]} in its config.json and {own[key]} in the base's: the merged "

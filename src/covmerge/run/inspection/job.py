@@ -15,7 +15,6 @@ from covmerge.base.choice import PREFERRED, UNNAMED, choose
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.quantised import Dequantised, is_derived
 from covmerge.files.tensors import describe_checkpoint, matrix_shapes
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums, sums_from_json
@@ -143,7 +142,7 @@ class InspectJob:
         return Inspection(
             base=checkpoints.base.source,
             experts={name: expert.source for name, expert in checkpoints.experts.items()},
-            adapters=checkpoints.adapters,
+            adapters=tuple(checkpoints.adapters),
             family=base.description.family,
             findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
             layers=layers,
@@ -380,10 +379,7 @@ def _with_lost(
 
 def _is_packed(*models: Model) -> bool:
     """Whether one of them is stored packed, and read as what it stands for."""
-    return any(
-        isinstance(model.checkpoint, Dequantised) or is_derived(model.checkpoint)
-        for model in models
-    )
+    return any(model.checkpoint.quantisation is not None for model in models)
 
 
 def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.tensors import Donor, describe_checkpoint
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.tensors import describe_checkpoint
 from covmerge.plan.planning import Plan
 from covmerge.plan.planning.align import Model
 from covmerge.run.judgement.integers import changed_integers
@@ -44,7 +44,7 @@ def judge(
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for name, expert in experts.items():
-        if not isinstance(expert, AdapterCheckpoint):
+        if not expert.is_adapter:
             unfit = stranger(matrices, name)
             foreign = [] if unfit else foreign_layers(matrices, name)
             if unfit:
@@ -71,7 +71,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """
-    if isinstance(checkpoints.base, Donor):  # there is nothing that they should be fine-tunes of
+    if not checkpoints.base.is_source:  # there is nothing that they should be fine-tunes of
         first = next(iter(checkpoints.experts))
         findings = list(changed_integers(plan, done, f"expert '{first}'"))
     else:

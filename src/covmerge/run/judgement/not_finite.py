@@ -10,7 +10,7 @@ from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.findings import LOST, Finding, Severity
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.tensors import layer_name
 from covmerge.maths.linalg.finite import all_finite
 from covmerge.plan.planning import Copy, Plan
@@ -74,9 +74,7 @@ def _of_most(key: str, expert: Checkpoint, bad: list[str]) -> Finding | None:
 def _sizes(expert: Checkpoint) -> dict[str, int]:
     """How many numbers are stored of each tensor, of those that can be NaN."""
     sizes = {n: prod(h.shape) for n, h in expert.headers.items() if h.dtype.is_floating_point}
-    if isinstance(expert, AdapterCheckpoint):
-        sizes |= {name: factors.elements for name, factors in expert.low_rank.items()}
-    return sizes
+    return sizes | {name: factors.elements for name, factors in expert.low_rank.items()}
 
 
 def _is_matrix(expert: Checkpoint, name: str) -> bool:
@@ -85,7 +83,6 @@ def _is_matrix(expert: Checkpoint, name: str) -> bool:
 
 def _is_finite(expert: Checkpoint, name: str, *, whole: bool = True) -> bool:
     if name not in expert.headers:
-        assert isinstance(expert, AdapterCheckpoint)
         update = expert.read_update(name)
         factors = (update,) if isinstance(update, LowRank) else update
         return all(all_finite(one.left) and all_finite(one.right) for one in factors)

@@ -9,10 +9,10 @@ from typing import Any, cast
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role, TensorHeader
-from covmerge.files.checkpoints import Checkpoint, Content, FileCheckpoint, at_once, open_store
+from covmerge.files.checkpoints import Checkpoint, Content, at_once, open_store
 from covmerge.files.checkpoints.gguf_file import GGUF
 from covmerge.files.checkpoints.manifest import read_manifest
-from covmerge.files.quantised import Dequantised, Packed, dequantised, open_plain
+from covmerge.files.quantised import Packed, dequantised, open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store
 from covmerge.files.stores.walk import file_at
@@ -96,7 +96,7 @@ def examine(
         if manifest["recipe"]["output"].get("format") == "adapter":
             return check_adapter(store, manifest, stored), hash_files(store, names)
         entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
-        coverage = _coverage(entries, output, _weights(stored))
+        coverage = _coverage(entries, output, stored.weight_names)
         missing = ""
         if manifest["recipe"]["base"] is None:
             base, missing = None, _NO_BASE
@@ -114,10 +114,11 @@ def examine(
             base = _mixed(seen_untied(base, manifest.get("untied")), manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
-        weights = _weights(stored) if coverage.ok else ()
-        packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
-        parts = {name for own in packed.values() for name in own.stored}
-        parts |= output.unused if isinstance(output, Dequantised) else set()
+        weights = stored.weight_names if coverage.ok else ()
+        own = output.quantisation
+        packed: Mapping[str, Packed] = {} if own is None else own.packed
+        parts = {name for one in packed.values() for name in one.stored}
+        parts |= frozenset() if own is None else own.unused
         look = WeightsLook(store, values.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
         seen = read(sizes, look, values.base or output)
@@ -252,11 +253,6 @@ def _badly_tied(output: Checkpoint) -> Iterator[str]:
         kept = info.tied_to
         if kept is not None and kept in output.headers and not same_values(output, name, kept):
             yield f"'{name}' differs from '{kept}', and config.json says that they are tied"
-
-
-def _weights(output: Checkpoint) -> list[str]:
-    """Names of the files of weights; none for an adapter."""
-    return list(output.weight_names) if isinstance(output, FileCheckpoint) else []
 
 
 class _Values:

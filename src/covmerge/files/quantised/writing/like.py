@@ -9,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.base import Packed, Quantisation
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.fp8 import Scaled
 from covmerge.files.quantised.integers import Grouped
 from covmerge.files.quantised.mxfp4 import Experts
-from covmerge.files.quantised.packed import Packed
 from covmerge.files.quantised.packed_integers import Words
-from covmerge.files.quantised.view import Dequantised
 from covmerge.files.quantised.writing.bitsandbytes import of_eight_bit, of_four_bit
 from covmerge.files.quantised.writing.integers import of_grouped, of_words
 from covmerge.files.quantised.writing.mxfp4 import of_experts
@@ -23,17 +22,17 @@ from covmerge.files.quantised.writing.packing import Packing
 from covmerge.files.quantised.writing.scaled import of_scaled
 
 
-def as_stored(model: Dequantised, header: TensorHeader) -> Packing:
+def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
     """Return how a tensor is packed in a checkpoint.
 
     Args:
-        model: the checkpoint, whose weights are here.
+        model: the checkpoint's, whose weights are here.
         header: of the tensor, in the dtype that it is to be read as.
     """
     packed: Any = model.packed[header.name]
     if packed.header != header:
         packed = replace(packed, header=header)
-    stored = model.seen
+    stored = model.stored
     maps = {name: stored.read(name) for name in packed.stored if name.endswith("quant_map")}
     return packing_like(packed, stored.headers, model.settings, maps)
 
