@@ -349,10 +349,7 @@ LINES = {
     ),
     "an adapter": (
         f"collect lora a.txt {OUT}",
-        advice(
-            " with --out-dtype float32, then collect on OUT, and name OUT as the expert where the statistics "
-            "are used"
-        ),
+        advice("then collect on OUT, and name OUT as the expert where the statistics are used"),
         "merge --base base --expert a=lora folded --out-dtype float32; "
         f"collect folded a.txt {OUT} --max-examples 4 --tokenizer base",
     ),

@@ -269,8 +269,8 @@ def load_model(
     refuse_adapter(
         checkpoint,
         "what is run is a model",
-        then=" with --out-dtype float32, then collect on OUT, and name OUT as the expert where the "
-        "statistics are used",
+        then=" with --out-dtype float32, "
+        "then collect on OUT, and name OUT as the expert where the statistics are used",
     )
     if checkpoint.folder is None or config is None:
         raise InputError(
