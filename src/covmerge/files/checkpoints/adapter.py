@@ -36,6 +36,7 @@ from covmerge.files.checkpoints.adapter_names import (
 from covmerge.files.checkpoints.adapter_parameters import find_parameters
 from covmerge.files.checkpoints.adapter_parts import updates_of_base
 from covmerge.files.checkpoints.base import Checkpoint, FactorHeader, find_header
+from covmerge.files.checkpoints.file_formats import open_weights
 from covmerge.files.checkpoints.folder import (
     CONFIG,
     DIFFUSERS,
@@ -43,7 +44,6 @@ from covmerge.files.checkpoints.folder import (
     module_files,
     open_file,
     open_modules,
-    open_weights,
 )
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.hub import HubCheckpoint

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -36,9 +37,10 @@ from covmerge.files.checkpoints.pieces import box_of, tile
 from covmerge.files.checkpoints.ranges import open_stored, read_into
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.checkpoints.unpickler import Inert, Sealed
-from covmerge.files.stores.store import Opened, Stamp, StoredFile, child
+from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 
 METADATA = ".metadata"
+_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)  # of a trainer's checkpoint
 
 _NEXT = "convert it where it was saved, with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
 _MAX_BYTES = 2**28
@@ -70,12 +72,24 @@ class _Entry:
     chunks: Sequence[_Chunk]
 
 
+def open_distributed(store: Store, names: Collection[str]) -> DistributedFiles | None:
+    """Open a folder of DCP, or the one that a trainer's checkpoint has in it; None where there is none."""
+    if METADATA in names:
+        return DistributedFiles(StoredFile(store, METADATA))
+    folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
+    inner = [store.inside(name) for name in folders]
+    found = [StoredFile(one, METADATA) for one in inner if one.is_file(METADATA)]
+    return DistributedFiles(found[0]) if len(found) == 1 else None
+
+
 class DistributedFiles:
     """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside.
 
     Args:
         metadata: the file `.metadata`.
     """
+
+    settings: Mapping[str, Any] | None = None
 
     def __init__(self, metadata: StoredFile) -> None:
         self._where = str(metadata)
@@ -86,11 +100,12 @@ class DistributedFiles:
             {name: entry.header for name, entry in self._entries.items()}
         )
         names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
-        self.files = tuple(child(metadata.store, name) for name in names)
+        files = tuple(child(metadata.store, name) for name in names)
+        self.files = (metadata, *files)
         with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
-            found = pool.map(_look, self.files)
+            found = pool.map(_look, files)
             self._stamps = dict(zip(names, found, strict=True))
-        self._file = {file.name: file for file in self.files}
+        self._file = {file.name: file for file in files}
         self._whole = {
             name: SafetensorsFile(self._file[name])
             for name, (_, magic) in self._stamps.items()

@@ -27,18 +27,19 @@ from covmerge.files.checkpoints.base import (
 )
 from covmerge.files.checkpoints.beside import is_of_training, notes_on_others
 from covmerge.files.checkpoints.content import Content, Pace
-from covmerge.files.checkpoints.distributed import METADATA, DistributedFiles
-from covmerge.files.checkpoints.fsdp_ranks import open_ranks
-from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
-from covmerge.files.checkpoints.hf_slices import SLICES, open_slices
+from covmerge.files.checkpoints.file_formats import (
+    INDEX,
+    MODEL_SUFFIXES,
+    SAFETENSORS,
+    TORCH,
+    WEIGHT_SUFFIXES,
+    open_divided,
+    open_weights,
+)
+from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.module_file import open_module
 from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
-from covmerge.files.checkpoints.pieces import PiecedFiles
-from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
-from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
-from covmerge.files.checkpoints.zero3 import open_zero3
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
@@ -50,12 +51,7 @@ PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a 
 STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # of a training run, by transformers' Trainer
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
 
-_SAFETENSORS = ".safetensors"
-_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
-WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, GGUF)
-_INDEX = ".index.json"
-_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
@@ -101,7 +97,7 @@ class FileCheckpoint(Kind):
         self.config: Mapping[str, Any] | None = next(
             (read_config(file) for file in beside if self.path_of(file) == CONFIG), None
         )
-        packed = [read.settings for read in weights.values() if isinstance(read, GgufFile)]
+        packed = [read.settings for read in weights.values() if read.settings is not None]
         if packed and len(weights) > 1:
             raise CheckpointError(
                 f"{source} has a GGUF file among {len(weights)} files of weights: pass the one to merge"
@@ -113,9 +109,6 @@ class FileCheckpoint(Kind):
             {name: header for read in weights.values() for name, header in read.headers.items()}
         )
         self.weight_names: Sequence[str] = tuple(map(self.path_of, weights))
-        self.divided = any(
-            isinstance(read, DistributedFiles | PiecedFiles) for read in weights.values()
-        )
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
         self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
@@ -252,13 +245,19 @@ class WeightsChoice:
     @property
     def is_index(self) -> bool:
         """Whether the file is an index of shards."""
-        return self.name.endswith(_INDEX)
+        return self.name.endswith(INDEX)
 
 
 def holds_weights(names: Collection[str]) -> bool:
     """Whether there is a file of weights of a model, or an index, among the files of a folder."""
-    weights = (name for name in names if name.endswith((_INDEX, *WEIGHT_SUFFIXES)))
+    weights = (name for name in names if name.endswith((INDEX, *WEIGHT_SUFFIXES)))
     return not all(map(is_of_training, weights))
+
+
+def _holds_model(names: Collection[str]) -> bool:
+    """Whether there is a whole model, which goes before what the processes of a training left."""
+    others = (name for name in names if not SLICES.fullmatch(name))
+    return any(n in PREFERRED or n.endswith((SAFETENSORS, *MODEL_SUFFIXES)) for n in others)
 
 
 def choose_weights(
@@ -276,13 +275,13 @@ def choose_weights(
     Raises:
         CheckpointError: there are no weights, or no telling which to read.
     """
-    found = sorted(n for n in names if n.endswith(_SAFETENSORS))
+    found = sorted(n for n in names if n.endswith(SAFETENSORS))
     for name in PREFERRED:
         if name in names:
             return WeightsChoice(name)
     present = [n for n in found if not _is_adapter(n)]
     _refuse_slices(present, where)
-    _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
+    _refuse_lone_shard(present or sorted(n for n in names if n.endswith(TORCH)), where)
     if len(present) == 1:
         return WeightsChoice(present[0])
     if present:
@@ -437,18 +436,19 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
-    if (divided := _divided(store, names)) is not None:
-        found, files = divided
-        beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
-        return FileCheckpoint(source, {found: files}, store=store, beside=beside)
+    beside = [_existing(store, CONFIG)] if CONFIG in names else []
+    files = None if _holds_model(names) else open_divided(store, names)
+    if files is not None:
+        first, *others = files.files
+        divided = FileCheckpoint(source, {first: files}, store=store, beside=[*others, *beside])
+        divided.divided = True
+        return divided
     modules = open_modules(store, names)
     if modules.weights and not holds_weights(names):
-        beside = [_existing(store, CONFIG)] if CONFIG in names else []
         return modules.joined(source, store, {}, beside)
-    packed = [name for name in names if name.endswith(GGUF)]
-    alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
-    choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
-    beside = [_existing(store, CONFIG)] if CONFIG in names else []
+    weighty = [name for name in names if name.endswith((*WEIGHT_SUFFIXES, INDEX))]
+    alone = len(weighty) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
+    choice = WeightsChoice(weighty[0]) if alone else choose_weights(names, where, store.folders())
     notes: tuple[str, ...] = ()
     if not choice.is_index:
         weights = _open_all([_existing(store, choice.name)])
@@ -481,7 +481,7 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
         file = weights_in(store, folder)
         if file is None:
             continue
-        beside = [file] if file.name.endswith(_INDEX) else []
+        beside = [file] if file.name.endswith(INDEX) else []
         weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())
         config = _existing(folder.store, CONFIG) if CONFIG in folder.names else None
         module = Module(folder.path, None if config is None else read_config(config))
@@ -512,7 +512,7 @@ def module_files(store: Store, names: Collection[str]) -> list[str]:
         if file is None:
             continue
         own = [file.name]
-        if file.name.endswith(_INDEX):
+        if file.name.endswith(INDEX):
             own += sorted(set(read_weight_map(file).values()))
         paths += [f"{folder.path}/{name}" for name in own]
     return paths
@@ -538,41 +538,11 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
         for name in names
         if name not in read
         and (
-            name.endswith(_SAFETENSORS)
+            name.endswith(SAFETENSORS)
             or name == PREFERRED[1]
-            or (name.endswith(_TORCH) and not name.startswith(older))
+            or (name.endswith(TORCH) and not name.startswith(older))
         )
     ]
-
-
-def _divided(
-    store: Store, names: Collection[str]
-) -> tuple[StoredFile, DistributedFiles | PiecedFiles] | None:
-    """Open what the processes of a training saved, each a part of the tensors; None: it is none.
-
-    The layouts, in the order in which they are looked for. A whole model beside them goes first.
-    """
-    others = (name for name in names if not SLICES.fullmatch(name))
-    if any(name in PREFERRED or name.endswith((_SAFETENSORS, GGUF)) for name in others):
-        return None
-    if (metadata := _distributed(store, names)) is not None:
-        return metadata, DistributedFiles(metadata)
-    for open_divided in (open_slices, open_ranks, open_zero3):
-        if (files := open_divided(store, names)) is not None:
-            return files.files[0], files
-    return None
-
-
-def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
-    """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
-    if any(name in PREFERRED or name.endswith((_SAFETENSORS, GGUF)) for name in names):
-        return None
-    if METADATA in names:
-        return StoredFile(store, METADATA)
-    folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
-    inner = [store.inside(name) for name in folders]
-    found = [StoredFile(one, METADATA) for one in inner if one.is_file(METADATA)]
-    return found[0] if len(found) == 1 else None
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
@@ -584,37 +554,12 @@ def open_file(source: str, file: StoredFile) -> FileCheckpoint:
     return FileCheckpoint(source, _open_all([file]))
 
 
-def open_weights(file: StoredFile) -> WeightFile:
-    """Open one file of weights by its suffix."""
-    if file.suffix == _SAFETENSORS:
-        return SafetensorsFile(file)
-    if file.suffix in _TORCH:
-        return _open_torch(file.path)
-    if file.suffix == GGUF:
-        return GgufFile(file)
-    hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
-    raise CheckpointError(
-        f"{file} is not a file of weights that covmerge reads "
-        f"({', '.join(WEIGHT_SUFFIXES)}): pass {hint}"
-    )
-
-
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
     found = list(files)
     if len(found) == 1:  # nothing to wait for beside it
         return {found[0]: open_weights(found[0])}
     with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
         return dict(zip(found, pool.map(open_weights, found), strict=True))
-
-
-def _open_torch(path: Path) -> WeightFile:
-    try:
-        return TorchFile(path)
-    except NotLoadedError as refusal:
-        try:
-            return open_module(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{refusal}. As a module: {error}") from error
 
 
 def _existing(store: Store, name: str) -> StoredFile:

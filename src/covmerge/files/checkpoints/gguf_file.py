@@ -89,10 +89,11 @@ class GgufFile(SlottedFile):
         super().__init__(file, stamp, {entry.slot.header.name: entry.slot for entry in entries})
         types: Json = {entry.slot.header.name: entry.kind for entry in entries}
         path = None if file.store.folder is None else str(file.path)
-        self.settings = GgufSettings(path=path, metadata=metadata, types=types)
-        self.settings.file, self.settings.tensors = file, dict(self.headers)
-        self.settings.start, self.settings.places = parser.start, parser.places
-        self.settings.alignment, self.settings.stacks = parser.alignment, parser.stacks
+        settings = GgufSettings(path=path, metadata=metadata, types=types)
+        settings.file, settings.tensors = file, dict(self.headers)
+        settings.start, settings.places = parser.start, parser.places
+        settings.alignment, settings.stacks = parser.alignment, parser.stacks
+        self.settings: Mapping[str, Any] | None = settings
 
 
 def slots_of(file: StoredFile) -> Mapping[str, Slot]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class ModuleFile:
     The tree of modules has the tensors, under the names of a state dict. Files that are no zip are in
     memory as a whole.
     """
+
+    settings: Mapping[str, Any] | None = None
 
     def __init__(self, path: Path, stamp: Stamp, records: object) -> None:
         self.path = path

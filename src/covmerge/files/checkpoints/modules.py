@@ -72,6 +72,7 @@ class ModuleWeights:
         self._read = read
         self._own = {f"{module.prefix}{name}": name for name in read.headers}
         self.notes = read.notes
+        self.settings = read.settings
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {
                 name: replace(read.headers[own], name=name, module=module)

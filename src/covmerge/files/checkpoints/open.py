@@ -17,7 +17,8 @@ from covmerge.files.checkpoints.adapter import (
     open_adapter_hub,
 )
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.folder import WEIGHT_SUFFIXES, FileCheckpoint, open_folder
+from covmerge.files.checkpoints.file_formats import WEIGHT_SUFFIXES
+from covmerge.files.checkpoints.folder import FileCheckpoint, open_folder
 from covmerge.files.checkpoints.hub import open_hub
 from covmerge.files.checkpoints.memory import MemoryCheckpoint, open_module
 from covmerge.files.checkpoints.remote import RemoteCheckpoint

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class PiecedFiles:
     Raises:
         CheckpointError: the pieces of a tensor are not side by side, or do not make it up.
     """
+
+    settings: Mapping[str, Any] | None = None
 
     def __init__(
         self, where: str, files: Sequence[StoredFile], tensors: Sequence[Pieced], note: str

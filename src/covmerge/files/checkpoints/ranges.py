@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class SlottedFile:
     """
 
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] | None = None
 
     def __init__(self, file: StoredFile, stamp: Stamp, slots: Mapping[str, Slot]) -> None:
         self._file = file

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class TorchFile:
 
     The tensors are memory-mapped. Files older than torch 1.6 cannot be, and are loaded whole.
     """
+
+    settings: Mapping[str, Any] | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path

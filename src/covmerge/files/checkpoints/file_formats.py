@@ -1,0 +1,101 @@
+"""The formats of weights that are read: a file each, and a row here with what it is recognised by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from covmerge.base.errors import CheckpointError
+from covmerge.files.checkpoints.base import WeightFile
+from covmerge.files.checkpoints.distributed import open_distributed
+from covmerge.files.checkpoints.fsdp_ranks import open_ranks
+from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
+from covmerge.files.checkpoints.hf_slices import open_slices
+from covmerge.files.checkpoints.module_file import open_module
+from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
+from covmerge.files.checkpoints.zero3 import open_zero3
+from covmerge.files.stores.store import Store, StoredFile
+
+SAFETENSORS = ".safetensors"
+TORCH = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = ".index.json"  # of a model in several files
+
+
+class DividedFiles(WeightFile, Protocol):
+    """What the processes of a training saved, each a part of the tensors, as one file of weights."""
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        """All of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A format; it has either suffixes or `find`.
+
+    Attributes:
+        name: for people.
+        suffixes: of a file that has whole tensors.
+        open: opens such a file.
+        is_model: whether one such file is a model, where nothing else leads to weights.
+        find: opens what the processes of a training left, given a folder and the names in it; None: it is
+            nothing of this format.
+    """
+
+    name: str
+    suffixes: tuple[str, ...] = ()
+    open: Callable[[StoredFile], WeightFile] | None = None
+    is_model: bool = False
+    find: Callable[[Store, Collection[str]], DividedFiles | None] | None = None
+
+
+def _open_torch(file: StoredFile) -> WeightFile:
+    try:
+        return TorchFile(file.path)
+    except NotLoadedError as refusal:
+        try:
+            return open_module(file.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{refusal}. As a module: {error}") from error
+
+
+FILE_FORMATS = (  # of folders the first that is found is taken
+    FileFormat("safetensors", (SAFETENSORS,), SafetensorsFile),
+    FileFormat("torch.save", TORCH, _open_torch),
+    FileFormat("GGUF", (GGUF,), GgufFile, is_model=True),
+    FileFormat("HuggingFaceStorageWriter", find=open_slices),
+    FileFormat("torch.distributed.checkpoint", find=open_distributed),
+    FileFormat("FSDP, a file a rank", find=open_ranks),
+    FileFormat("DeepSpeed ZeRO-3", find=open_zero3),
+)
+WEIGHT_SUFFIXES = tuple(suffix for own in FILE_FORMATS for suffix in own.suffixes)
+MODEL_SUFFIXES = tuple(s for own in FILE_FORMATS if own.is_model for s in own.suffixes)
+
+
+def open_weights(file: StoredFile) -> WeightFile:
+    """Open one file of weights by its suffix.
+
+    Raises:
+        CheckpointError: it is of an unknown format, or malformed.
+    """
+    for own in FILE_FORMATS:
+        if own.open is not None and file.suffix in own.suffixes:
+            return own.open(file)
+    hint = "its folder" if file.name.endswith(INDEX) else "a folder or one of these"
+    raise CheckpointError(
+        f"{file} is not a file of weights that covmerge reads "
+        f"({', '.join(WEIGHT_SUFFIXES)}): pass {hint}"
+    )
+
+
+def open_divided(store: Store, names: Collection[str]) -> DividedFiles | None:
+    """Open what the processes of a training left in a folder; None: there is no such thing.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or do not belong together.
+    """
+    found = (own.find(store, names) for own in FILE_FORMATS if own.find is not None)
+    return next((files for files in found if files is not None), None)
