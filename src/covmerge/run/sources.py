@@ -59,6 +59,7 @@ class OpenCheckpoints:
         text: tokens and chat template of the output, where they are not the base's.
         form: of the output.
         moe: the mixture that the experts become.
+        adapters: those of the experts that are adapters.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
     """
 
@@ -69,6 +70,7 @@ class OpenCheckpoints:
     text: Text = field(default_factory=Text)
     form: Literal["model", "adapter"] = "model"
     moe: Mixture | None = None
+    adapters: Mapping[str, AdapterCheckpoint] = field(default_factory=dict[str, AdapterCheckpoint])
     adapted: bool = False
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
@@ -77,11 +79,6 @@ class OpenCheckpoints:
             yield BASE, self.base
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
-
-    @property
-    def adapters(self) -> dict[str, AdapterCheckpoint]:
-        """The experts that are adapters, by name."""
-        return {n: e for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint)}
 
     def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
         """Plan one merge of them; see `plans`."""
@@ -314,7 +311,8 @@ def open_checkpoints(
         if adapters:
             assert start is not None
             model = Model(start, describe_checkpoint(start))
-            models |= {n: over_base(adapter, model) for n, adapter in adapters.items()}
+            adapters = {n: over_base(adapter, model) for n, adapter in adapters.items()}
+            models |= adapters
         yield OpenCheckpoints(
             Donor(models) if start is None else start,
             models,
@@ -323,6 +321,7 @@ def open_checkpoints(
             text,
             form,
             moe,
+            adapters,
         )
 
 

@@ -90,6 +90,7 @@ class AdapterCheckpoint(View):
     ) -> None:
         super().__init__(stored)
         self.is_adapter = True
+        self.form: LoraForm = PEFT_FORM if config is not None else _form_of(stored.headers)
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
         self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
@@ -125,17 +126,6 @@ class AdapterCheckpoint(View):
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: self._replaced_header(name) for name in contents.replaced} | self.folds.headers
         )
-
-    @property
-    def form(self) -> LoraForm:
-        """Whose names its file has."""
-        if self._config is not None:
-            return PEFT_FORM
-        first = next(iter(self._stored.headers))
-        if first.startswith("base_model."):
-            return PEFT_FORM
-        flat = any(name.endswith(".lora_down.weight") for name in self._stored.headers)
-        return KOHYA_FORM if flat else DIFFUSERS_FORM
 
     def written_as(self, name: str) -> str:
         """Return what its own file calls the base's tensor that it updates."""
@@ -513,6 +503,14 @@ def _open(
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes))
+
+
+def _form_of(names: Collection[str]) -> LoraForm:
+    """Whose names a file by itself has."""
+    if next(iter(names)).startswith("base_model."):
+        return PEFT_FORM
+    flat = any(name.endswith(".lora_down.weight") for name in names)
+    return KOHYA_FORM if flat else DIFFUSERS_FORM
 
 
 def _check_scale(file: StoredFile) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.types import Json, LowRank, TensorHeader
+from covmerge.files.checkpoints.adapter_layout import PEFT_FORM, LoraForm
 from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
@@ -100,6 +101,7 @@ class Kind(Protocol):
         is_adapter: whether it is updates of a base, and no model.
         low_rank: updates of low rank, by the base's names.
         replaced: names of the tensors that an adapter has in place of the base's.
+        form: whose names an adapter's file has.
         quantisation: how it is stored, where that is quantised.
         untied: names of tensors that its config ties, with the stored ones that they are tied to, where it
             is seen untied.
@@ -114,6 +116,7 @@ class Kind(Protocol):
     is_adapter: bool = False
     low_rank: Mapping[str, FactorHeader] = MappingProxyType({})
     replaced: Collection[str] = ()
+    form: LoraForm = PEFT_FORM
     quantisation: Quantisation | None = None
     untied: Mapping[str, str] | None = None
     order: tuple[int, ...] | None = None

@@ -27,10 +27,7 @@ _CLASSES = {"UNet2DConditionModel": _UNET, "CLIPTextModel": _TEXT}
 
 def form_of(experts: Mapping[str, Checkpoint]) -> LoraForm:
     """Return the form that all experts have, if they are adapters of one; else PEFT's."""
-    forms: set[LoraForm] = {
-        expert.form if isinstance(expert, AdapterCheckpoint) else PEFT_FORM
-        for expert in experts.values()
-    }
+    forms: set[LoraForm] = {expert.form for expert in experts.values()}
     return forms.pop() if len(forms) == 1 else PEFT_FORM
 
 

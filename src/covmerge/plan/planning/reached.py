@@ -54,7 +54,8 @@ def check_reached(
         return
     every = sum(sizes[name] for name in (*placed.values(), *lost))
     share, whose = 1 - sum(sizes[name] for name in lost) / max(1, every), "its"
-    if not expert.is_adapter:
+    is_model = not expert.is_adapter
+    if is_model:
         own, lacking = (sum(_size(base, name) for name in names) for names in (placed, missing))
         if own < share * (own + lacking):
             share, whose = own / (own + lacking), "the base's"
@@ -72,7 +73,7 @@ def check_reached(
             "Leave it out, and give it to what runs the output; such files are averaged with one another "
             "by a recipe with `base: null` and `method: linear`"
         )
-    whole = layers and not missing and not expert.is_adapter
+    whole = layers and not missing and is_model
     raise TensorError(
         f"{LOST}: expert '{expert_name}' ({expert.source}) would lose {counted(len(lost), 'tensor')}: "
         f"{_some(lost)} are no names of the base ({base.source}), which has {_some(base.headers)}. "

@@ -6,7 +6,7 @@ is seen untied (`Untied`): each of them is a tensor of its own, in the plan as i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -59,7 +59,7 @@ def with_ties_undone(
     start = models[first]
     experts = {key: source for key, source in sources.items() if key != first}
     if start.description.source == "names":
-        _check_unknown_ties(start, experts)
+        _check_unknown_ties(start, experts, adapters)
     if not start.description.tied:
         return dict(sources)
     found = _changed_apart(start, adapters, models, list(experts), form)
@@ -160,7 +160,9 @@ def _check_head(key: str | None, model: Model) -> None:
         )
 
 
-def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -> None:
+def _check_unknown_ties(
+    base: Model, experts: Mapping[str | None, Checkpoint], adapters: Container[str | None]
+) -> None:
     """Refuse experts that change tied tensors, where nobody knows which tensors these are."""
     config = base.checkpoint.config or {}
     if not any(part.get(TIED) is True for _, part in language_parts(config)):
@@ -170,7 +172,7 @@ def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -
             header = TensorHeader(name, shape, torch.float32)
             role = kind_by_name(header, {name: header}).role
             table = role is Role.EMBEDDING and rows_of(name) == "tokens" and not layer_name(name)
-            if (role is Role.OUTPUT and name not in base.headers) or (expert.is_adapter and table):
+            if (role is Role.OUTPUT and name not in base.headers) or (key in adapters and table):
                 raise InputError(
                     f"config.json of {base.checkpoint.source} ties its output head to an embedding "
                     f"({TIED}), and which tensors that are is not known "
