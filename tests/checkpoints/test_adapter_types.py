@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -13,6 +15,8 @@ import pytest
 import torch
 from peft import PeftConfig, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.waveft.constants import WAVELET_REDUCTIONS
+from peft.tuners.waveft.wavelet import Wavelet
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -141,6 +145,68 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_2"}),
     ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_4"}),
     ("BEFT", {"target_modules": ["first", "same"]}),
+    ("DEFT", {"target_modules": LINEAR, "r": 2}),
+    ("DEFT", {"target_modules": LINEAR, "r": 3, "decomposition_method": "qr", "alpha": 5}),
+    ("DEFT", {"target_modules": ["turned"], "r": 2, "para": True, "fan_in_fan_out": True}),
+    ("GLORA", {"target_modules": LINEAR, "r": 2}),
+    ("GLORA", {"target_modules": LINEAR, "config_A_B": "vector", "config_D_E": "vector"}),
+    ("GLORA", {"target_modules": LINEAR, "config_A_B": "constant", "config_C": "vector"}),
+    ("GLORA", {"target_modules": LINEAR, "config_A_B": "none", "config_D_E": "none"}),
+    ("OSF", {"target_modules": LINEAR, "effective_rank": 3}),
+    ("OSF", {"target_modules": LINEAR, "rank_pattern": {"first": 0.5}}),
+    ("PVERA", {"target_modules": LINEAR, "r": 3}),
+    ("PVERA", {"target_modules": LINEAR, "r": 3, "save_projection": False, "randlora_alpha": 6}),
+    ("RANDLORA", {"target_modules": LINEAR, "r": 3, "save_projection": False, "randlora_alpha": 6}),
+    (
+        "RANDLORA",
+        {
+            "target_modules": LINEAR,
+            "r": 3,
+            "randlora_alpha": 6,
+            "save_projection": False,
+            "sparse": True,
+        },
+    ),
+    (
+        "RANDLORA",
+        {
+            "target_modules": LINEAR,
+            "r": 3,
+            "randlora_alpha": 6,
+            "save_projection": False,
+            "very_sparse": True,
+        },
+    ),
+    ("SUPERTUNING", {"target_modules": LINEAR, "sparsity": 0.8}),
+    ("SUPERTUNING", {"target_modules": LINEAR, "sparsity": 0.8, "r": 2, "lora_alpha": 3}),
+    ("UNILORA", {"target_modules": LINEAR, "r": 2, "theta_d_length": 9, "save_indices": True}),
+    ("WAVEFT", {"target_modules": LINEAR, "n_frequency": 30, "scaling": 2.0}),
+    ("WAVEFT", {"target_modules": LINEAR, "n_frequency": 9, "use_idwt": False}),
+    ("WAVEFT", {"target_modules": LINEAR, "n_frequency": 9, "proportional_parameters": True}),
+    ("WAVEFT", {"target_modules": ["turned"], "n_frequency": 9, "fan_in_fan_out": True}),
+    (
+        "WAVEFT",
+        {"target_modules": LINEAR, "n_frequency": 30, "scaling": 2.0, "wavelet_family": "db3"},
+    ),
+    (
+        "WAVEFT",
+        {"target_modules": LINEAR, "n_frequency": 30, "scaling": 2.0, "wavelet_family": "coif1"},
+    ),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa"}),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa", "use_dora": True}),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "lora_alpha": 3, "init_lora_weights": "olora"}),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "kasa_config": {}}),
+    (
+        "LORA",
+        {
+            "target_modules": LINEAR,
+            "r": 4,
+            "use_bdlora": {
+                **{"target_modules_bd_a": ["first"], "target_modules_bd_b": ["second"]},
+                **{"nblocks": 2, "match_strict": False},
+            },
+        },
+    ),
     ("TRAINABLE_TOKENS", {"target_modules": ["table"], "token_indices": [7, 2]}),
 ]
 TOKENS = torch.arange(10)
@@ -278,7 +344,15 @@ def merged(base: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
     return dict(covmerge.merge(base.state_dict(), {"a": str(folder)}, "linear", **options).tensors)
 
 
-@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+@pytest.fixture
+def _filters_of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT has the filters of PyWavelets, which is not among the project's packages."""
+    module = SimpleNamespace(Wavelet=Wavelet, wavelist=lambda kind: [*WAVELET_REDUCTIONS])
+    monkeypatch.setitem(sys.modules, "pywt", module)
+
+
+@pytest.mark.usefixtures("_filters_of_peft")
+@pytest.mark.filterwarnings("ignore:Specified to not save")
 @pytest.mark.parametrize(
     "kind, fields", CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
@@ -382,3 +456,63 @@ def test_files_of_lycoris(shapes: dict[str, tuple[int, ...]], tmp_path: Path) ->
     found = covmerge.merge(base, {"a": tmp_path / "a.safetensors"}, "linear").tensors
     torch.testing.assert_close(found["fc.weight"].double(), expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(found["fc.bias"], torch.arange(6.0) + 1)
+
+
+def cayley(blocks: Tensor, limit: float = 0.0) -> Tensor:
+    skew = blocks - blocks.mT
+    norm = skew.norm() + 1e-8
+    skew = skew * limit / norm if 0 < limit < norm else skew
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype)
+    return (eye + skew) @ torch.linalg.inv(eye - skew)
+
+
+def rotated(t: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+    """The weight of each kind of file that turns or scales it, in float64, as LyCORIS computes it."""
+    g = {name.removeprefix("fc."): value.double() for name, value in t.items()}
+    if "on_input" in g:
+        axis = 1 if g["on_input"] else 0
+        shape = [-1 if own == axis else 1 for own in range(4)]
+        return weight * (1 + g["weight"].view(shape))
+    if "a1.weight" in g:
+        a1, a2, b1, b2 = (g[f"{name}.weight"] for name in ("a1", "a2", "b1", "b2"))
+        inner = torch.einsum("oihw,ij->ojhw", weight, (a1.flatten(1) @ a2.flatten(1)))
+        return weight + 1.5 * (inner + (b1.flatten(1) @ b2.flatten(1)).view_as(weight))
+    blocks, rows = g["oft_blocks"], weight.flatten(1)
+    if blocks.dim() == 3:
+        turned = torch.block_diag(*cayley(blocks, 6 * float(g["alpha"]))).T @ rows
+        return (turned * g["rescale"].view(-1, 1)).view_as(weight)
+    for step, own in enumerate(cayley(blocks)):
+        stride = 2**step * own.shape[-1] // 2
+        order = torch.arange(len(rows)).view(-1, 2, stride).mT.flatten()
+        rows = torch.block_diag(*own) @ rows[order]
+        rows = rows[order.argsort()]
+    return rows.view_as(weight)
+
+
+ALL_FOUR = {
+    name: (4, 2, 1, 1) if name == "a1__weight" else (2, 4, 1, 1)
+    for name in ("a1__weight", "a2__weight")
+}
+ALL_FOUR |= {"b1__weight": (6, 2, 1, 1), "b2__weight": (2, 4, 3, 3)}
+ROTATED: list[tuple[dict[str, tuple[int, ...]], dict[str, Tensor]]] = [
+    ({"oft_blocks": (2, 3, 3), "rescale": (6, 1, 1, 1)}, {"alpha": torch.tensor(0.0)}),
+    ({"oft_blocks": (3, 2, 2), "rescale": (6, 1, 1, 1)}, {"alpha": torch.tensor(0.1)}),
+    ({"oft_blocks": (2, 6, 2, 2)}, {"alpha": torch.tensor(0.0)}),
+    ({"weight": (1, 4, 1, 1)}, {"on_input": torch.tensor(1)}),
+    ({"weight": (1, 6, 1, 1)}, {"on_input": torch.tensor(0)}),
+    (ALL_FOUR, {"alpha": torch.tensor(3.0)}),
+]
+
+
+@pytest.mark.parametrize("shapes, more", ROTATED, ids=lambda own: "-".join(own))
+def test_files_that_turn_or_scale_the_weight(
+    shapes: dict[str, tuple[int, ...]], more: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """They were refused, or taken for a file of another kind."""
+    tensors = drawn(**shapes) | {f"fc.{name}": value for name, value in more.items()}
+    save_file({f"lycoris_{n}": value for n, value in tensors.items()}, tmp_path / "a.safetensors")
+    weight = torch.cat([WEIGHT, WEIGHT.flip(1)]) if (2, 6, 2, 2) in shapes.values() else WEIGHT
+    base = {"fc.weight": weight, "fc.bias": torch.ones(len(weight))}
+    found = covmerge.merge(base, {"a": tmp_path / "a.safetensors"}, "linear").tensors
+    torch.testing.assert_close(found["fc.weight"], rotated(tensors, weight), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found["fc.bias"], torch.ones(len(weight)))

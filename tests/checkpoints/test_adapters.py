@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,11 @@ import torch
 from huggingface_hub import constants
 from peft import (
     AdaLoraConfig,
-    GloraConfig,
     LoraConfig,
-    OSFConfig,
     PromptTuningConfig,
+    PsoftConfig,
+    UniLoraConfig,
 )
-from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import CheckpointError
@@ -245,7 +245,7 @@ def test_several_adapters_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
-def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: Path) -> None:
+def test_a_changed_base_is_known_or_the_adapter_was_converted(init: str, tmp_path: Path) -> None:
     def save_first(model) -> None:
         model.peft_config["default"].init_lora_weights = True
         model.save_pretrained(str(tmp_path / "first"))
@@ -256,8 +256,9 @@ def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: 
 
     config = lora(init_lora_weights=init, r=2)
     make(bert, config, tmp_path / "own", before=save_first)
-    with pytest.raises(CheckpointError, match=rf"init_lora_weights = '{init}'.*merge_and_unload"):
-        open_checkpoint(tmp_path / "own")
+    if "niter" in init:  # random numbers chose what was taken away
+        with pytest.raises(CheckpointError, match=rf"init_lora_weights = '{init}'.*merge_and"):
+            open_checkpoint(tmp_path / "own")
     converted = tmp_path / "converted"
     make(
         bert,
@@ -273,9 +274,8 @@ def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: 
 @pytest.mark.parametrize(
     "config, message",
     [
-        (lora(kasa_config=KasaConfig()), "kasa_config"),
-        (GloraConfig(target_modules=ATTENTION, r=2), "'GLORA'.*LORA, ADALORA"),
-        (OSFConfig(target_modules=ATTENTION), "'OSF'.*LORA, ADALORA"),
+        (PsoftConfig(target_modules=ATTENTION, r=2), "'PSOFT'.*signs.*LORA, ADALORA"),
+        (UniLoraConfig(target_modules=ATTENTION, r=2), "save_indices = false, and the places"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -552,8 +552,8 @@ def test_files_of_diffusers(down: str, up: str, tmp_path: Path) -> None:
         ({"lora_unet_a.lora_down.weight": torch.ones(2, 3)}, "not the factor that belongs"),
         ({"lora_unet_a.alpha": torch.ones(1)}, "has 'lora_unet_a.alpha' and not the factor"),
         ({"lora_unet_down_blocks_0_attentions_1_to_q.alpha": torch.ones(2)}, "not one number"),
-        ({"lora_unet_a.oft_blocks": torch.ones(2, 2, 2)}, "OFT"),
-        ({"lora_unet_a.a1.weight": torch.ones(2, 2)}, "of no kind that is read"),
+        ({"lora_unet_a.p_layer.weight": torch.ones(2, 2)}, "T-LoRA, which begins as singular"),
+        ({"lora_unet_a.a3.weight": torch.ones(2, 2)}, "of no kind that is read"),
         ({"some.weight": torch.ones(2, 2)}, "of no kind that is read"),
     ],
 )
@@ -703,6 +703,62 @@ def test_factors_as_peft_laid_them_before_0_19(tmp_path: Path) -> None:
     expected = torch.einsum("ore,eri->eio", up.view(d_in, 3, experts), down.view(experts, 3, d_out))
     update = torch.stack([matrix.dense() for matrix in adapter.read_update(name)])
     torch.testing.assert_close(update, expected * 5 / 3)
+
+
+@pytest.mark.parametrize(
+    "fields, by_expert",
+    [
+        ({"lora_B_layout": "rank_major"}, False),
+        ({"lora_B_layout": "grouped_by_expert"}, True),
+        ({"lora_B_layout": "expert_major"}, True),
+        ({"auto_mapping": {"lora_B_layout": "grouped_by_expert"}}, True),
+        (
+            {
+                "unsloth_fused_expert_lora": {
+                    "parameters": {"down_proj": {"lora_B_layout": "grouped_by_expert"}}
+                }
+            },
+            True,
+        ),
+        (
+            {"auto_mapping": {"unsloth_fixed": True, "parent_library": "x.models.qwen2_moe.y"}},
+            False,
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_experts_as_unsloth_lays_them(fields, by_expert: bool, tmp_path: Path) -> None:
+    """Its `lora_B_layout` says whether B's columns lie expert after expert; PEFT reads rank-major."""
+    made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS[1:]), tmp_path)
+    if by_expert:
+        regroup(tmp_path, experts=3)
+    change(tmp_path, **fields)
+    stacks_of(made)
+
+
+def test_experts_of_an_older_unsloth_are_not_folded_without_a_word(tmp_path: Path) -> None:
+    made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS[1:]), tmp_path)
+    told = {"unsloth_fixed": True, "parent_library": "transformers.models.mixtral.modeling_mixtral"}
+    change(tmp_path, auto_mapping=told, lora_B_layout="rank_major")
+    assert not stacks_of(made).notes
+    regroup(tmp_path, experts=3)
+    change(tmp_path, lora_B_layout=None)
+    said = advice('"lora_B_layout": "rank_major" in adapter_config.json takes them as PEFT\'s')
+    assert any(re.search(said, note) for note in stacks_of(made).notes)
+    change(tmp_path, lora_B_layout="mixed")
+    with pytest.raises(
+        CheckpointError, match="lora_B_layout = 'mixed', and rank_major and grouped"
+    ):
+        stacks_of(made)
+
+
+def regroup(folder: Path, experts: int) -> None:
+    """Lay the columns of every B expert after expert."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, value in tensors.items():
+        if "lora_B" in name:
+            tensors[name] = value.unflatten(1, (-1, experts)).mT.flatten(1).contiguous()
+    save_file(tensors, folder / WEIGHTS)
 
 
 STACK = "base_model.model.model.layers.0.mlp.experts"

@@ -27,6 +27,7 @@ from covmerge.files.checkpoints.adapter_layout import (
 )
 from covmerge.files.checkpoints.adapter_names import (
     Contents,
+    Stacked,
     Update,
     looks_like_adapter,
     oriented,
@@ -182,10 +183,10 @@ class AdapterCheckpoint(View):
         if stack is None:
             return _rows(self._factors(update), rows)
         if stack.index is not None:
-            matrix = self._matrix(update, stack.count, stack.index)
+            matrix = self._matrix(update, stack, stack.index)
             return _rows(_rows(matrix, stack.rows), rows)
         matrices = range(stack.count) if rows is None else rows
-        return tuple(self._matrix(update, stack.count, index) for index in matrices)
+        return tuple(self._matrix(update, stack, index) for index in matrices)
 
     def named_as(
         self, base: Mapping[str, TensorHeader], conv1d: Container[str] | None = None
@@ -288,13 +289,18 @@ class AdapterCheckpoint(View):
             )
         return self._contents.updates[name]
 
-    def _matrix(self, update: Update, count: int, index: int) -> LowRank:
+    def _matrix(self, update: Update, stack: Stacked, index: int) -> LowRank:
         """Read the factors of one matrix of a stack."""
         assert update.down is not None
         dtype = wider(update.dtype, torch.float32)
         first = index * update.rank
         down = self._stored.read(update.down, range(first, first + update.rank)).to(dtype)
-        up = self._read_whole(update.up)[:, index::count].to(dtype)
+        columns = (
+            slice(first, first + update.rank)
+            if stack.by_expert
+            else slice(index, None, stack.count)
+        )
+        up = self._read_whole(update.up)[:, columns].to(dtype)
         return _product(up, down, update)
 
     def _factors(self, update: Update) -> LowRank:

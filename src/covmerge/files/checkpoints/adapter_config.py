@@ -10,7 +10,14 @@ from functools import cached_property
 from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import CheckpointError
-from covmerge.files.checkpoints.adapter_types import TYPES, WITHOUT_WEIGHTS, AdapterType
+from covmerge.files.checkpoints.adapter_types import (
+    LORA_FIELDS,
+    LORA_INITS,
+    NOT_READ,
+    TYPES,
+    WITHOUT_WEIGHTS,
+    AdapterType,
+)
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.patterns import Patterns
 
@@ -33,16 +40,38 @@ _FROM_END = " from its end"  # a field of patterns, in the other order
 _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
 # Inits that leave the base as it was; what PEFT writes for any other refers to a changed base.
-_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica", *LORA_INITS)
+# How Unsloth packs the factors B of a stack of experts, and by which it told of it.
+_RANK_MAJOR = "rank_major"  # PEFT's: terms of all experts one after another
+_PACKED_BY_EXPERT = ("grouped_by_expert", "expert_major")
+_LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
+# The models whose experts Unsloth packed by expert before 2026.9.6, when it told of nothing.
+_ONCE_BY_EXPERT = frozenset(
+    {
+        *("deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
+        *(
+            "gpt_oss",
+            "lfm2_moe",
+            "mixtral",
+            "qwen3_5_moe",
+            "qwen3_moe",
+            "qwen3_next",
+            "qwen3_vl_moe",
+        ),
+    }
+)
 _READ_OF_ALL = {  # types
     "exclude_modules",
     "fan_in_fan_out",
+    _LAYOUT,
+    _LAYOUTS,
     "layers_pattern",
     "layers_to_transform",
     "peft_type",
     "target_modules",
 }
 _READ = _READ_OF_ALL | {  # of LoRA
+    *LORA_FIELDS,
     "alpha_pattern",
     "ensure_weight_tying",
     "init_lora_weights",
@@ -86,12 +115,10 @@ _KNOWN_OFF = {
     "alora_invocation_tokens",
     "arrow_config",
     "enable_lora",  # of the first versions, as is merge_weights
-    "kasa_config",
     "layer_replication",
     "megatron_config",
     "merge_weights",
     "monteclora_config",
-    "use_bdlora",
     "use_qalora",
     "velora_config",
 }
@@ -120,6 +147,9 @@ class AdapterConfig:
                 self.refuse(name, step)
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
             self.refuse("init_lora_weights", "and its factors belong to a base that it changed")
+        for name, (value, why) in self.kind.refused.items() if self.kind else ():
+            if self.fields.get(name) == value:
+                self.refuse(name, why)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
             if self.fields.get(name) not in (None, True, False):
                 self.refuse(name, "which is true or false")
@@ -129,7 +159,16 @@ class AdapterConfig:
         """What a user should know of it, as far as it was asked for layers."""
         unknown = sorted(set(self.fields) - self._known - _KNOWN_OFF)
         later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
-        return (*((later,) if unknown else ()), *self._notes_on_order())
+        return (*((later,) if unknown else ()), *self._notes_on_layout(), *self._notes_on_order())
+
+    def _notes_on_layout(self) -> Iterator[str]:
+        told = any(self.fields.get(name) is not None for name in (_LAYOUT, _LAYOUTS))
+        if self._is_of_old_unsloth and not told:
+            yield (
+                f"{self.where} is of Unsloth and does not say how its experts' factors lie. They were "
+                f'taken as {_PACKED_BY_EXPERT[0]}, as Unsloth had them before 2026.9.6. "{_LAYOUT}": '
+                f'"{_RANK_MAJOR}" in adapter_config.json takes them as PEFT\'s'
+            )
 
     def _notes_on_order(self) -> Iterator[str]:
         for name, of_modules in self._ordered.items():
@@ -174,6 +213,38 @@ class AdapterConfig:
     def tied(self) -> bool:
         """Whether what is tied to an embedding has its factors too, whatever `target_modules` says."""
         return bool(self.fields.get("ensure_weight_tying"))
+
+    def packs_by_expert(self, parameter: str) -> bool:
+        """Whether the columns of B of a stack lie expert after expert, and not term after term as PEFT's.
+
+        Raises:
+            CheckpointError: the configuration names a layout that is neither.
+        """
+        found = next((own for own in self._layouts(parameter) if own is not None), None)
+        if found is None:
+            return self._is_of_old_unsloth
+        if found not in (_RANK_MAJOR, *_PACKED_BY_EXPERT):
+            self.refuse(_LAYOUT, f"and {_RANK_MAJOR} and {_PACKED_BY_EXPERT[0]} are read")
+        return found in _PACKED_BY_EXPERT
+
+    def _layouts(self, parameter: str) -> Iterator[object]:
+        """What the configuration says of a parameter's layout, beside or in `auto_mapping`."""
+        for source in (self.fields, _object(self.fields.get("auto_mapping"))):
+            parameters = _object(_object(source.get(_LAYOUTS)).get("parameters"))
+            yield _object(parameters.get(parameter)).get(_LAYOUT)
+            yield source.get(_LAYOUT)
+
+    @property
+    def _is_of_old_unsloth(self) -> bool:
+        """Whether an Unsloth wrote it that packed experts otherwise than PEFT and did not say so."""
+        mapping = _object(self.fields.get("auto_mapping"))
+        library = str(mapping.get("parent_library")).split(".")
+        stacked = bool(self.fields.get("target_parameters"))
+        return (
+            stacked
+            and bool(mapping.get("unsloth_fixed"))
+            and not _ONCE_BY_EXPERT.isdisjoint(library)
+        )
 
     def expect(self, modules: Iterable[str]) -> None:
         """Match the patterns against modules of which much will be asked, and their parameters.
@@ -264,9 +335,11 @@ class AdapterConfig:
                 f"{self.where} is a {kind} adapter, which does not come down to weights of its "
                 f"base ({WITHOUT_WEIGHTS[kind]}): it cannot be merged, train LoRA instead"
             )
+        why = NOT_READ.get(kind, "") if isinstance(kind, str) else ""
         raise CheckpointError(
-            f"{self.where} is an adapter of peft_type {shorten(kind)}, and LORA, ADALORA, "
-            f"{', '.join(TYPES)} are read: {MERGE_FIRST}"
+            f"{self.where} is an adapter of peft_type {shorten(kind)}"
+            + (f" ({why})" if why else "")
+            + f", and LORA, ADALORA, {', '.join(TYPES)} are read: {MERGE_FIRST}"
         )
 
     @property
@@ -394,6 +467,10 @@ class AdapterConfig:
         if isinstance(value, bool) or not abs(number) < _MAX_NUMBER:
             self.refuse(name, "which is a finite number")
         return number
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _ends(module: str) -> list[str]:

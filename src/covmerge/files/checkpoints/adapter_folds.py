@@ -226,6 +226,10 @@ class Folds:
             self.headers[name] = TensorHeader(name, place.weight.shape, dtype)
         if kind.bias is None or not kind.has_bias(layer):
             return
+        if place.bias is None and kind.adds_bias:
+            layer.refuse(
+                "has no bias in the base, and one in the adapter: pass the adapter's own base"
+            )
         if place.bias is not None:
             bias = name.removesuffix(".weight") + _BIAS
             self._biases[bias] = place

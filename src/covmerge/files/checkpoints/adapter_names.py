@@ -14,12 +14,10 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
 from covmerge.files.checkpoints.adapter_folds import Folded
 from covmerge.files.checkpoints.adapter_layout import PREFIX
-from covmerge.files.checkpoints.adapter_types import AdapterType, kind_of
-from covmerge.files.checkpoints.adapter_types.diff import DIFF, DIFF_ENDS, DIFFERENCE, OF_BIAS
+from covmerge.files.checkpoints.adapter_types import OF_FILES, TYPES, AdapterType, kind_of
+from covmerge.files.checkpoints.adapter_types.diff import DIFF, DIFFERENCE, OF_BIAS
 from covmerge.files.checkpoints.adapter_types.dora import MAGNITUDE
-from covmerge.files.checkpoints.adapter_types.locon import MIDDLE
-from covmerge.files.checkpoints.adapter_types.loha import LOHA_ENDS
-from covmerge.files.checkpoints.adapter_types.lokr import LOKR_ENDS
+from covmerge.files.checkpoints.adapter_types.kasa import DIAGONAL
 from covmerge.files.checkpoints.adapter_types.tokens import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.checkpoints.mlx_adapter import MLX_ENDS, MLX_NAME
 
@@ -30,6 +28,7 @@ _PARTS = {  # what a name ends in, longest first where one ends in another
     ".lora_embedding_A": "table_down",
     ".lora_embedding_B": "table_up",
     ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_diag": DIAGONAL,
     ".token_adapter.trainable_tokens_delta": TOKENS,
 }
 _ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
@@ -44,18 +43,23 @@ _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
     "_lora.up.weight": "up",
     ".alpha": "alpha",
     ".dora_scale": MAGNITUDE,
-    ".lora_mid.weight": MIDDLE,
-    **DIFF_ENDS,
-    **LOHA_ENDS,
-    **LOKR_ENDS,
+    **{end: part for kind in OF_FILES for end, part in kind.ends.items()},
+}
+_BEGIN = {  # what the names of parts begin with
+    end.split(".")[1].partition("_")[0]
+    for kind in TYPES.values()
+    if kind is not TRAINABLE_TOKENS
+    for end in (*kind.ends, *kind.whole)
 }
 _OWN = re.compile(
-    r"(^|\.)(lora_|token_adapter\.|trainable_tokens|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|"
-    r"diff_b$|ln_tuning_|beft_|c3a_|delora_|fourierft_|gralora_|hira_|hra_|miss_|randlora_|road_|shira_|vblora_)"
+    rf"(^|\.)(({'|'.join(sorted({'lora', *_BEGIN}))})_|"
+    r"token_adapter\.|trainable_tokens|dora_scale$|diff$|diff_b$)"
 )
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
 _KINDS = {  # what is refused, by a part of its name
-    "oft_": "OFT",
+    "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
+    "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
+    "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
 }
 # PEFT reads no such file, and scales some kinds otherwise.
 _MERGE_FILE_FIRST = (
@@ -77,12 +81,14 @@ class Stacked:
         index: the one matrix of which the base's tensor is; None: it is the stack itself.
         rows: those of that matrix that the base's tensor has.
         held: elements of all factors of its module, which are read whole.
+        by_expert: the columns of `up` lie matrix after matrix, as Unsloth had them.
     """
 
     count: int
     index: int | None = None
     rows: range | None = None
     held: int = 0
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ def read_names(
         if kind is not None and (part := kind.shared.get(name.removeprefix("base_model."))):
             shared[part] = header
             continue
-        module, part = _split(name, config, where)
+        module, part = _split(name, stored, config, where)
         if part:
             found = modules.setdefault(module, {})
             if part in found:
@@ -256,7 +262,9 @@ def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in (one, other) else torch.float32
 
 
-def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, str]:
+def _split(
+    name: str, stored: Container[str], config: AdapterConfig | None, where: str
+) -> tuple[str, str]:
     """Return module and part; a tensor that is no part of an update is its own module."""
     module = name.removeprefix(PREFIX)
     adalora = config is not None and config.is_adalora
@@ -271,9 +279,21 @@ def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, st
             stem = module.removesuffix(end)
             # Diffusers' former attention processors stand for the layers beside them.
             return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
+    if config is None and (found := _beside(name, stored)) is not None:
+        return found
     if _OWN.search(module) or (config is None and module == name):
         _refuse_tensor(name, config, where)
     return module, ""
+
+
+def _beside(name: str, stored: Container[str]) -> tuple[str, str] | None:
+    """Return module and part of a tensor that is one by another tensor of its module alone."""
+    for kind in OF_FILES:
+        for end, part in kind.beside.items():
+            stem = name.removesuffix(end)
+            if stem != name and any(f"{stem}{mark}" in stored for mark in kind.ends):
+                return stem, part
+    return None
 
 
 def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoReturn:
@@ -367,7 +387,7 @@ class _Reader:
                 f"{str(wants).lower()} in adapter_config.json: the files are of different versions, fetch "
                 "them again"
             )
-        return kind_of(parts, by_itself=self._config is None)
+        return kind_of(parts, None if self._config is None else self._config.fields)
 
     def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
         """Return the factors of a parameter that must be looked for in the base, if these are."""

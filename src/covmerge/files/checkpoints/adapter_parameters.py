@@ -63,6 +63,7 @@ class _Parameter:
     ) -> Iterator[Update]:
         """Make the updates of the base's tensors; `held`: see `Stacked`."""
         rows, columns = self.shape[-2:]
+        by_expert = config.packs_by_expert(self.name.rpartition(".")[2])
         for name, stack in self.pieces:
             shape = (rows, columns)
             if stack is not None and stack.index is None:
@@ -78,7 +79,7 @@ class _Parameter:
                 down=factors.down,
                 scale=config.scale(self.name, self.rank),
                 transposed=transposed and self.is_stack,
-                stack=stack and replace(stack, held=held),
+                stack=stack and replace(stack, held=held, by_expert=by_expert),
             )
 
 

@@ -5,53 +5,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.adapter_types.bdlora import BDLORA
 from covmerge.files.checkpoints.adapter_types.beft import BEFT
 from covmerge.files.checkpoints.adapter_types.boft import BOFT
 from covmerge.files.checkpoints.adapter_types.c3a import C3A
+from covmerge.files.checkpoints.adapter_types.deft import DEFT
 from covmerge.files.checkpoints.adapter_types.delora import DELORA
-from covmerge.files.checkpoints.adapter_types.diff import DIFF, DIFFERENCE
+from covmerge.files.checkpoints.adapter_types.diff import DIFF
 from covmerge.files.checkpoints.adapter_types.dora import MAGNITUDE, with_magnitude
 from covmerge.files.checkpoints.adapter_types.fourierft import FOURIERFT
+from covmerge.files.checkpoints.adapter_types.glora import GLORA
 from covmerge.files.checkpoints.adapter_types.gralora import GRALORA
 from covmerge.files.checkpoints.adapter_types.hira import HIRA
 from covmerge.files.checkpoints.adapter_types.hra import HRA
 from covmerge.files.checkpoints.adapter_types.ia3 import IA3
+from covmerge.files.checkpoints.adapter_types.kasa import KASA
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType
 from covmerge.files.checkpoints.adapter_types.ln_tuning import LN_TUNING
-from covmerge.files.checkpoints.adapter_types.locon import LOCON, MIDDLE
+from covmerge.files.checkpoints.adapter_types.locon import LOCON
 from covmerge.files.checkpoints.adapter_types.loha import LOHA
 from covmerge.files.checkpoints.adapter_types.lokr import LOKR
+from covmerge.files.checkpoints.adapter_types.lycoris_glora import LYCORIS_GLORA
+from covmerge.files.checkpoints.adapter_types.lycoris_ia3 import LYCORIS_IA3
+from covmerge.files.checkpoints.adapter_types.lycoris_oft import LYCORIS_OFT
 from covmerge.files.checkpoints.adapter_types.miss import MISS
 from covmerge.files.checkpoints.adapter_types.oft import OFT
+from covmerge.files.checkpoints.adapter_types.osf import OSF
+from covmerge.files.checkpoints.adapter_types.pissa import OLORA, PISSA
+from covmerge.files.checkpoints.adapter_types.pvera import PVERA
 from covmerge.files.checkpoints.adapter_types.randlora import RANDLORA
 from covmerge.files.checkpoints.adapter_types.road import ROAD
 from covmerge.files.checkpoints.adapter_types.shira import SHIRA
+from covmerge.files.checkpoints.adapter_types.supertuning import SUPERTUNING
 from covmerge.files.checkpoints.adapter_types.tokens import TRAINABLE_TOKENS
+from covmerge.files.checkpoints.adapter_types.unilora import UNILORA
 from covmerge.files.checkpoints.adapter_types.vblora import VBLORA
 from covmerge.files.checkpoints.adapter_types.vera import VERA
+from covmerge.files.checkpoints.adapter_types.waveft import WAVEFT
 
 _ALL = (
-    *(
-        BEFT,
-        BOFT,
-        C3A,
-        DELORA,
-        FOURIERFT,
-        GRALORA,
-        HIRA,
-        HRA,
-        IA3,
-        LN_TUNING,
-        LOHA,
-        LOKR,
-        MISS,
-        OFT,
-    ),
-    *(RANDLORA, ROAD, SHIRA, TRAINABLE_TOKENS, VBLORA, VERA),
+    *(BEFT, BOFT, C3A, DEFT, DELORA, FOURIERFT, GLORA, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA),
+    *(LOKR, MISS, OFT, OSF, PVERA, RANDLORA, ROAD, SHIRA, SUPERTUNING, TRAINABLE_TOKENS, UNILORA),
+    *(VBLORA, VERA, WAVEFT),
 )
 TYPES: Mapping[str, AdapterType] = {kind.name: kind for kind in _ALL}
+# What LoRA is by a field of its configuration.
+LORA_INITS: Mapping[str, AdapterType] = {"pissa": PISSA, "olora": OLORA}
+LORA_FIELDS: Mapping[str, AdapterType] = {"kasa_config": KASA, "use_bdlora": BDLORA}
 # Of files without a configuration.
-OF_FILES = (LOCON, LOHA, LOKR, DIFF)
+OF_FILES = (LOCON, LOHA, LOKR, LYCORIS_OFT, LYCORIS_IA3, LYCORIS_GLORA, DIFF)
 
 _PROMPT = "it is tokens before the input or keys and values beside it, and no weight"
 _INPUT = "which of its parts act is decided by the input, so that it is no weight"
@@ -70,29 +72,37 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
     "SHADOW": "it is a network beside the model, and no weight",
     "XLORA": _INPUT,
 }
-# PEFT's types whose update is a weight, and that are not read.
+# Weights that the file and the base do not determine, so that only the library that made it can merge it.
 NOT_READ: Mapping[str, str] = {
-    kind: "its update is a weight, and PEFT's own merge gives it: no reader of its tensors is here"
-    for kind in (
-        *("ADAMSS", "DEFT", "FROD", "GLORA", "OSF", "PSOFT", "PVERA", "SUPERTUNING", "TINYLORA"),
-        *("UNILORA", "WAVEFT"),
-    )
+    "ADAMSS": "which rows its blocks are of is a clustering of the base by scikit-learn that is not stored",
+    "FROD": "which of its matrices a layer has is found by PEFT from the order of the model's modules",
+    "PSOFT": "its numbers go by the base's singular vectors, whose signs are those of the library that "
+    "computed them and are not stored",
+    "TINYLORA": "which of its vectors a layer has follows the order of the model's modules, which is not "
+    "stored",
 }
 
 
-def kind_of(parts: Mapping[str, TensorHeader], *, by_itself: bool) -> AdapterType | None:
-    """Return the type of a layer by its parts; None: plain LoRA.
+def kind_of(
+    parts: Mapping[str, TensorHeader], fields: Mapping[str, object] | None
+) -> AdapterType | None:
+    """Return the type of a layer of LoRA or of a file, by its parts; None: plain LoRA.
 
     Args:
         parts: what the adapter has of the layer.
-        by_itself: the file is without configuration, as Kohya's and LyCORIS's are.
+        fields: its configuration; None: the file is by itself, as Kohya's and LyCORIS's are.
     """
-    kind = LOCON if MIDDLE in parts else None
-    kind = DIFF if DIFFERENCE in parts else kind
-    kind = LOHA if "w1_a" in parts else kind
-    kind = LOKR if any(part.startswith("kron_") for part in parts) else kind
+    kind = None if fields is None else _by_field(fields)
+    kind = next((own for own in OF_FILES if not own.marks.isdisjoint(parts)), kind)
     if MAGNITUDE not in parts:
         return kind
     shape = parts[MAGNITUDE].shape
-    columns = by_itself and len(shape) > 1 and shape[0] == 1 < max(shape)
+    columns = fields is None and len(shape) > 1 and shape[0] == 1 < max(shape)
     return with_magnitude(kind or LOCON, columns=columns)
+
+
+def _by_field(fields: Mapping[str, object]) -> AdapterType | None:
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init in LORA_INITS:
+        return LORA_INITS[init]
+    return next((kind for name, kind in LORA_FIELDS.items() if fields.get(name)), None)

@@ -10,12 +10,6 @@ from torch import Tensor
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape
 
 DIFFERENCE, OF_BIAS = "difference", "difference of bias"
-DIFF_ENDS = {
-    ".diff": DIFFERENCE,
-    ".w_norm": DIFFERENCE,
-    ".diff_b": OF_BIAS,
-    ".b_norm": OF_BIAS,
-}
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -35,7 +29,13 @@ def _matrix(parts: Mapping[str, Shape]) -> tuple[int, int]:
 DIFF = AdapterType(
     name="full, norm (`diff`, `diff_b`, `w_norm`, `b_norm`)",
     equation="W + D, of weights and of biases",
-    ends=DIFF_ENDS,
+    ends={
+        ".diff": DIFFERENCE,
+        ".w_norm": DIFFERENCE,
+        ".diff_b": OF_BIAS,
+        ".b_norm": OF_BIAS,
+    },
+    marks=frozenset({DIFFERENCE}),
     shapes=_shapes,
     update=_update,
     matrix=_matrix,

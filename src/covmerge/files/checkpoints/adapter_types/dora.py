@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +18,7 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
     """Return the type whose update gives the direction, and a vector the lengths of rows, Eq. 5.
 
     Args:
-        kind: what adds an update.
+        kind: what gives the direction.
         columns: the lengths are those of the inputs' weights, as LyCORIS has it with wd_on_out=False.
     """
 
@@ -26,11 +26,15 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
         length = layer.d_in if columns else layer.d_out
         return {**kind.shapes(layer), MAGNITUDE: layer.vector(MAGNITUDE, length)}
 
-    update = kind.update
-    assert update is not None
+    def direction(layer: Layer) -> Tensor:
+        if kind.weight is not None:
+            return kind.weight(layer)
+        if kind.update is None:
+            layer.refuse(f"has a magnitude, which no {kind.name} has: fetch the adapter again")
+        return layer.weight.add_(kind.update(layer))
 
     def weight(layer: Layer) -> Tensor:
-        return _rescaled(layer, update, columns=columns)
+        return _rescaled(layer, direction(layer), columns=columns)
 
     return replace(
         kind,
@@ -38,13 +42,13 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
         equation=f"m ⊙ V / ‖V‖ by {'columns' if columns else 'rows'}, V = {kind.equation}",
         shapes=shapes,
         update=None,
+        factors=None,
         weight=weight,
         by_rows=kind.by_rows and not columns,
     )
 
 
-def _rescaled(layer: Layer, update: Callable[[Layer], Tensor], *, columns: bool) -> Tensor:
-    own = layer.weight.add_(update(layer))
+def _rescaled(layer: Layer, own: Tensor, *, columns: bool) -> Tensor:
     if not columns:
         return own.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(own, 1))
     channels = own.view(layer.d_out, layer.d_in, -1)

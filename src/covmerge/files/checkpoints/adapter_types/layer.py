@@ -179,6 +179,10 @@ class AdapterType:
         by_rows: some rows are computed from the same rows of the base.
         integers: parts that are whole numbers; all others are floating.
         keeps_ties: what is tied to the tensor stays tied.
+        adds_bias: a layer without a bias would get one.
+        marks: parts that no other type of files by themselves has.
+        beside: what names end in that are parts only beside one of the `marks`.
+        refused: values of fields with which its effect is not determined, each with the reason.
     """
 
     name: str
@@ -199,6 +203,12 @@ class AdapterType:
     by_rows: bool = True
     integers: frozenset[str] = frozenset()
     keeps_ties: bool = False
+    adds_bias: bool = False
+    marks: frozenset[str] = frozenset()
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: Mapping[str, tuple[object, str]] = field(
+        default_factory=dict[str, "tuple[object, str]"]
+    )
     alpha: str = ""
     leaf: str = "weight"
     vectors: bool = False
@@ -256,6 +266,19 @@ def _without_ones(shape: Shape) -> Shape:
 def alpha_of(layer: Layer) -> dict[str, Shape]:
     """Return the shape of alpha where a file has it: one number."""
     return {ALPHA: layer.vector(ALPHA, 1)} if ALPHA in layer else {}
+
+
+def check_places(layer: Layer, places: Tensor, count: int) -> None:
+    """Check that places are those of so many numbers.
+
+    Raises:
+        CheckpointError: one is outside.
+    """
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < count:
+        layer.refuse(
+            f"is {list(layer.shape)} in the base, and its places go from {int(places.min())} to "
+            f"{int(places.max())} of {count}: pass the base that the adapter was trained on"
+        )
 
 
 def lengths(tensor: Tensor, *axes: int) -> Tensor:

@@ -42,7 +42,8 @@ def _matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
 LOCON = AdapterType(
     name="LoCon",
     equation="W + s·B·(core)·A",
-    ends={},  # those of LoRA
+    ends={".lora_mid.weight": MIDDLE},  # and those of LoRA
+    marks=frozenset({MIDDLE}),
     shapes=_shapes,
     update=_update,
     matrix=_matrix,

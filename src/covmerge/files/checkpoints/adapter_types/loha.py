@@ -10,8 +10,6 @@ from torch import Tensor
 
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, alpha_of
 
-LOHA_ENDS = {f".hada_{name}": name for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
-
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     if "t1" not in layer and "t2" not in layer:
@@ -61,7 +59,8 @@ def matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
 LOHA = AdapterType(
     name="LOHA",
     equation="W + s·(w1_a·w1_b) ⊙ (w2_a·w2_b)",
-    ends=LOHA_ENDS,
+    ends={f".hada_{name}": name for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    marks=frozenset({"w1_a"}),
     shapes=_shapes,
     update=update,
     matrix=matrix,

@@ -11,9 +11,7 @@ from torch import Tensor
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, alpha_of
 from covmerge.files.checkpoints.adapter_types.loha import cores, tucker
 
-LOKR_ENDS = {
-    f".lokr_{name}": f"kron_{name}" for name in ("w1_a", "w1_b", "w1", "w2_a", "w2_b", "w2", "t2")
-}
+_PARTS = ("w1_a", "w1_b", "w1", "w2_a", "w2_b", "w2", "t2")
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -105,7 +103,8 @@ def matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
 LOKR = AdapterType(
     name="LOKR",
     equation="W + s·w1 ⊗ w2",
-    ends=LOKR_ENDS,
+    ends={f".lokr_{name}": f"kron_{name}" for name in _PARTS},
+    marks=frozenset(f"kron_{name}" for name in _PARTS),
     shapes=_shapes,
     update=update,
     matrix=matrix,

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from covmerge.files.checkpoints.adapter_types import NOT_READ, OF_FILES, TYPES, WITHOUT_WEIGHTS
+from collections.abc import Iterator
+
+from covmerge.files.checkpoints.adapter_types import (
+    LORA_FIELDS,
+    LORA_INITS,
+    NOT_READ,
+    OF_FILES,
+    TYPES,
+    WITHOUT_WEIGHTS,
+)
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType
 
 _LORA = {
@@ -23,7 +32,12 @@ the base of the merge, and a note says so.
 |---|---|---|
 {types}
 
-`trainable_token_indices` of LoRA is read as `TRAINABLE_TOKENS` is.
+`trainable_token_indices` of LoRA is read as `TRAINABLE_TOKENS` is. Other fields of LoRA change
+the weight too:
+
+| field | the weight becomes | depends on the base |
+|---|---|---|
+{fields}
 
 ## Files by themselves
 
@@ -62,9 +76,18 @@ def markdown() -> str:
         count=all_of_peft,
         read=read,
         types="\n".join(rows),
+        fields="\n".join(_row(name, kind) for name, kind in _fields()),
         files="\n".join(_row(kind.name, kind) for kind in OF_FILES),
         refused="\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())),
     )
+
+
+def _fields() -> Iterator[tuple[str, AdapterType]]:
+    """Fields of LoRA's configuration that make it another type."""
+    for value, kind in LORA_INITS.items():
+        yield f'`init_lora_weights = "{value}"`', kind
+    for name, kind in LORA_FIELDS.items():
+        yield f"`{name}`", kind
 
 
 def _row(name: str, kind: AdapterType) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape
+from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, check_places
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -18,15 +18,10 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
 def _update(layer: Layer) -> Tensor:
     """The numbers at their places; whole."""
     places, values = layer["indices"].long(), layer["weight"]
-    rows, columns = places
-    for axis, limit in ((rows, layer.d_out), (columns, layer.d_in)):
-        if axis.numel() and not 0 <= int(axis.min()) <= int(axis.max()) < limit:
-            layer.refuse(
-                f"is {list(layer.shape)} in the base, and its indices go from {int(axis.min())} to "
-                f"{int(axis.max())}: pass the base that the adapter was trained on"
-            )
+    check_places(layer, places[0], layer.d_out)
+    check_places(layer, places[1], layer.d_in)
     dense = torch.zeros(layer.d_out, layer.d_in, dtype=values.dtype)
-    return dense.index_put_((rows, columns), values, accumulate=True)
+    return dense.index_put_((places[0], places[1]), values, accumulate=True)
 
 
 SHIRA = AdapterType(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank
-from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape
+from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, check_places
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -54,8 +54,7 @@ def _vectors(layer: Layer, side: str) -> Tensor:
             )
         logits, indices = layer[side].topk(topk, dim=-1)
         weights = logits.softmax(dim=-1)
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < len(bank):
-        layer.refuse(f"has numbers of vectors outside its bank of {len(bank)}: fetch it again")
+    check_places(layer, indices, len(bank))
     total = bank.new_zeros(*indices.shape[:-1], bank.shape[1])
     for own in range(indices.shape[-1]):
         total += weights[..., own, None].to(bank.dtype) * bank[indices[..., own]]

@@ -16,22 +16,24 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     rank = layer.rank("d", 0)
     found: dict[str, Shape] = {"b": (layer.d_out,), "d": (rank,)}
-    if _is_drawn(layer):
+    if is_drawn(layer):
         return found
     found["A"] = (rank, max(layer.d_in, layer.size("A", 1)))
     found["B"] = (max(layer.d_out, layer.size("B", 0)), rank)
     return found
 
 
-def _is_drawn(layer: Layer) -> bool:
+def is_drawn(layer: Layer) -> bool:
+    """Whether the shared factors were not saved."""
     return not layer.flag("save_projection", default=True) and "A" not in layer
 
 
 def _factors(layer: Layer) -> LowRank:
     """diag(b) B · diag(d) A, with the first rows and columns of the shared factors."""
-    if _is_drawn(layer):
+    if is_drawn(layer):
         seed = layer.integer("projection_prng_key", -1)
-        down, up = _drawn(seed, layer.rank("d", 0), *layer.widest)
+        rank, (d_out, d_in) = layer.rank("d", 0), layer.widest
+        down, up = drawn(seed, (rank, d_in), (d_out, rank))
     else:
         down, up = layer["A"], layer["B"]
     scales = layer["d"]
@@ -40,11 +42,13 @@ def _factors(layer: Layer) -> LowRank:
 
 
 @lru_cache(maxsize=1)
-def _drawn(seed: int, rank: int, d_out: int, d_in: int) -> tuple[Tensor, Tensor]:
-    """The factors of the widest layer, as PEFT draws them from its seed: Kaiming's uniform numbers."""
+def drawn(seed: int, first: Shape, second: Shape) -> tuple[Tensor, Tensor]:
+    """A and B of the widest layer, as PEFT draws them from its seed: Kaiming's uniform numbers."""
     generator = torch.Generator().manual_seed(seed)
-    down = torch.empty(rank, d_in).uniform_(-_bound(d_in), _bound(d_in), generator=generator)
-    up = torch.empty(d_out, rank).uniform_(-_bound(rank), _bound(rank), generator=generator)
+    down, up = (
+        torch.empty(shape).uniform_(-_bound(shape[1]), _bound(shape[1]), generator=generator)
+        for shape in (first, second)
+    )
     return down, up
 
 
