@@ -344,21 +344,23 @@ def merged(base: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
     return dict(covmerge.merge(base.state_dict(), {"a": str(folder)}, "linear", **options).tensors)
 
 
-@pytest.fixture
-def _filters_of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def filters_of_peft() -> Any:
     """PEFT has the filters of PyWavelets, which is not among the project's packages."""
-    module = SimpleNamespace(Wavelet=Wavelet, wavelist=lambda kind: [*WAVELET_REDUCTIONS])
-    monkeypatch.setitem(sys.modules, "pywt", module)
+    return SimpleNamespace(Wavelet=Wavelet, wavelist=lambda kind: [*WAVELET_REDUCTIONS])
 
 
-@pytest.mark.usefixtures("_filters_of_peft")
 @pytest.mark.filterwarnings("ignore:Specified to not save")
 @pytest.mark.parametrize(
     "kind, fields", CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_the_base_is_what_peft_computes_unmerged(
-    kind: str, fields: dict[str, Any], base: nn.Module, tmp_path: Path
+    kind: str,
+    fields: dict[str, Any],
+    base: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "pywt", filters_of_peft())
     expected = trained(base, config_of(kind, **fields), tmp_path)
     before = outputs(base.state_dict())
     found = outputs(merged(base, tmp_path))

@@ -575,18 +575,33 @@ def test_names_that_no_base_has(tmp_path: Path) -> None:
         adapter.named_as(twice)
 
 
-def test_scales_in_the_metadata_of_diffusers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields, scale",
+    [
+        ({}, 1.0),
+        ({"lora_alpha": 4}, 2.0),
+        ({"lora_alpha": 4, "use_rslora": True}, 4 / math.sqrt(2)),
+        ({"lora_alpha": 4, "alpha_pattern": {"a": 6}}, 3.0),
+        ({"r": 8, "rank_pattern": {"a": 2}, "lora_alpha": 5}, 2.5),
+    ],
+)
+@pytest.mark.parametrize("part", ["unet.", ""])
+def test_scales_in_the_metadata_of_diffusers(fields, scale: float, part: str, tmp_path: Path):
+    """They are those that diffusers loads: `save_lora_weights` has a prefix, `save_lora_adapter` none."""
     file = tmp_path / "pytorch_lora_weights.safetensors"
-    tensors = {"unet.a.lora_A.weight": torch.ones(2, 3), "unet.a.lora_B.weight": torch.ones(4, 2)}
-    fields = {"unet.r": 2, "unet.lora_alpha": 2, "unet.use_rslora": False, "unet.rank_pattern": {}}
-    for more in ({}, {"unet.lora_alpha": 4}, {"unet.use_rslora": True}):
-        metadata = {"lora_adapter_metadata": json.dumps(fields | more)}
-        save_file(tensors, file, metadata=metadata)
-        if not more:
-            assert open_checkpoint(file).low_rank["unet.a.weight"].rank == 2
-            continue
-        with pytest.raises(CheckpointError, match=rf"{next(iter(more))} = .*fuse_lora"):
-            open_checkpoint(file)
+    generator = torch.Generator().manual_seed(0)
+    factors = [torch.randn(shape, generator=generator) for shape in ((2, 3), (4, 2))]
+    tensors = {f"{part}a.lora_{side}.weight": own for side, own in zip("AB", factors, strict=True)}
+    own = {"r": 2, "lora_alpha": 2, "use_rslora": False, "peft_type": "LORA"} | fields
+    text = json.dumps({f"{part}{name}": value for name, value in own.items()})
+    save_file(tensors, file, metadata={"lora_adapter_metadata": text})
+    adapter = open_checkpoint(file)
+    assert adapter.notes == ()
+    update = adapter.read_factors(f"{part}a.weight").dense()
+    torch.testing.assert_close(update, factors[1] @ factors[0] * scale)
+    save_file({**tensors, f"{part}a.alpha": torch.ones(1)}, file, {"lora_adapter_metadata": text})
+    with pytest.raises(CheckpointError, match=advice("save a copy without one of them")):
+        open_checkpoint(file)
 
 
 def test_models_with_lora_in_their_names_are_models(tmp_path: Path) -> None:

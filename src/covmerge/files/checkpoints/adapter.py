@@ -48,7 +48,7 @@ from covmerge.files.checkpoints.folder import (
 )
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.hub import HubCheckpoint
-from covmerge.files.checkpoints.json_file import parse_object, read_object, shorten
+from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.mlx_adapter import MLX_NAME, TurnedFactors, peft_fields
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
@@ -59,7 +59,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
 _FILES = (*_WEIGHTS, MLX_NAME)
-_SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
@@ -418,10 +417,16 @@ def open_adapter_file(
     stored = stored_as(open_file(source, file))
     if not looks_like_adapter(stored.headers):
         return stored
-    _check_scale(file)
-    scaled = any(name.endswith(".alpha") for name in stored.headers)
-    notes = () if scaled else (_without_scale(file),)
-    return AdapterCheckpoint(stored, read_names(stored.headers, None, source), None, notes)
+    alpha = next((name for name in stored.headers if name.endswith(".alpha")), None)
+    of_parts = _configs_of_parts(file)
+    if alpha is not None and of_parts:
+        raise CheckpointError(
+            f"{file} has '{alpha}', and lora_alpha in its metadata (lora_adapter_metadata), which may say "
+            "otherwise: save a copy without one of them"
+        )
+    notes = () if alpha is not None or of_parts else (_without_scale(file),)
+    contents = read_names(stored.headers, None, source, of_parts)
+    return AdapterCheckpoint(stored, contents, None, notes)
 
 
 def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:
@@ -519,22 +524,17 @@ def _form_of(names: Collection[str]) -> LoraForm:
     return KOHYA_FORM if flat else DIFFUSERS_FORM
 
 
-def _check_scale(file: StoredFile) -> None:
-    """Refuse what diffusers writes of the scale into a header, unless it is 1."""
-    text = (
-        _metadata(file).get("lora_adapter_metadata", "{}")
-        if file.suffix == ".safetensors"
-        else "{}"
-    )
-    fields = parse_object(text.encode(), f"lora_adapter_metadata of {file}")
+def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
+    """Return what diffusers writes into a header: the configuration of each part, by its prefix."""
+    if file.suffix != ".safetensors":
+        return {}
+    where = f"lora_adapter_metadata of {file}"
+    fields = parse_object(_metadata(file).get("lora_adapter_metadata", "{}").encode(), where)
+    parts: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
-        part, _, field = name.rpartition(".")
-        plain = value in (None, False, {}, []) or field not in _SCALES
-        if not plain and not (field == "lora_alpha" and value == fields.get(f"{part}.r")):
-            raise CheckpointError(
-                f"{file} has {name} = {shorten(value)} in its metadata, which is not read: fuse it "
-                "into its base with diffusers (pipe.fuse_lora()), save that, and merge full models"
-            )
+        part, dot, field = name.rpartition(".")
+        parts.setdefault(part + dot, {"peft_type": "LORA"})[field] = value
+    return {part: AdapterConfig(where, own) for part, own in parts.items()}
 
 
 def _metadata(file: StoredFile) -> dict[str, str]:

@@ -31,6 +31,7 @@ class Folded:
         shape: of the weight as a matrix, where the parts tell; None: only the base does.
         table: an embedding whose factors lie as `(d, rows)`.
         written: its name in the adapter's file, where the base's is another.
+        config: of the adapter, or of the part of a pipeline; None: the file is by itself.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Folded:
     shape: tuple[int, int] | None = None
     table: bool = False
     written: str | None = None
+    config: AdapterConfig | None = None
 
     @property
     def up(self) -> str:
@@ -286,7 +288,7 @@ class Folds:
             name=place.own.module,
             shape=place.shape,
             parts=place.own.parts,
-            config=self._config,
+            config=place.own.config,
             read=part,
             base=of_base,
             base_bias=base_bias,

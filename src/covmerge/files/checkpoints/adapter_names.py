@@ -184,7 +184,10 @@ def looks_like_adapter(names: Iterable[str]) -> bool:
 
 
 def read_names(
-    stored: Mapping[str, TensorHeader], config: AdapterConfig | None, where: str
+    stored: Mapping[str, TensorHeader],
+    config: AdapterConfig | None,
+    where: str,
+    of_parts: Mapping[str, AdapterConfig] | None = None,
 ) -> Contents:
     """Sort the tensors of an adapter into updates and whole tensors.
 
@@ -192,6 +195,7 @@ def read_names(
         stored: the headers of its file.
         config: its configuration; None: a file by itself, whose scales are 1 or stored as alpha.
         where: the adapter, for errors.
+        of_parts: of a file by itself, the configurations of parts of a pipeline, by their prefixes.
 
     Raises:
         CheckpointError: a tensor whose meaning is not known, half of a pair, shapes that
@@ -218,7 +222,7 @@ def read_names(
             )
     if config is not None:
         config.expect({_owner(module) for module in modules})
-    reader = _Reader(stored, config, where, modules)
+    reader = _Reader(stored, config, where, modules, of_parts or {})
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
     folded: dict[str, Folded] = {}
@@ -332,7 +336,9 @@ class _Reader:
         config: AdapterConfig | None,
         where: str,
         modules: Mapping[str, Mapping[str, str]],
+        of_parts: Mapping[str, AdapterConfig],
     ) -> None:
+        self._of_parts = of_parts
         self._stored = stored
         self._config = config
         self._where = where
@@ -358,10 +364,11 @@ class _Reader:
     ) -> Folded | None:
         """Return the layer of a module whose update is no product of factors, if it is one."""
         own = {part: self._stored[name] for part, name in parts.items()}
-        kind = self._kind(module, own)
+        config, owner = self._configured(_unwrapped(module))
+        kind = self._kind(own, config)
         if kind is None:
             return None
-        owner = _unwrapped(module)
+        name = f"{_unwrapped(module)}.{kind.leaf}"
         if self._config is not None and kind is not TRAINABLE_TOKENS:
             self._config.check_target(owner)
         table = "table_down" in own or "table_up" in own
@@ -369,25 +376,34 @@ class _Reader:
         found = {names.get(part, part): header for part, header in own.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
-        return Folded(f"{owner}.{kind.leaf}", owner, kind, {**shared, **found}, matrix, table)
+        return Folded(name, owner, kind, {**shared, **found}, matrix, table, config=config)
 
-    def _kind(self, module: str, parts: Mapping[str, TensorHeader]) -> AdapterType | None:
+    def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
+        """The configuration that a module has, and what it calls the module."""
+        for part, config in self._of_parts.items():
+            if module.startswith(part):
+                return config, module.removeprefix(part)
+        return self._config, module
+
+    def _kind(
+        self, parts: Mapping[str, TensorHeader], config: AdapterConfig | None
+    ) -> AdapterType | None:
         """The type of a layer; None: plain LoRA."""
-        if self._config is not None and self._config.kind is not None:
-            return self._config.kind
+        if config is not None and config.kind is not None:
+            return config.kind
         if TOKENS in parts:
             if len(parts) > 1:
                 self._refuse_shape(parts[TOKENS], "beside factors of the same module")
             return TRAINABLE_TOKENS
-        wants = self._config is not None and self._config.is_dora
-        if self._config is not None and wants != (MAGNITUDE in parts):
+        wants = config is not None and config.is_dora
+        if config is not None and wants != (MAGNITUDE in parts):
             have = next(iter(parts.values())).name
             raise CheckpointError(
                 f"{self._where} has '{have}' with{'out' if wants else ''} a magnitude, and use_dora = "
-                f"{str(wants).lower()} in adapter_config.json: the files are of different versions, fetch "
+                f"{str(wants).lower()} in its configuration: the files are of different versions, fetch "
                 "them again"
             )
-        return kind_of(parts, None if self._config is None else self._config.fields)
+        return kind_of(parts, {} if config is None else config.fields)
 
     def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
         """Return the factors of a parameter that must be looked for in the base, if these are."""
@@ -491,11 +507,12 @@ class _Reader:
         return (up[::-1], down[::-1]) in self._tables
 
     def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
-        if self._config is None:
+        config, name = self._configured(module)
+        if config is None:
             return 1.0 / rank if "alpha" in parts else 1.0
-        scale = self._config.scale(module, rank)
-        if self._config.is_adalora and "divisor" not in parts:
-            return scale / self._config.rank_divisor
+        scale = config.scale(name, rank)
+        if config.is_adalora and "divisor" not in parts:
+            return scale / config.rank_divisor
         return scale
 
     def _middle(self, parts: Mapping[str, str], rank: int) -> str | None:

@@ -83,21 +83,19 @@ NOT_READ: Mapping[str, str] = {
 }
 
 
-def kind_of(
-    parts: Mapping[str, TensorHeader], fields: Mapping[str, object] | None
-) -> AdapterType | None:
+def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> AdapterType | None:
     """Return the type of a layer of LoRA or of a file, by its parts; None: plain LoRA.
 
     Args:
         parts: what the adapter has of the layer.
-        fields: its configuration; None: the file is by itself, as Kohya's and LyCORIS's are.
+        fields: its configuration; of a file by itself none.
     """
-    kind = None if fields is None else _by_field(fields)
-    kind = next((own for own in OF_FILES if not own.marks.isdisjoint(parts)), kind)
+    kind = next((own for own in OF_FILES if not own.marks.isdisjoint(parts)), _by_field(fields))
     if MAGNITUDE not in parts:
         return kind
-    shape = parts[MAGNITUDE].shape
-    columns = fields is None and len(shape) > 1 and shape[0] == 1 < max(shape)
+    name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape
+    # LyCORIS's may be of columns; PEFT's of a convolution lies so too, and is of rows.
+    columns = name.endswith(".dora_scale") and len(shape) > 1 and shape[0] == 1 < max(shape)
     return with_magnitude(kind or LOCON, columns=columns)
 
 

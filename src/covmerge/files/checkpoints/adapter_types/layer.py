@@ -178,6 +178,7 @@ class AdapterType:
         whole: ends of names of whole tensors, with the name of the tensor that they replace.
         by_rows: some rows are computed from the same rows of the base.
         integers: parts that are whole numbers; all others are floating.
+        flags: parts that are zero or one, in any dtype.
         keeps_ties: what is tied to the tensor stays tied.
         adds_bias: a layer without a bias would get one.
         marks: parts that no other type of files by themselves has.
@@ -202,6 +203,7 @@ class AdapterType:
     whole: Mapping[str, str] = field(default_factory=dict[str, str])
     by_rows: bool = True
     integers: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
     keeps_ties: bool = False
     adds_bias: bool = False
     marks: frozenset[str] = frozenset()
@@ -240,7 +242,8 @@ def check_shapes(kind: AdapterType, layer: Layer) -> None:
                 f"has '{header.name}' of shape {list(header.shape)}, as the parts of a sharded model are: "
                 "save the adapter again from gathered weights"
             )
-        if header.dtype.is_floating_point == (part in kind.integers) or header.complex:
+        wrong = header.dtype.is_floating_point == (part in kind.integers)
+        if (wrong and part not in kind.flags) or header.complex:
             layer.refuse(f"has '{header.name}' of dtype {header.dtype}: fetch the adapter again")
         if _without_ones(header.shape) != _without_ones(shape):
             layer.refuse(

@@ -39,5 +39,5 @@ LYCORIS_IA3 = AdapterType(
     beside={".weight": SCALES},
     shapes=_shapes,
     weight=_weight,
-    integers=frozenset({ON_INPUT}),
+    flags=frozenset({ON_INPUT}),
 )
