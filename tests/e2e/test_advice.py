@@ -195,14 +195,45 @@ def test_an_adapter_of_mlx(tmp_path):
             assert torch.equal(merged[name], base[name])
 
 
+def test_other_forms_of_mlx(tmp_path):
+    """DoRA divides by lengths of rows; an embedding's update is lora_a lora_b; "full" has no factors."""
+    base = {
+        name: tensor.double()
+        for name, tensor in llama(tie_word_embeddings=True).state_dict().items()
+    }
+    q, factors = mlx_adapter(tmp_path / "dora", fine_tune_type="dora")
+    more = factors | {f"{q}.m": torch.rand(16) + 1}
+    save_file(more, tmp_path / "dora" / "adapters.safetensors")
+    turned = base[f"{q}.weight"] + 20 * (factors[f"{q}.lora_a"] @ factors[f"{q}.lora_b"]).T.double()
+    expected = {f"{q}.weight": turned * (more[f"{q}.m"].double() / turned.norm(dim=1))[:, None]}
+    table = "model.embed_tokens"
+    rows = len(base[f"{table}.weight"])
+    own = {f"{table}.lora_a": torch.randn(rows, 3), f"{table}.lora_b": torch.randn(3, 16)}
+    mlx_adapter(tmp_path / "table", factors=own)
+    added = (
+        base[f"{table}.weight"] + 20 * (own[f"{table}.lora_a"] @ own[f"{table}.lora_b"]).double()
+    )
+    whole = {f"{q}.weight": torch.randn(16, 16)}
+    mlx_adapter(tmp_path / "full", factors=whole, fine_tune_type="full")
+    for name, right in (
+        ("dora", expected),
+        ("table", {f"{table}.weight": added}),
+        ("full", {name: value.double() for name, value in whole.items()}),
+    ):
+        merged = covmerge.merge(base, {"a": tmp_path / name}, "linear").tensors
+        assert merged.keys() == base.keys()
+        for key, value in (base | right).items():
+            torch.testing.assert_close(merged[key], value, rtol=1e-5, atol=1e-5)
+
+
 def test_adapters_of_mlx_that_are_not_read(tmp_path):
     base = llama().state_dict()
-    mlx_adapter(tmp_path / "dora", fine_tune_type="dora")
-    table = {"model.embed_tokens.lora_a": torch.ones(32, 3)}
+    mlx_adapter(tmp_path / "other", fine_tune_type="of 2030")
+    table = {"model.embed_positions.lora_a": torch.ones(32, 3)}
     mlx_adapter(tmp_path / "table", factors=table)
     experts = {"model.layers.0.mlp.switch_mlp.up_proj.lora_b": torch.ones(2, 24, 3)}
     mlx_adapter(tmp_path / "experts", factors=experts)
-    for name in ("dora", "table", "experts"):
+    for name in ("other", "table", "experts"):
         with pytest.raises(
             CheckpointError,
             match=advice("fuse it with mlx-lm (mlx_lm.fuse --model BASE --adapter-path FOLDER"),
@@ -237,7 +268,7 @@ def test_advice_on_files_of_mlx_is_followed(tmp_path):
     covmerge.merge(base, {"a": tmp_path / "b"}, "average")
 
 
-@pytest.mark.parametrize("part", ["oft_blocks", "a1.weight"])
+@pytest.mark.parametrize("part", ["p_layer.weight", "lambda_layer"])
 def test_files_of_lycoris_are_merged_with_lycoris(part, tmp_path):
     """LyCORIS 4.1.3 merges what it wrote by these lines; it is no package of the tests."""
     save_file({f"lycoris_fc.{part}": torch.ones(2, 2)}, tmp_path / "a.safetensors")

@@ -49,7 +49,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.hub import HubCheckpoint
 from covmerge.files.checkpoints.json_file import parse_object, read_object
-from covmerge.files.checkpoints.mlx_adapter import MLX_NAME, TurnedFactors, peft_fields
+from covmerge.files.checkpoints.mlx_adapter import MLX_NAME, TurnedFactors, is_full, peft_fields
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
@@ -135,7 +135,9 @@ class AdapterCheckpoint(View):
     def keeps_ties(self, name: str) -> bool:
         """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
         own = self._contents.folded.get(name)
-        return own is not None and own.kind.keeps_ties
+        factors = own is not None or name in self._contents.updates
+        of_all = self._config is not None and self._config.keeps_ties and factors
+        return of_all or (own is not None and own.kind.keeps_ties)
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -487,7 +489,9 @@ def _open(
             "under another name"
         )
     fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
-    config = AdapterConfig(source, peft_fields(source, fields) if weights == MLX_NAME else fields)
+    of_mlx = weights == MLX_NAME
+    config = AdapterConfig(source, peft_fields(source, fields) if of_mlx else fields, of_mlx)
+    whole = of_mlx and is_full(fields)
     if weights is None:
         raise CheckpointError(
             f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "
@@ -497,7 +501,7 @@ def _open(
     file = child(store, weights)
     modules = open_modules(store, names)
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
-    if weights == MLX_NAME:
+    if of_mlx and not whole:
         stored = TurnedFactors(stored, config.rank(""))
     own = {name: header for name, header in stored.headers.items() if header.module is None}
     contents = read_names(own, config, source)
@@ -507,7 +511,7 @@ def _open(
         not contents.updates
         and not contents.wrapped
         and not contents.folded
-        and not (config.kind and contents.replaced)
+        and not ((whole or config.kind) and contents.replaced)
     ):
         raise CheckpointError(
             f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
