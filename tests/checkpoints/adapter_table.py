@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import covmerge
+from tests.checkpoints.adapters import llama
 from tests.checkpoints.test_adapter_types import (
     CASES,
     Small,
@@ -37,6 +38,7 @@ from tests.checkpoints.test_adapter_types import (
     outputs,
     trained,
 )
+from tests.e2e import diffusion
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Row:
 
 
 def main() -> None:
-    rows = [*of_peft(), *of_lycoris()]
+    rows = [*of_peft(), *of_lycoris(), *of_diffusers(), *of_mlx()]
     if len(sys.argv) == 3 and sys.argv[1] == "--json":
         text = json.dumps([asdict(row) for row in rows], indent=1)
         Path(sys.argv[2]).write_text(text + "\n")
@@ -182,6 +184,119 @@ def by_lycoris(lycoris: Any, base: nn.Module, file: str, inputs: Tensor) -> tupl
     network, _ = lycoris.create_lycoris_from_weights(1.0, file, model)
     network.merge_to(1.0)
     return model.eval()(inputs)
+
+
+def of_diffusers() -> Iterator[Row]:
+    """A part of a pipeline that diffusers adapts, and saves with its scales in the metadata."""
+    library = f"diffusers {version('diffusers')}"
+    for fields in ({"lora_alpha": 3}, {"use_rslora": True, "lora_alpha": 3}, {"use_dora": True}):
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            torch.manual_seed(0)
+            unet = diffusion.unet().eval()
+            base = {name: value.clone() for name, value in unet.state_dict().items()}
+            targets = ["to_q", "to_v", "conv1", "proj_in"]
+            unet.add_adapter(peft.LoraConfig(r=2, target_modules=targets, **fields))
+            for name, own in unet.named_parameters():
+                if "lora_" in name:
+                    own.add_(0.1 * torch.randn_like(own))
+            expected = (seen(unet),)
+            unet.save_lora_adapter(folder)
+            unet.fuse_lora()
+            own = attempt(lambda: (seen(unet),), expected)  # noqa: B023
+            found = covmerge.merge(base, {"a": folder}, "linear").tensors
+            plain = diffusion.unet().eval()
+            plain.load_state_dict(dict(found))
+            ours = error((seen(plain),), expected)
+        yield Row(said("save_lora_adapter", fields), library, ours, own)
+
+
+def seen(unet: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    size = unet.config.sample_size
+    image = torch.randn(1, unet.config.in_channels, size, size, generator=generator)
+    states = torch.randn(1, 3, unet.config.cross_attention_dim, generator=generator)
+    return unet(image, 3, states).sample
+
+
+MLX: list[tuple[str, list[str], bool]] = [
+    ("lora", ["self_attn.q_proj", "mlp.down_proj"], False),
+    ("dora", ["self_attn.q_proj", "mlp.down_proj"], False),
+    ("lora", ["model.embed_tokens", "self_attn.v_proj"], True),
+    ("dora", ["model.embed_tokens"], True),
+    ("full", ["self_attn.q_proj", "input_layernorm"], False),
+]
+
+
+def of_mlx() -> Iterator[Row]:
+    """Adapters of mlx-lm on a small Llama, run by mlx on the CPU in float32."""
+    try:
+        importlib.import_module("mlx_lm.tuner.utils")
+    except ImportError:
+        return
+    library = f"mlx-lm {version('mlx-lm')}"
+    for kind, keys, tied in MLX:
+        with tempfile.TemporaryDirectory() as folder:
+            base, adapter, out = (Path(folder, name) for name in ("base", "adapter", "out"))
+            torch.manual_seed(0)
+            llama(tie_word_embeddings=tied, vocab_size=40).save_pretrained(base)
+            model = mlx_trained(base, adapter, kind, keys)
+            expected = mlx_logits(model)
+            covmerge.merge(base, {"a": adapter}, "linear", out=out)
+            ours = error((mlx_logits(mlx_model(out)),), (expected,))
+            own = attempt(lambda: (mlx_logits(mlx_fused(model)),), (expected,))  # noqa: B023
+        yield Row(f"{kind} {', '.join(keys)}{' (tied)' if tied else ''}", library, ours, own)
+
+
+def mlx_model(folder: Path) -> Any:
+    mx: Any = importlib.import_module("mlx.core")
+    module: Any = importlib.import_module("mlx_lm.models.llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    model = module.Model(module.ModelArgs.from_dict(config))
+    stored = mx.load(str(folder / "model.safetensors"))
+    model.load_weights(list(model.sanitize(stored).items()))
+    return model
+
+
+def mlx_trained(base: Path, folder: Path, kind: str, keys: list[str]) -> Any:
+    """An adapter drawn at random, saved as mlx-lm's trainer does."""
+    mx: Any = importlib.import_module("mlx.core")
+    utils: Any = importlib.import_module("mlx.utils")
+    tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
+    model = mlx_model(base)
+    model.freeze()
+    parameters = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": keys}
+    if kind == "full":
+        for name, module in model.named_modules():
+            if name.endswith(tuple(keys)):
+                module.unfreeze()
+    else:
+        tuner.linear_to_lora_layers(model, 3, parameters, use_dora=kind == "dora")
+    mx.random.seed(1)
+    drawn = [
+        (name, value + 0.2 * mx.random.normal(value.shape))
+        for name, value in utils.tree_flatten(model.trainable_parameters())
+    ]
+    model.update(utils.tree_unflatten(drawn))
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapters.safetensors"), dict(drawn))
+    config = {"fine_tune_type": kind, "num_layers": 3, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return model
+
+
+def mlx_fused(model: Any) -> Any:
+    """The model as `mlx_lm.fuse` makes it."""
+    utils: Any = importlib.import_module("mlx.utils")
+    fused = [(n, module.fuse()) for n, module in model.named_modules() if hasattr(module, "fuse")]
+    model.update_modules(utils.tree_unflatten(fused))
+    return model
+
+
+def mlx_logits(model: Any) -> Tensor:
+    mx: Any = importlib.import_module("mlx.core")
+    model.eval()
+    return torch.tensor(model(mx.array([[3, 1, 4, 1, 5]])).tolist())
 
 
 def run(base: nn.Module, state: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -72,6 +74,13 @@ def llama(**changes: object) -> nn.Module:
         "vocab_size": 30,
     }
     return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+
+
+def qwen2() -> nn.Module:
+    config = llama().config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    sizes = {name: getattr(config, name) for name in (*names, "num_attention_heads")}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2))
 
 
 def vit() -> nn.Module:

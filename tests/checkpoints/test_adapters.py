@@ -17,6 +17,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 
+import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints import AdapterCheckpoint, fingerprint, open_checkpoint
 from tests.advised import advice
@@ -31,6 +32,7 @@ from tests.checkpoints.adapters import (
     llama,
     make,
     mixtral,
+    qwen2,
     save,
     vit,
 )
@@ -817,3 +819,41 @@ def test_stacks_that_do_not_fit(tensors, message: str, tmp_path: Path) -> None:
     save_file({k: v for k, v in stored.items() if v is not None}, tmp_path / WEIGHTS)
     with pytest.raises(CheckpointError, match=message):
         made.open().named_as(open_checkpoint(made.base).headers)
+
+
+def gguf_of(made: Made, file: Path, architecture: str, heads: tuple[int, int]) -> None:
+    """Write PEFT's factors as llama.cpp's convert_lora_to_gguf.py does: its names, and q's and k's rows."""
+    gguf = pytest.importorskip("gguf")
+    (kind,) = (own for own, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, 3)
+    writer = gguf.GGUFWriter(str(file), architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 5.0)
+    for key, value in load_file(made.folder / WEIGHTS).items():
+        module, side = re.fullmatch(
+            r"base_model\.model\.(.*)\.lora_(?:embedding_)?([AB]).*", key
+        ).groups()
+        name = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        if side == "B" and architecture == "llama" and ("attn_q." in name or "attn_k." in name):
+            value = value.view(heads["attn_k." in name], 2, -1, value.shape[1])
+            value = value.transpose(1, 2).flatten(0, 2)
+        turned = value.T if name == "token_embd.weight" and side == "A" else value
+        writer.add_tensor(f"{name}.lora_{side.lower()}", turned.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("build, architecture", [(llama, "llama"), (qwen2, "qwen2")])
+def test_a_lora_of_llama_cpp(build, architecture: str, tmp_path: Path) -> None:
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
+    config = lora(target_modules=targets, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 5})
+    made = make(build, config, tmp_path / "peft", save_embedding_layers=False)
+    gguf_of(made, tmp_path / "lora.gguf", architecture, heads=(4, 2))
+    build().save_pretrained(tmp_path / "base")
+    save_file(made.base, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    found = covmerge.merge(tmp_path / "base", {"a": tmp_path / "lora.gguf"}, "linear").tensors
+    for name, value in made.merged.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)

@@ -46,6 +46,7 @@ from covmerge.files.checkpoints.folder import (
     open_file,
     open_modules,
 )
+from covmerge.files.checkpoints.gguf_adapter import GgufFactors, gguf_adapter, named_by_base
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.hub import HubCheckpoint
 from covmerge.files.checkpoints.json_file import parse_object, read_object
@@ -190,7 +191,10 @@ class AdapterCheckpoint(View):
         return tuple(self._matrix(update, stack, index) for index in matrices)
 
     def named_as(
-        self, base: Mapping[str, TensorHeader], conv1d: Container[str] | None = None
+        self,
+        base: Mapping[str, TensorHeader],
+        conv1d: Container[str] | None = None,
+        of_base: Mapping[str, Any] | None = None,
     ) -> AdapterCheckpoint:
         """Return this adapter under the names of a base's tensors, and as they are oriented.
 
@@ -198,18 +202,21 @@ class AdapterCheckpoint(View):
             base: headers of the base.
             conv1d: names of its layers that are stored as `(d_in, d_out)`, by which PEFT goes; None:
                 unknown, so that the adapter's `fan_in_fan_out` decides.
+            of_base: its configuration, by which rows in llama.cpp's order are known.
 
-        Two kinds need the names. PEFT does not keep which of several parameters of a module its factors
+        Three kinds need the names. PEFT does not keep which of several parameters of a module its factors
         are of, and how those of a stack of matrices lie: `find_parameters`. A file without
         `adapter_config.json` has other names: Kohya's scripts write `_` for every `.`, and
-        diffusers begin names with the part of the pipeline. A part of which the base has no tensor
-        is left aside, with a note.
+        diffusers begin names with the part of the pipeline. GGUF has names of its own. A part of which
+        the base has no tensor is left aside, with a note.
 
         Raises:
             CheckpointError: the base has no tensor for an update, or several.
         """
         if self._config is not None:
             named = self._unwrapped(base, self._config)
+            if (architecture := self._config.architecture) is not None:
+                named = named._of_gguf(base, of_base or {}, architecture)
             return named if conv1d is None else named._oriented(conv1d)
         own = (*self._contents.updates.values(), *self._contents.folded.values())
         found, missing = updates_of_base(own, base, self.source)
@@ -273,6 +280,15 @@ class AdapterCheckpoint(View):
         found = replace(own, updates={**own.updates, **updates}, wrapped=wrapped)
         return AdapterCheckpoint(self._stored, found, config, self._notes)
 
+    def _of_gguf(
+        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any], architecture: str
+    ) -> AdapterCheckpoint:
+        own = self._contents
+        found = named_by_base(own.updates, base, of_base, architecture, self.source)
+        return AdapterCheckpoint(
+            self._stored, replace(own, updates=found), self._config, self._notes
+        )
+
     def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
         updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
         found = replace(self._contents, updates=updates)
@@ -315,6 +331,7 @@ class AdapterCheckpoint(View):
         if update.down is None:
             return LowRank(up.view(-1, 1) * scale, torch.ones(1, 1, dtype=dtype))
         up = up.reshape(up.shape[0], update.rank)
+        up = up if update.order is None else up[torch.tensor(update.order)]
         down = self._stored.read(update.down).to(dtype)
         down = down.reshape(update.rank, -1) if update.rank else down
         if update.middle is not None:
@@ -417,6 +434,8 @@ def open_adapter_file(
         beside = (ADAPTER_CONFIG,) if configured else ()
         return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
     stored = stored_as(open_file(source, file))
+    if (settings := gguf_adapter(stored)) is not None:
+        return _open_gguf(source, GgufFactors(stored, settings))
     if not looks_like_adapter(stored.headers):
         return stored
     alpha = next((name for name in stored.headers if name.endswith(".alpha")), None)
@@ -429,6 +448,11 @@ def open_adapter_file(
     notes = () if alpha is not None or of_parts else (_without_scale(file),)
     contents = read_names(stored.headers, None, source, of_parts)
     return AdapterCheckpoint(stored, contents, None, notes)
+
+
+def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
+    config = AdapterConfig(source, factors.fields, architecture=factors.architecture)
+    return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
 
 
 def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:

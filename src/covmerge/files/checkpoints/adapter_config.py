@@ -132,12 +132,14 @@ class AdapterConfig:
     Attributes:
         where: the adapter, for errors.
         fields: as they are written.
+        architecture: whose names it has, where these are llama.cpp's.
         keeps_ties: whether what is tied to an embedding that has factors stays tied to it, as in mlx-lm.
     """
 
     where: str
     fields: Mapping[str, Any]
     keeps_ties: bool = False
+    architecture: str | None = None
 
     def __post_init__(self) -> None:
         kind: object = self.fields.get("peft_type")

@@ -55,6 +55,8 @@ _OWN = re.compile(
     rf"(^|\.)(({'|'.join(sorted({'lora', *_BEGIN}))})_|"
     r"token_adapter\.|trainable_tokens|dora_scale$|diff$|diff_b$)"
 )
+# A whole table under trained tokens, which PEFT saves where it was resized.
+_RESIZED = ".token_adapter.base_layer."
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
 _KINDS = {  # what is refused, by a part of its name
     "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
@@ -110,6 +112,7 @@ class Update:
         divisor: a number by which it is divided.
         stack: the factors are those of a stack of matrices; `rank` is that of each.
         written: its name in the adapter's file, where the base's is another.
+        order: by row of `up`, that of the stored one; None: the same.
     """
 
     name: str
@@ -126,6 +129,7 @@ class Update:
     divisor: str | None = None
     stack: Stacked | None = None
     written: str | None = None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -285,7 +289,7 @@ def _split(
             return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
     if config is None and (found := _beside(name, stored)) is not None:
         return found
-    if _OWN.search(module) or (config is None and module == name):
+    if (_OWN.search(module) and _RESIZED not in module) or (config is None and module == name):
         _refuse_tensor(name, config, where)
     return module, ""
 
@@ -312,7 +316,8 @@ def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoRet
 
 
 def _base_name(module: str) -> str:
-    return ".".join(part for part in module.split(".") if part != "base_layer")
+    parts = module.replace(_RESIZED, ".").split(".")
+    return ".".join(part for part in parts if part != "base_layer")
 
 
 def _unwrapped(module: str) -> str:

@@ -314,7 +314,7 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
         CheckpointError: its tensors do not fit the base's.
     """
     conv1d = conv1d_names(base.description)
-    named = adapter.named_as(base.headers, conv1d)
+    named = adapter.named_as(base.headers, conv1d, base.checkpoint.config)
     held = {*named.low_rank, *named.headers}
     names = {own: name for name, own in names_in_base(base, held).items()}
     return named.over(base.checkpoint, names, conv1d)
