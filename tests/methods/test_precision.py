@@ -427,9 +427,9 @@ def stored_in(updates, dtype):
     base = torch.randn(updates[0].shape, generator=torch.Generator().manual_seed(7))
     base = (base / base.norm()).to(dtype)
     moved = [(base.double() + update).to(dtype).float() - base.float() for update in updates]
-    return LinearGroup(
-        tuple(moved), (1.0, 1.0), rounding=rounding_of(moved, [dtype] * 2, base.float())
-    )
+    count = len(moved)
+    rounding = rounding_of(moved, [dtype] * count, base.float())
+    return LinearGroup(tuple(moved), (1.0,) * count, rounding=rounding)
 
 
 @pytest.mark.parametrize(("name", "params"), OF_SUMS, ids=str)
@@ -459,6 +459,38 @@ def test_a_flat_spectrum_raises_no_rounding_of_experts_that_nearly_cancel(
     else:
         expected = flat_of(2 * e)
     assert relative(found, expected) < tolerance
+
+
+# By regressions rounding is about as long as it is in the weights, beside ‖D‖.
+REGRESSIONS = {
+    (name, eps): {"eps": eps} if eps else {}
+    for name, eps in [("ace", 1e-5), ("ace", 1e-2), ("actmat", 0), ("wudi", 0), ("auto", 0)]
+}
+HALVES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("case", "params"), REGRESSIONS.items(), ids=str)
+def test_a_regression_makes_no_more_of_rounding_than_it_is(case, params, dtype):
+    """Where experts disagree or cancel, σ₁(D)²/ε times as much as rounding: 1.5 for 0, by ACE."""
+    updates, _ = opposed(0.3, 0.0)
+    found = registry.get(case[0])(stored_in(updates, dtype), **params).delta
+    assert found.norm() < 0.3 * HALVES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("case", "params"), REGRESSIONS.items(), ids=str)
+def test_adapters_of_one_row_space_folded_into_half_precision_merge_as_themselves(
+    case, params, dtype
+):
+    """All have one A, as LoRA-FA trains them; what is beyond its rows is only rounding."""
+    shape, generator = (96, 64), torch.Generator().manual_seed(0)
+    rows = torch.randn(4, shape[1], generator=generator, dtype=torch.float64)
+    updates = [torch.randn(shape[0], 4, generator=generator).double() @ rows for _ in range(3)]
+    updates = [0.3 * update / update.norm() for update in updates]
+    expected = REFERENCES[case[0]](LinearGroup(tuple(updates), (1.0,) * 3), **params)
+    found = registry.get(case[0])(stored_in(updates, dtype), **params).delta
+    assert relative(found, expected) < HALVES[dtype]
 
 
 @pytest.mark.parametrize(("name", "params"), OF_SUMS, ids=str)

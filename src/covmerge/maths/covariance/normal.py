@@ -83,6 +83,21 @@ class NormalEquations(Coordinates):
                 block.diagonal().add_(share / sqrt(own.scale))
         return replace(self, ridge=self.ridge + ridge)
 
+    def within(self, values: Tensor, vectors: Tensor) -> NormalEquations:
+        """Return the sums within some eigenvectors `(n, k)` of `gram` and their eigenvalues, float64.
+
+        They are those of a dual of k rows, whatever they were before.
+        """
+        numerator, basis = self.numerator.double() @ vectors, self.basis
+        if basis is None:
+            root = values.sqrt()
+            return NormalEquations(
+                torch.diag(values), numerator / root, self.ridge, root[:, None] * vectors.mT
+            )
+        return NormalEquations(
+            torch.diag(values), numerator, self.ridge, vectors.mT @ basis.double()
+        )
+
     def apply(self, left: Tensor) -> Tensor:
         """Return left · Σ C_t for left `(_, d_in)`."""
         return self.lift(self.image(left)).add_(left, alpha=self.ridge)

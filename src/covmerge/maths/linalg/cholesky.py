@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import TensorError
-from covmerge.maths.linalg.lapack import cholesky, solve_triangular
+from covmerge.maths.linalg.lapack import cholesky, solve_triangular, square_norm
 
 # Columns that LAPACK factorises at once; the rest of the work is products, which run faster than
 # its own blocked factorisation. Devices that are not the CPU have a good one.
@@ -39,6 +39,15 @@ class Cholesky:
         # The rows of a row-major matrix are the columns LAPACK wants: no transposed copy.
         columns = rows.to(self.factor.dtype).mT
         return torch.cholesky_solve(columns, self.factor).mT.to(rows.dtype)
+
+    def square_norm_of_inverse(self) -> float:
+        """Return ‖(L Lᵀ)⁻¹‖²_F.
+
+        Example:
+            >>> factorize(torch.diag(torch.tensor([2.0, 1.0])), ridge=0.0).square_norm_of_inverse()
+            1.25
+        """
+        return square_norm(torch.cholesky_inverse(self.factor))
 
 
 def factorize(system: Tensor, *, ridge: float) -> Cholesky:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Annotated
 
@@ -26,9 +27,12 @@ from covmerge.maths.linalg.auto import (
 )
 from covmerge.maths.linalg.cholesky import Cholesky
 from covmerge.maths.linalg.condition import condition_number
+from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions
+from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.ace_noticed import AceNoticed
 from covmerge.maths.methods.ace_rules import (
+    AMPLIFIED,
     BLIND,
     DROWNED,
     FLOAT32_CONDITION,
@@ -52,10 +56,17 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     exact = sums_cost(route, d_out, d_in, count, 8), solve_cost(route, d_out, d_in, count, 8)
     spectrum = eigh_cost(side)
     residual_flops = 2.0 * d_out * d_in * d_in
+    # What a solve makes of rounding, which is asked of experts from files.
+    rounding_flops = 2.0 * count * side * d_out * d_in
     spectrum_flops = 4.0 * side * d_out * d_in
     # The sums live through the solve but not through the spectrum; residual and W̄_pre through all.
     return Cost(
-        sums.flops + residual_flops + solve.flops + spectrum.flops + spectrum_flops,
+        sums.flops
+        + residual_flops
+        + rounding_flops
+        + solve.flops
+        + spectrum.flops
+        + spectrum_flops,
         max(
             3 * d_out * d_in * 8 + exact[0].workspace + exact[1].workspace,
             4 * matrix + spectrum.workspace,
@@ -163,8 +174,9 @@ def ace(
     row, rows that are nearly alike), or where γ > τ its ε is more than 200 times its energy. ACE would
     lose the first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times
     the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
-    1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7
-    is the unbiased one, as in the published code.
+    Where the solve would make rounding of stored weights more than ten times as long, it is done within
+    the inputs of which more than rounding tells. 1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms
+    that agree to rounding. The variance of Eq. 7 is the unbiased one, as in the published code.
 
     Example:
         >>> import torch
@@ -185,11 +197,14 @@ def ace(
         return Merged(torch.zeros_like(first) if rest is None else rest, noticed)
 
     covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
-    pre = _solve(active, covariances, group, prior=prior, scaled=fired, refine=fired and refine)
+    solve = partial(_solve, active, group=group, prior=prior, scaled=fired, refine=fired and refine)
+    pre, exact = solve(covariances), [replace(c, exact=True) for c in covariances]
     if pre.condition > FLOAT32_CONDITION and first.dtype != torch.float64:
         del pre
-        exact = [replace(covariance, exact=True) for covariance in covariances]
-        pre = _solve(active, exact, group, prior=prior, scaled=fired, refine=fired and refine)
+        pre = solve(exact)
+    if _amplifies_rounding(active, covariances, pre):
+        del pre
+        pre = solve(exact, above_rounding=True)
     merged = pre.merged.to(first.dtype)
     noticed = replace(
         noticed,
@@ -257,17 +272,23 @@ class _Preliminary:
 def _solve(
     active: Active,
     covariances: Sequence[Covariance],
-    group: LinearGroup,
     *,
+    group: LinearGroup,
     prior: bool,
     scaled: bool,
     refine: bool,
+    above_rounding: bool = False,
 ) -> _Preliminary:
-    """Form the sums and solve them, in the dtype of the covariances' roots (ACE, Eqs. 11–17)."""
+    """Form the sums and solve them, in the dtype of the covariances' roots (ACE, Eqs. 11–17).
+
+    With `above_rounding` within the inputs of which more than the rounding of stored weights tells.
+    """
     ones_in = None if group.frame is None else group.frame.ones_in
     normal = normal_equations(covariances)
+    if above_rounding:
+        normal = normal.within(*active.above_rounding(covariances, normal.gram))
     ones_in = ones_in if ones_in is None else ones_in.to(normal.gram.dtype)
-    energy = fmean(norm**2 for norm in active.norms) if scaled else 1.0  # Eq. 12
+    energy = fmean(size**2 for size in active.norms) if scaled else 1.0  # Eq. 12
     prior_row = None
     if prior:
         prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
@@ -276,6 +297,31 @@ def _solve(
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
     condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
     return _Preliminary(merged, residual, factor, condition, normal.route)
+
+
+def _amplifies_rounding(
+    active: Active, covariances: Sequence[Covariance], pre: _Preliminary
+) -> bool:
+    """Whether W̄_pre has many times as much of the rounding E_t of stored weights as the updates.
+
+    It has Σ s_t(Δ_t − W̄_pre)Δ_tᵀE_t(Σ C_t)⁻¹ of it, to first order: where experts disagree, on inputs of
+    which rounding alone tells, σ₁(Δ_t)²/ε times as much.
+    """
+    energies = [error.energy for error in active.rounding]
+    if not any(energies):
+        return False
+    entries, made = active.updates[0].numel(), 0.0
+    for own, energy in zip(covariances, energies, strict=True):
+        apart = own.update - pre.merged.to(own.update.dtype)
+        made += own.scale**2 * energy / entries * _square_norm_of_product(apart, own.update)
+    return made * pre.factor.square_norm_of_inverse() > AMPLIFIED**2 * sum(energies)
+
+
+def _square_norm_of_product(one: Tensor, other: Tensor) -> float:
+    """‖ABᵀ‖²_F, by way of the shorter side."""
+    if len(one) <= one.shape[1]:
+        return square_norm(one @ other.mT)
+    return float(gram(one).mul_(gram(other)).sum(dtype=torch.float64))
 
 
 def _covariances(

@@ -24,7 +24,7 @@ from covmerge.maths.covariance.estimate import Covariance, gram
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.cholesky import Cholesky, factorize
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.linalg.pinv import cut_off_right, solve_full_rank
+from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, solve_full_rank
 from covmerge.maths.linalg.rank_one import add_rank_one_
 from covmerge.maths.linalg.spectral import EXACT
 from covmerge.maths.methods.words import UNCHANGED
@@ -94,9 +94,22 @@ class Active:
         """
         if rtol is not None:
             return rtol, EXACT
+        return default_cut_off(self.d_in), self._rounding_in(covariances)
+
+    def above_rounding(
+        self, covariances: Sequence[Covariance], gram: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of the Gram matrix of D, or of Dᵀ, that are more than rounding, and their vectors."""
+        shape = (len(covariances) * len(self.updates[0]), self.d_in)
+        rtol, rounding = len(gram) * torch.finfo(torch.float64).eps, self._rounding_in(covariances)
+        values, vectors = kept_eigenpairs(gram, rtol=rtol, rounding=rounding, shape=shape)
+        if len(values):
+            return values, vectors
+        return kept_eigenpairs(gram, rtol=rtol)
+
+    def _rounding_in(self, covariances: Sequence[Covariance]) -> Rounding:
         pairs = zip(covariances, self.rounding, strict=True)
-        rounding = Rounding.together(error.times(sqrt(own.scale)) for own, error in pairs)
-        return default_cut_off(self.d_in), rounding
+        return Rounding.together(error.times(sqrt(own.scale)) for own, error in pairs)
 
 
 def default_cut_off(d_in: int) -> float:

@@ -65,7 +65,7 @@ def ace(
 ) -> Tensor:
     """ACE-Merging, Algorithm 1; experts of which it can tell nothing are averaged."""
     weights = mean_one(group.updates, group.weights)
-    errors = roundings(group, rank_rtol)
+    errors = roundings(group, None)
     each = zip(deltas_of(group), weights, errors, strict=True)
     changed = [(d, w, e) for d, w, e in each if d.any()]
     if not changed:
@@ -105,11 +105,17 @@ def ace(
             c = c / (sum(length(d) ** 2 for d in deltas) / T)  # Eqs. 12, 13
         system = system + one_in @ c
     numerator = total(c @ r for c, r in zip(centred, reg, strict=True))
+
+    def within(inputs: Tensor) -> Tensor:
+        return numerator @ inputs @ inverse(inputs.T @ system @ inputs) @ inputs.T
+
     if eps:
         merged = numerator @ inverse(system)  # Eq. 14
+        scales = [w / tr for w, tr in zip(weights, traces, strict=True)]
+        inputs = told_inputs(merged, deltas, centred, scales, [e for _, _, e in told], total(reg))
+        merged = merged if inputs is None else within(inputs)
     else:  # the limit of a vanishing ridge, within the inputs of which the sums tell
-        V = leading(total(reg), d_in * torch.finfo(torch.float64).eps).U
-        merged = numerator @ V @ inverse(V.T @ system @ V) @ V.T
+        merged = within(leading(total(reg), d_in * torch.finfo(torch.float64).eps).U)
     if fired and refine:
         mean_reg = total(reg) / T  # Eq. 16
         residual = total(
@@ -239,6 +245,32 @@ def root(C0: Tensor) -> Tensor:
     U, S, _ = svd(C0)
     kept = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
     return U @ torch.diag((S * kept / S.mean()).sqrt())
+
+
+def told_inputs(
+    merged: Tensor,
+    deltas: Sequence[Tensor],
+    roots: Sequence[Tensor],
+    scales: Sequence[float],
+    errors: Sequence[Rounding],
+    system: Tensor,
+) -> Tensor | None:
+    """The inputs of which more than rounding E_t tells, where the solve makes ten times as much of it.
+
+    To first order Σ s_t(Δ_t − W̄)Δ_tᵀE_t(Σ C_t)⁻¹ is in W̄, on the inputs that are in any update.
+    """
+    D = torch.vstack([s**0.5 * root for s, root in zip(scales, roots, strict=True)])
+    own = svd(system)[1][: min(D.shape)]
+    made = sum(
+        s**2 * e.energy / d.numel() * length((d - merged) @ d.T) ** 2
+        for d, s, e in zip(deltas, scales, errors, strict=True)
+    )
+    if float(made * (own**-2).sum()) <= 100 * sum(e.energy for e in errors):
+        return None
+    known = zip(errors, scales, strict=True)
+    rounding = Rounding.together(e.times(s**0.5) for e, s in known)
+    found = leading(D, 0.0, rounding)
+    return found.Vh.T if found.edge and len(found.S) else None
 
 
 def energy(d: Tensor) -> float:

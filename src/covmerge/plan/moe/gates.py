@@ -13,7 +13,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.text import shown
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.recipe.moe import Mixture
-from covmerge.plan.vocabulary.tokens import load_tokenizer
+from covmerge.plan.vocabulary.tokens import load_tokenizer, read_files
 
 EMBEDDING = "model.embed_tokens.weight"
 _NEARLY_DEPENDENT = 5.0  # condition number above which mergekit-moe warns too
@@ -87,10 +87,10 @@ def _sum(base: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
 def _encoder(base: Checkpoint) -> Callable[[str], list[int]]:
     """Return what gives a prompt's tokens: BOS before it, and nothing else, as mergekit-moe has it."""
     folder = base.companions()
-    if folder is None:
+    if folder is None or not read_files(folder):
         raise InputError(
-            f"{base.source} has no tokenizer, which `gates: cheap_embed` needs: pass the base's folder, or "
-            "use `gates: random`"
+            f"{base.source} has no tokenizer, which `gates: cheap_embed` needs: put its files beside the "
+            "weights, or use `gates: random`"
         )
     tokenizer = load_tokenizer(folder)
     rows = base.headers[EMBEDDING].shape[0]
