@@ -285,6 +285,23 @@ LINES = {
         ),
         "merge named.yml --stages dir",
     ),
+    "a weight of several recipes": (
+        "merge named.yml --stages dir --weight a=2",
+        advice(
+            "{} has several recipes: --base, --weight and --stats are of one, and written there"
+        ),
+        "merge named.yml --stages dir",
+    ),
+    "a file of a table": (
+        f"inspect {PAIR} --csv table.csv",
+        advice("--csv takes no file, and prints: leave {} out, and end the command with > {}"),
+        f"inspect {PAIR} --csv",
+    ),
+    "a report without a base": (
+        "merge sum.yml --report --set normalize=false out",
+        advice("--report shows updates of a base, and the recipe has none: leave it out"),
+        "merge sum.yml --set normalize=false out",
+    ),
     "named stages": (
         "merge named.yml --stages dir --as model",
         advice("--keep and --report are of one; leave out the `name` of the one that is meant"),

@@ -1,6 +1,8 @@
 """Calls from Python that are refused or warned of with an advice, and the same as it says."""
 
+import os
 import warnings
+from datetime import date
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ LOW = LowRank(left=U[:, :2], right=V[:2])
 NAN = torch.full((8, 8), float("nan"))
 GRAM = torch.eye(8)
 HALVES = [1.0, 1.0, 2.0]
+EACH = {"generalized_task_arithmetic": {"density": [0.2, 0.3]}}
 
 
 def merge(experts, method="average", **more):
@@ -224,6 +227,29 @@ CALLS = {
         advice("{}: '{}' is a {}, not a tensor: pass a state dict"),
         lambda out: merge({"a": A}),
     ),
+    "a date": (
+        lambda out: merge([A, B], "task_arithmetic", scale=date(2026, 1, 1)),
+        advice("{} is of type {}; use numbers, text or lists"),
+        lambda out: merge([A, B], "task_arithmetic", scale=0.5),
+    ),
+    "a step that is no list": (
+        lambda out: layer([U, V], before="norm_balance"),
+        advice("{}: {} is no list of steps: write [name, {name: {parameters}}]"),
+        lambda out: layer([U, V], before=["norm_balance"]),
+    ),
+    "data as stored": (
+        lambda out: layer([U, V], "fisher", data=[U.abs(), V.abs()], before=["pact"], base=W),
+        advice("and step '{}' needs oriented matrices: leave out one of them"),
+        lambda out: (
+            layer([U, V], "fisher", data=[U.abs(), V.abs()]),
+            layer([U, V], before=["pact"], base=W),
+        ),
+    ),
+    "a folder that cannot be called so": (
+        lambda out: covmerge.compare(BASE, [A, B], [*EACH, *EACH.items()]),
+        advice("'{}' cannot name a folder: give these values by `parameters` (--set {}.KEY=VALUE)"),
+        lambda out: covmerge.compare(BASE, [A, B], [*EACH], parameters=EACH),
+    ),
     "a model with no base": (
         lambda out: covmerge.inspect(None, {"a": A}),
         advice("{} is None: pass a folder, a file, org/name or a state dict"),
@@ -263,3 +289,19 @@ def test_the_dtype_of_rounded_updates_is_said():
         layer(rounded, "actmat", stored=torch.float32)
         layer(rounded, "actmat", stored=torch.float64)
     assert not [one for one in told if "digits" in str(one.message)]
+
+
+def test_a_file_of_many_names_is_split(tmp_path, monkeypatch):
+    """Of a name's length: a header of more than 100 MB has hundreds of thousands."""
+    monkeypatch.setattr("covmerge.files.checkpoints.layout.MAX_HEADER_BYTES", 200)
+    with pytest.raises(CovmergeError, match=advice("{}: pass a smaller shard size")):
+        merge({"a": A}, out=tmp_path / "out")
+    merge({"a": A}, out=tmp_path / "out", shard_size=256, overwrite=True)
+
+
+def test_a_pipe_is_no_model(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CovmergeError, match=advice("file nor a folder: pass one of them")):
+        merge({"a": tmp_path / "pipe"})
+    save_file(A, tmp_path / "a.safetensors")
+    merge({"a": tmp_path / "a.safetensors"})

@@ -126,6 +126,9 @@ def test_a_base_without_a_config(plain, tmp_path):
     alone = plain / "base" / "model.safetensors"
     with pytest.raises(InputError, match=said):
         covmerge.merge(alone, {"a": plain / "a"}, "average", tmp_path / "x", quantise="int8")
+    said = advice("a quantised model is written to a folder: give an output folder")
+    with pytest.raises(InputError, match=said):
+        covmerge.merge(plain / "base", {"a": plain / "a"}, "average", quantise="int8")
     merge(plain, tmp_path / "out", quantise="int8")
     check(plain, tmp_path / "out")
 

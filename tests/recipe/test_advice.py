@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -16,6 +17,7 @@ from tests.checkpoints.adapters import save as save_adapter
 from tests.cli.runs import covmerge
 from tests.e2e.following import told
 from tests.e2e.test_advised_settings import tokenizer
+from tests.mergekit.models import save_models
 from tests.quantised.models import moved
 
 PAIR = "base: ./base\nexperts: {a: ./a, b: ./b}\n"
@@ -29,6 +31,26 @@ LINEAR = f"merge_method: linear\nmodels: [{MODELS}]\n"
 UNION = "tokenizer: {source: union, tokens: {x: %s}}\n"
 SLICE = "{sources: [{model: ./a, layer_range: %s}]}"
 STACK = "merge_method: passthrough\nslices: [%s]\n"
+T5, ONES = "models: [{model: ./t5/t0}, {model: ./t5/t1}]", "parameters: {weight: 1}"
+MODULES = f"""merge_method: linear
+modules:
+  shared: {{{T5}, %s}}
+  encoder: {{{T5}, %s}}
+  decoder: {{%s, {ONES}}}
+"""
+ISO = MODULES.replace("linear\n", "iso_c\nbase_model: ./t5/base\n").replace(f", {ONES}", "")
+SCALED = "[0, 1], parameters: {scale: [{filter: layers.0., value: 1}, {value: 1}]}"
+BASES = """merge_method: task_arithmetic
+slices:
+- {base_model: ./base, sources: [{model: ./base, layer_range: [0, 1]}, {model: ./a, layer_range: [0, 1]}]}
+- {base_model: %s, sources: [{model: ./base, layer_range: [1, 2]}, {model: ./a, layer_range: [1, 2]}]}
+parameters: {weight: 1}
+"""
+STACKS = "base: ./t5/base\nexperts: {a: ./t5/t0}\nmethod: average\n"
+TIES = f"{PAIR}method: ties\nparameters: {{density: {{by_depth: [0.2, 0.6]}}%s}}\n"
+DELLA = f"""{PAIR}method: generalized_task_arithmetic
+parameters: {{sparsify: ranked, density: 0.5, epsilon: %s}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +66,7 @@ def models(tmp_path_factory):
     for name in ("base", "a", "b"):
         tokenizer([f"t{n}" for n in range(30)]).save_pretrained(folder / name)
     save_adapter(llama(num_hidden_layers=2), lora, folder / "lora")
+    save_models(folder)
     return folder
 
 
@@ -233,6 +256,70 @@ RECIPES = {
         advice("`{}` has {} beside filters; write {value: {}}"),
         LINEAR.replace("weight: 1}", "weight: [{filter: mlp, value: 1}, {value: 1}]}", 1),
     ),
+    "a module that says nothing of a parameter": (
+        ISO % ("parameters: {scale: 0.5}", "parameters: {}", T5),
+        advice("`{}` is said of some modules alone ({}): say it of all"),
+        ISO % (*["parameters: {scale: 0.5}"] * 2, f"{T5}, parameters: {{scale: 0.5}}"),
+    ),
+    "filters of one module": (
+        MODULES
+        % ("parameters: {weight: [{filter: layer_norm, value: 1}, {value: 0.5}]}", ONES, T5),
+        advice(
+            "leave them out, print the recipe (`covmerge import-mergekit`) and write them into its"
+        ),
+        MODULES % (ONES, ONES, T5),
+    ),
+    "layers of one module": (
+        MODULES % (ONES, ONES, "slices: [{sources: [{model: ./t5/t0, layer_range: [0, 2]}]}]"),
+        advice(
+            "layers of one of several modules are not stacked anew: write `models`, which takes each"
+        ),
+        MODULES % (ONES, ONES, T5),
+    ),
+    "another order in one module": (
+        MODULES % (ONES, ONES, "models: [{model: ./t5/t1}, {model: ./t5/t0}]"),
+        advice("two modules name the same models in another order: name them in one order in all"),
+        MODULES % (ONES, ONES, T5),
+    ),
+    "the number of a layer": (
+        STACK % f"{SLICE % '[0, 1]'}, {SLICE % SCALED}",
+        advice(
+            "and here names are the output's, where that layer has another: write a slice for it"
+        ),
+        STACK % f"{SLICE % '[0, 1]'}, {SLICE % '[0, 1], parameters: {scale: 1}'}",
+    ),
+    "two bases": (
+        BASES % "./b",
+        advice("Make it the same in all, or the recipe's `base_model`"),
+        BASES % "./base",
+        f"base_model: ./base\n{BASES % './base'}".replace("base_model: ./base, ", ""),
+    ),
+    "many aliases": (
+        f"{TWO}tags: [&a x, {', '.join(['*a'] * 1100)}]\n",
+        advice("more than {} aliases; write the values out"),
+        TWO,
+    ),
+    "an alias in an alias": (
+        "base: &b ./base\nexperts: &e {a: ./a, b: *b}\nmethod: average\n",
+        advice("the alias '*{}' lies inside an anchored value; write it out"),
+        "base: &b ./base\nexperts: &e {a: ./a, b: ./base}\nmethod: average\nallow: [unchanged-expert]\n",
+    ),
+    "several stacks of layers": (
+        f"{STACKS}slices: [{{base: [0, 2], experts: {{a: [0, 2]}}}}]\n",
+        advice("and slices are of one: leave out `slices`, and merge its parts by `rules`"),
+        f"{STACKS}rules: [{{match: 'encoder.*', use: base}}]\n",
+    ),
+    "a density by name": (
+        TIES % "",
+        advice("rank each tensor by itself with `trim: tensor`, or give one value"),
+        TIES % ", trim: tensor",
+        f"{PAIR}method: ties\nparameters: {{density: 0.5}}\n",
+    ),
+    "an epsilon": (
+        DELLA % 0.6,
+        advice("must stay within (0, 1): choose a smaller epsilon"),
+        DELLA % 0.1,
+    ),
     "no value": (
         LINEAR.replace("parameters: {weight: 1}", "parameters: {}", 1),
         advice(": say it, as in `parameters: {"),
@@ -339,6 +426,21 @@ def test_statistics_in_slices(here):
     covmerge("merge", file, "out")
 
 
+def test_filters_of_one_module_are_written_into_the_printed_recipe(here):
+    file = here / "recipe.yml"
+    file.write_text(MODULES % ("parameters: {weight: 2, normalize: false}", ONES, T5))
+    printed = yaml.safe_load(covmerge("import-mergekit", file).stdout)
+    by_name = printed["parameters"]["weight"]["by_name"]
+    by_name.insert(0, {"match": "shared.*", "value": 0.25})
+    file.write_text(yaml.safe_dump(printed))
+    covmerge("merge", file, "out")
+    found, one, two = (
+        load_file(f"{name}/model.safetensors")["shared.weight"]
+        for name in ("out", "t5/t0", "t5/t1")
+    )
+    torch.testing.assert_close(found, 0.25 * (one + two))
+
+
 def test_stages(here):
     """Several recipes in a file, as mergekit has them."""
     file = here / "stages.yml"
@@ -384,3 +486,32 @@ def test_a_finished_stage_is_merged_anew(here):
     file.write_text(f"{json.dumps(other)}\n---\n{json.dumps(second)}")
     covmerge("merge", file, "out", "--overwrite")
     assert not any("layers.1." in name for name in load_file("out.stages/x/model.safetensors"))
+
+
+def test_a_stage_of_sources_that_changed_is_merged_anew(here):
+    shutil.copytree(here / "a", here / "c")
+    file, (one, two) = (
+        here / "stages.yml",
+        (stacked([0, n], name=name) for n, name in [(2, "x"), (1, None)]),
+    )
+    one["slices"][0]["sources"][0]["model"] = "./c"
+    two["slices"][0]["sources"][0]["model"] = "x"
+    file.write_text(f"{json.dumps(one)}\n---\n{json.dumps({k: v for k, v in two.items() if v})}")
+    covmerge("merge", file, "out")
+    shutil.rmtree(here / "out")
+    changed = {name: 2 * tensor for name, tensor in load_file("c/model.safetensors").items()}
+    save_file(changed, "c/model.safetensors", metadata={"format": "pt"})
+    said = advice("{} is a finished stage of other sources: --overwrite merges it anew ({})")
+    told(said, "merge", file, "out", "--resume")
+    covmerge("merge", file, "out", "--overwrite")
+    torch.testing.assert_close(load_file("out/model.safetensors")[Q], changed[Q])
+
+
+def test_a_path_is_relative_to_the_recipe(here):
+    (here / "sub").mkdir()
+    file = here / "sub" / "recipe.yml"
+    file.write_text(TWO.replace("./base", "t5/base").replace("./a, b: ./b", "../t5/t0"))
+    said = advice("but not beside the recipe; write a path relative to {}, or add a revision")
+    told(said, "merge", file, "out")
+    file.write_text(TWO.replace("./base", "../t5/base").replace("./a, b: ./b", "../t5/t0"))
+    covmerge("merge", file, "out")

@@ -1,5 +1,6 @@
 """What errors about vocabularies advise, done literally and followed to a merge that is right."""
 
+import json
 import re
 import shutil
 
@@ -341,3 +342,86 @@ def test_pieces_are_not_added_where_a_model_is_named(tmp_path):
     for source, count in (("union", 1), ("a", 0), ("b", 0)):
         notes = run_recipe(union(tmp_path, source), None).notes
         assert len([note for note in notes if said.search(note)]) == count
+
+
+def rewritten(folder, name, change, file="tokenizer.json"):
+    path = folder / "llama" / name / file
+    path.write_text(change(path.read_text()))
+
+
+def stored(folder, name, change, **config):
+    """The tensors of a model, changed, and its config."""
+    path = folder / "llama" / name
+    tensors = change(weights(path))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    own = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(own))
+
+
+def slow(folder, name):
+    """A tokenizer that transformers has in Python alone."""
+    path = folder / "llama" / name
+    ids = ids_of(path)
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text(json.dumps(ids))
+    own = {"tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": "<unk>", "unk_token": "<unk>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(own))
+
+
+LONG = {"<|im_start|>": "t1"}
+# What is done to a model, what is merged then, what is said, and what is merged in its place.
+SOURCES = {
+    "no tokenizer": (
+        lambda folder: (folder / "llama/t0/tokenizer.json").unlink(),
+        {"experts": ("t0", "t1"), "tokenizer": {"source": "t0"}},
+        advice("{} has no tokenizer: name another `source` in `tokenizer`"),
+        {"experts": ("t0", "t1"), "tokenizer": {"source": "t1"}},
+    ),
+    "a number that is taken": (
+        lambda folder: rewritten(folder, "t2", lambda text: text.replace('"p": 3', '"p": 25')),
+        {"experts": ("t1", "t2"), "tokenizer": {"source": "t2", "tokens": LONG}},
+        advice("without moving others: take another `tokenizer: {source: ...}`"),
+        {"experts": ("t1", "t2"), "tokenizer": {"source": "base", "tokens": LONG}},
+    ),
+    "no fast tokenizer": (
+        lambda folder: slow(folder, "t0"),
+        {"experts": ("t0", "t1"), "tokenizer": {"source": "t0", "tokens": LONG}},
+        advice("save the model with a {}, or take another `tokenizer: {source: ...}`"),
+        {"experts": ("t0", "t1"), "tokenizer": {"source": "base", "tokens": LONG}},
+    ),
+    "a head of other rows": (
+        lambda folder: stored(
+            folder, "t0", lambda own: own | {HEAD: own[HEAD][:20]}, vocab_size=None
+        ),
+        {"experts": ("t0",), "tensors": {"vocabulary": "base"}},
+        advice("are not of one number of rows (found: {}): leave out `tokenizer`"),
+        {"experts": ("t0",), "tensors": {"vocabulary": "base"}, "tokenizer": None},
+    ),
+    "columns": (
+        lambda folder: stored(folder, "t0", lambda own: own | {"lm_head.bias": torch.zeros(1, 23)}),
+        {"experts": ("t0",), "tensors": {"extra": "ignore"}},
+        advice("and only rows are merged by token: leave out `tokenizer`"),
+        {"experts": ("t0",), "tensors": {"extra": "ignore"}, "tokenizer": None},
+    ),
+    "a table that one has not": (
+        lambda folder: stored(folder, "base", lambda own: own | {"lm_head.bias": torch.ones(23)}),
+        {"experts": ("t1",), "tensors": {"missing": "base"}},
+        advice("give the tokens rows of another model under `tokenizer: {tokens: ...}`"),
+        {
+            "experts": ("t1",),
+            "tensors": {"missing": "base"},
+            "tokenizer": {
+                "source": "union",
+                "tokens": {"<|im_start|>": {"of": "zero"}, "<|im_end|>": {"of": "zero"}},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "wrong", "said", "right"), SOURCES.values(), ids=SOURCES)
+def test_another_source_or_none(change, wrong, said, right, folder):
+    change(folder)
+    with pytest.raises(InputError, match=said):
+        run_recipe(recipe(folder, **wrong), folder / "wrong")
+    merged(recipe(folder, **right), folder / "out")
