@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 import covmerge
 from covmerge.front import api
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.comparison import SPENT
-from tests.e2e.models import build, fine_tuned, save_family
+from tests.e2e.models import build, save_family
 
 # transformers' own, when PEFT wraps a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -32,21 +31,6 @@ def test_a_comparison_says_what_a_report_says(family, methods, tmp_path):
         assert layers.keys() == row.retention_by_layer.keys()
         for name, kept in row.retention_by_layer.items():
             assert layers[name] == pytest.approx(kept, rel=1e-3, abs=1e-3)
-
-
-def test_the_recommended_method_serves_the_worst_served_expert_best(tmp_path):
-    model = build("bert")
-    model.save_pretrained(tmp_path / "base")
-    for seed in (1, 2):
-        fine_tuned(model, seed).save_pretrained(tmp_path / f"e{seed}")
-    base, experts = tmp_path / "base", [tmp_path / "e1", tmp_path / "e2"]
-    methods = ("average", "tsv_m", "actmat", "cart")
-    compared = covmerge.compare(base, experts, methods)
-    least = {row.method: min(row.retention.values()) for row in compared.rows}
-    assert max(least, key=least.get) in SPENT
-    others = {name: kept for name, kept in least.items() if name not in SPENT}
-    assert compared.recommended == max(others, key=others.get)
-    assert compared.as_json()["recommended"] == compared.recommended
 
 
 def test_what_is_kept_along_an_update(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from covmerge.errors import InputError, did_you_mean
-from covmerge.files.checkpoints.json_file import read_object
+from covmerge.run.scoring import lm_eval
 from covmerge_lab import card, record
 from covmerge_lab.record import LM_EVAL, PYTHON, Metric, Result, finite
 
@@ -127,71 +124,24 @@ def _version() -> str:
 
 def _lm_eval(
     folder: Path,
-    tasks: list[str],
+    tasks: Sequence[str],
     limit: int | None,
     include_path: str | Path | None,
     batch_size: int,
     device: str | None,
 ) -> list[_Measured]:
-    # Not at the head: it is optional, and takes seconds. Its annotations are partial.
-    lm_eval: Any = importlib.import_module("lm_eval")
-    if include_path is not None and not Path(include_path).is_dir():
-        raise InputError(f"{include_path} is no folder: name one that holds definitions of tasks")
-    arguments = _model_arguments(folder)
-    manager = _task_manager(tasks, include_path)
-    known: list[str] = manager.all_tasks
-    for task in tasks:
-        if task not in known:
-            raise InputError(f"lm-eval has no task '{task}'.{_near(task, known)}")
-    try:
-        found: Any = lm_eval.simple_evaluate(
-            model="hf",
-            model_args=arguments,
-            tasks=tasks,
-            task_manager=manager,
-            limit=limit,
-            batch_size=batch_size,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            log_samples=False,
-        )
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        # transformers' and datasets' own, for what is neither on the disk nor to be fetched.
-        raise InputError(f"{folder} cannot be evaluated on {', '.join(tasks)}: {error}") from error
+    found = lm_eval.evaluate(
+        folder,
+        tasks,
+        include_path=include_path,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+    )
     return [
         _Measured(task, _metrics(entries), found["n-samples"].get(task, {}).get("effective"))
         for task, entries in found["results"].items()
     ]
-
-
-def _task_manager(tasks: list[str], include_path: str | Path | None) -> Any:
-    """Return lm-eval's index, with its own 14 000 definitions, which take it tens of seconds, if needed."""
-    manager: Any = importlib.import_module("lm_eval.tasks").TaskManager
-    if include_path is not None:
-        given = manager(include_path=str(include_path), include_defaults=False)
-        # A group or a tag may have members that are lm-eval's own.
-        if set(tasks) <= set(given.all_subtasks):
-            return given
-    return manager(include_path=include_path and str(include_path))
-
-
-def _near(task: str, known: Sequence[str]) -> str:
-    """Return the nearest name; all of them are too many to list."""
-    near = did_you_mean(task, known)
-    if near.startswith(" Did"):
-        return near
-    return " `lm-eval ls tasks` lists all; your own are found with --include-path DIR"
-
-
-def _model_arguments(folder: Path) -> dict[str, Any]:
-    if (folder / "config.json").is_file():
-        return {"pretrained": str(folder)}
-    config = folder / "adapter_config.json"
-    base = read_object(config).get("base_model_name_or_path")
-    if not base:
-        raise InputError(f"{config} names no base: put its folder under 'base_model_name_or_path'")
-    return {"pretrained": base, "peft": str(folder)}
 
 
 def _metrics(entries: Mapping[str, Any]) -> tuple[Metric, ...]:

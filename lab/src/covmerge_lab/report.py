@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from covmerge_lab.bootstrap import Interval
+from covmerge.run.scoring import Interval
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.merging import SCALES
 from covmerge_lab.models import Section

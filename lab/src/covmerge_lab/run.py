@@ -20,11 +20,11 @@ from covmerge_lab.bench import Bench, Outcome
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.llm import Gpt2Suite, LlmSuite
 from covmerge_lab.studies import STUDIES, save
-from covmerge_lab.suite import Kind, Suite, Variant
+from covmerge_lab.suite import Kind, Scores, Suite, Variant
 from covmerge_lab.summary import Group, summarise
 from covmerge_lab.text import TextSuite
 from covmerge_lab.vision import VisionSuite
-from covmerge_lab.workers import Workers, prepare
+from covmerge_lab.workers import Workers, ignore_progress, prepare
 
 _SUITES: dict[str, type[Suite]] = {
     suite.name: suite for suite in (TextSuite, VisionSuite, LlmSuite, Gpt2Suite)
@@ -102,6 +102,27 @@ def run_bench(
     _save(bench, groups, out, asked)
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
     return groups
+
+
+def score_model(
+    name: str, model: Path, *, cache: Path, kind: str, quick: bool
+) -> dict[str, Scores]:
+    """Return how a model does on each test example of a suite, by task; heads are the experts'.
+
+    Raises:
+        InputError: an unknown name, or experts that are not trained.
+    """
+    suite = open_suite(name, cache, quick=quick)
+    (trained,) = _kinds(suite, [kind])
+    experts = {task: suite.expert(task, Variant(trained, 0)) for task in suite.tasks}
+    for expert in experts.values():
+        if not expert.is_dir():
+            raise InputError(
+                f"{expert} is not there: train the experts first, by `covmerge bench {name}` with the same "
+                "--cache and --kind"
+            )
+    suite.prepare(ignore_progress)
+    return {task: suite.score(task, "test", model, expert) for task, expert in experts.items()}
 
 
 def list_studies() -> None:

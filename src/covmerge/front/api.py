@@ -30,6 +30,7 @@ from covmerge.run.engine import (
 )
 from covmerge.run.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
+from covmerge.run.scoring import AnyScorer, scorer_of
 from covmerge.run.sources import Source, open_checkpoints, open_recipe, statistics_of
 
 Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
@@ -327,6 +328,8 @@ def compare(
     methods: str | Sequence[Wanted] = "all",
     out: str | Path | None = None,
     *,
+    score: AnyScorer | None = None,
+    bounds: bool = False,
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
@@ -341,6 +344,7 @@ def compare(
     threads: int | None = None,
     workers: Workers = 1,
     max_memory: int | str | None = None,
+    resume: bool = False,
     overwrite: bool = False,
     progress: AnyProgress | None = None,
 ) -> Comparison:
@@ -355,6 +359,11 @@ def compare(
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
         out: folder for the models, one each; None writes none and only compares.
+        score: a command with `{model}` in it, `lm-eval:TASKS`, `sentence-transformers:FILE`,
+            `transformers:FILE`, or a function of a model's folder. It gives a number, or by task a number
+            or one number for each example; more is better. Scores are kept in `out`, but not those of a
+            function.
+        bounds: score the base and each expert too.
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.
         statistics: statistics files by expert name.
@@ -369,6 +378,7 @@ def compare(
         threads: CPU threads of the mathematics.
         workers: processes that share the work.
         max_memory: bytes the process may take.
+        resume: take the models that lie in `out`, and score those that have no score.
         overwrite: replace an earlier output.
         progress: called for every finished piece of work; see `merge`.
 
@@ -404,8 +414,14 @@ def compare(
         methods=methods,
         parameters=parameters or {},
         out=None if out is None else Path(out),
+        scorer=None if score is None else scorer_of(score),
+        bounds=bounds,
         options=_options(
-            device, threads, max_memory, workers=workers, overwrite=overwrite, progress=progress
+            *(device, threads, max_memory),
+            workers=workers,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
         ),
     )
     with open_checkpoints(

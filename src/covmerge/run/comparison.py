@@ -20,6 +20,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Staging, check_not_input
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison
 from covmerge.files.stores.address import local_path
 from covmerge.maths.measures.retention import overall
 from covmerge.maths.methods import Method, registry
@@ -44,15 +45,21 @@ from covmerge.run.engine import (
 from covmerge.run.export import write_manifest
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles
+from covmerge.run.scoring import (
+    KEPT_NAME,
+    Kept,
+    ScoreJob,
+    ScoreProgress,
+    Scorer,
+    ScoreTable,
+    candidates,
+)
 from covmerge.run.sources import OpenCheckpoints
 
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
 # and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
 # upper bound, in copies of what is read for the layer.
 _SHARED_COPIES = 5
-# Methods that minimise what the prediction sums up, so that it is near 1 for them by construction:
-# as a measure it is spent on them.
-SPENT = ("actmat", "wudi")
 _LABEL = re.compile(r"[\w.=+-]{1,150}")  # what a folder can be called anywhere
 
 
@@ -102,6 +109,7 @@ class Comparison(Tabular):
         notes: what a reader should know.
         warnings: what may make the results worse, and what to do.
         adapters: those of the experts that are adapters, of which predictions do not agree with accuracy.
+        scores: what a scorer found; None where none was asked for.
     """
 
     path: Path | None
@@ -112,22 +120,17 @@ class Comparison(Tabular):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     adapters: tuple[str, ...]
+    scores: ScoreTable | None = None
 
     @property
     def recommended(self) -> str | None:
-        """The entry whose worst served expert keeps most, by prediction.
+        """The entry with the highest score, in the mean over tasks; None without scores.
 
-        Of equal ones that of the highest mean. Not one of `SPENT`. None where nothing is predicted,
-        and for adapters, where predictions did not agree with accuracy (docs/report.md).
+        Nothing is recommended by a prediction: on sets like yours nobody has shown that it ranks methods.
         """
-        if self.adapters:
+        if self.scores is None or not self.scores.columns:
             return None
-        served = {
-            row.label: (min(row.retention.values()), fmean(row.retention.values()))
-            for row in self.rows
-            if row.retention and row.method not in SPENT
-        }
-        return max(served, key=served.__getitem__) if served else None
+        return self.scores.best(self.scores.columns[-1], among={row.label for row in self.rows})
 
     def __repr__(self) -> str:
         labels, best = some([row.label for row in self.rows]), self.recommended
@@ -182,6 +185,8 @@ class Comparison(Tabular):
             "recommended": self.recommended,
             "update_norms": dict(self.update_norms),
             "left_out": dict(self.left_out),
+            "adapters": list(self.adapters),
+            **({} if self.scores is None else {"scores": self.scores.as_json()}),
             "run": cast("Mapping[str, Json]", dict(self.run)),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
@@ -286,7 +291,10 @@ class CompareJob:
             run.
         parameters: by method, for those that are not to run at their defaults.
         out: a folder for the models, one each; None writes none.
-        options: how it is done.
+        scorer: scores the models; None scores none.
+        bounds: score the base and each expert too.
+        scoring: is told how far the scoring is.
+        options: how it is done; `resume` takes the models that lie in `out`.
     """
 
     recipe: Recipe
@@ -295,16 +303,41 @@ class CompareJob:
         default_factory=dict[str, Mapping[str, Any]]
     )
     out: Path | None = None
+    scorer: Scorer | None = None
+    bounds: bool = False
+    scoring: ScoreProgress | None = None
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> Comparison:
-        """Merge by every method.
+        """Merge by every method, and score the models where a scorer is given.
 
         Raises:
             InputError: anything wrong with the inputs; nothing is left behind.
             CheckFailed: one of the models failed its verification.
         """
         entries, left_out = choose_methods(self.methods, self.parameters, checkpoints.statistics)
+        if self.scorer is None:
+            return self._merged(entries, left_out, checkpoints)
+        if self.out is None:
+            raise RecipeError(
+                "scores are of models in a folder: pass --out DIR, which gets one for each method"
+            )
+        self.scorer.check()
+        local_path(self.out)
+        kept = Kept.read(self.out / KEPT_NAME)  # before --overwrite replaces the folder
+        comparison = self._merged(entries, left_out, checkpoints)
+        models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
+        scores = ScoreJob(models, self.scorer, self.out, kept, self.scoring).run()
+        return replace(
+            comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.missing())
+        )
+
+    def _merged(
+        self, entries: Sequence[Entry], left_out: Mapping[str, str], checkpoints: OpenCheckpoints
+    ) -> Comparison:
+        """Merge, unless the models are there and the run is to go on with them."""
+        if self.options.resume and self.out is not None and (self.out / MANIFEST_NAME).is_file():
+            return stored(self.out, self.recipe, entries)
         recipes = [
             self.recipe.model_copy(
                 update={"method": entry.method, "parameters": dict(entry.parameters)}
@@ -324,17 +357,18 @@ class CompareJob:
             done, _ = self._execute(plans, none, checkpoints, memory, {})
             fit = check_fit(plans[0], done[0].items, checkpoints)
             return self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
-        return self._to_disk(self.out, labels, plans, checkpoints, memory, left_out)
+        return self._to_disk(self.out, entries, plans, checkpoints, memory, left_out)
 
     def _to_disk(
         self,
         out: Path,
-        labels: Sequence[str],
+        entries: Sequence[Entry],
         plans: Sequence[Plan],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         left_out: Mapping[str, str],
     ) -> Comparison:
+        labels = [entry.label for entry in entries]
         if not self.options.overwrite:
             room_for(plans, out).check()
         # Without a journal a comparison that is interrupted leaves nothing.
@@ -370,6 +404,7 @@ class CompareJob:
                     "recipe": dump_recipe(self.recipe),
                     "sources": sources,
                     "comparison": comparison.as_json(),
+                    "asked": [asdict(entry) for entry in entries],
                 },
             )
             staging.commit()
@@ -433,6 +468,37 @@ class CompareJob:
             notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
             adapters=tuple(checkpoints.adapters),
         )
+
+
+def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
+    """Read the comparison that lies in a folder, if it is of these experts and methods.
+
+    Raises:
+        InputError: it is of others, or the folder holds something else.
+    """
+    manifest = read_comparison(out)
+    asked = [json.loads(json.dumps(asdict(entry))) for entry in entries]
+    if manifest["recipe"] != dump_recipe(recipe) or manifest.get("asked") != asked:
+        raise RecipeError(
+            f"{out} holds models of other experts or methods: pass --overwrite to merge anew, where scores "
+            "of equal models are kept, or name another folder"
+        )
+    found = manifest["comparison"]
+    try:
+        return Comparison(
+            path=out,
+            rows=tuple(Row(**row) for row in found["methods"]),
+            update_norms=found["update_norms"],
+            left_out=found["left_out"],
+            run=found["run"],
+            notes=(*found["notes"], f"the models in {out} were merged by an earlier run"),
+            warnings=tuple(found["warnings"]),
+            adapters=tuple(found["adapters"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise RecipeError(
+            f"{out / MANIFEST_NAME} was written by another version: pass --overwrite to merge anew"
+        ) from error
 
 
 def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:

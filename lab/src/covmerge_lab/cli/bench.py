@@ -9,6 +9,7 @@ import typer
 
 from covmerge.errors import InputError
 from covmerge.front.cli import options
+from covmerge.front.cli.console import print_json
 
 
 def bench(
@@ -39,6 +40,13 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A smoke run: its numbers mean nothing.")
     ] = False,
+    score: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Score this folder only, and print what `covmerge compare --score` reads.",
+        ),
+    ] = None,
 ) -> None:
     """Train experts of a real base, merge them by every method, put all models to the test.
 
@@ -47,8 +55,14 @@ def bench(
     Everything that is fetched and trained is kept in the cache folder; a run that is interrupted goes
     on where it was.
     """
-    from covmerge_lab.run import run_bench
+    from covmerge_lab.run import run_bench, score_model
 
+    if score is not None:
+        found = score_model(
+            suite, score, cache=options.cache_folder(cache), kind=kind or "full", quick=quick
+        )
+        print_json(found)
+        return
     run_bench(
         suite,
         out=out or Path(f"bench-{suite}"),

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
+from covmerge.run.scoring import Interval
 from covmerge_lab.bench import EXPERTS, Bench, Outcome
-from covmerge_lab.bootstrap import Interval
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.studies.accuracy import bars

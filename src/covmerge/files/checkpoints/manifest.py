@@ -19,12 +19,14 @@ MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 
 # What covmerge itself puts beside an output later: reports and evaluations.
 ADDED_LATER = frozenset({"report.html", "evaluation.json"})
+# And beside the models of a comparison.
+SCORES = frozenset({"scores.json", "scores.csv", "scores.tex"})
 
 MAX_BYTES = 2**29
 
 _Size = Annotated[int, Field(ge=0)]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Method = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$")]
+_Method = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$")]
 _Name = Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+){0,5}$")]
 
 
@@ -147,6 +149,7 @@ class _Model(_Part):
 
 class _Row(_Part):
     method: _Method
+    label: _Method | None = None
 
 
 class _Rows(_Part):
@@ -167,7 +170,7 @@ def read_manifest(folder: Path | Store) -> dict[str, Any]:
     """
     manifest = _read(local_store(folder))
     if "comparison" in manifest:
-        first = manifest["comparison"]["methods"][0]["method"]
+        first = _folders(manifest)[0]
         raise InputError(
             f"{folder} holds a comparison: verify one of its models, such as {folder}/{first}"
         )
@@ -198,8 +201,9 @@ def unknown_files(store: Store) -> list[str]:
     """
     manifest = _read(store)
     if "comparison" in manifest:
-        models = [row["method"] for row in manifest["comparison"]["methods"]]
-        strange = [n for n in tree(store) if n.partition("/")[0] not in (*models, MANIFEST_NAME)]
+        models = _folders(manifest)
+        known = {*models, *SCORES, MANIFEST_NAME}
+        strange = [name for name in tree(store) if name.partition("/")[0] not in known]
         for model in sorted({*models} & {*store.folders()}):
             strange += [f"{model}/{name}" for name in unknown_files(store.inside(model))]
         return strange
@@ -210,6 +214,23 @@ def unknown_files(store: Store) -> list[str]:
         )
     known = {*manifest["files"], *ADDED_LATER, MANIFEST_NAME}
     return [name for name in tree(store) if name not in known]
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """Read covmerge.json of a comparison.
+
+    Raises:
+        InputError: there is none, or it is of one model.
+    """
+    manifest = _read(local_store(folder))
+    if "comparison" not in manifest:
+        raise InputError(f"{folder} holds one model, and no comparison: name another folder")
+    return manifest
+
+
+def _folders(manifest: dict[str, Any]) -> list[str]:
+    """The folders of a comparison's models."""
+    return [row.get("label") or row["method"] for row in manifest["comparison"]["methods"]]
 
 
 def _read(store: Store) -> dict[str, Any]:

@@ -55,17 +55,43 @@ def compare(
             help="Folder for the models, one each; without it only the table is made.",
         ),
     ] = None,
+    score: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'COMMAND {model}'|NAME:WHAT",
+            rich_help_panel=options.SCORE,
+            help="Score every model, more is better: by a command that prints a number, or JSON of task -> "
+            "number, or of task -> list of one number for each example; or by lm-eval:TASKS, "
+            "sentence-transformers:FILE or transformers:FILE.",
+        ),
+    ] = None,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds", rich_help_panel=options.SCORE, help="Score the base and each expert too."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            rich_help_panel=options.SCORE,
+            help="Take the models that lie in DIR, and score those that have no score.",
+        ),
+    ] = False,
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     workers: options.Workers = "1",
     max_memory: options.MaxMemory = None,
+    verbose: options.Verbose = False,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,
 ) -> None:
-    """Merge by many methods in one reading pass, and put them beside each other.
+    """Merge by many methods in one reading pass, and score them by a command of your own.
 
-    covmerge compare --base B --expert code=./code --expert math=./math --methods all --out DIR
+    covmerge compare --base B --expert code=./code --expert math=./math --methods auto,ties,iso_c
+    --out DIR --score 'python eval.py {model}'
     """
     from covmerge.front.cli import comparing, flags
 
@@ -87,7 +113,12 @@ def compare(
         methods=flags.methods_to_compare(methods),
         parameters=flags.method_parameters(parameter or ()),
         out=out,
-        run=flags.run_options(device, threads, max_memory, workers=workers, overwrite=overwrite),
+        score=score,
+        bounds=bounds,
+        run=flags.run_options(
+            *(device, threads, max_memory), workers=workers, resume=resume, overwrite=overwrite
+        ),
+        verbose=verbose,
         as_json=as_json,
         as_csv=as_csv,
     )

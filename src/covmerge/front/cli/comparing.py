@@ -9,13 +9,33 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from covmerge.base.errors import CheckFailed
+from covmerge.base.text import counted
 from covmerge.front import api
-from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
+from covmerge.front.cli.console import (
+    check_one_form,
+    print_csv,
+    print_json,
+    printable,
+    say,
+    stderr,
+    stdout,
+)
+from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
-from covmerge.run.comparison import SPENT, CompareJob, Comparison, Wanted
+from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine import RunOptions
+from covmerge.run.scoring import (
+    CSV_NAME,
+    KEPT_NAME,
+    LATEX_NAME,
+    Scored,
+    ScoreTable,
+    scorer_of,
+    written,
+)
 
 _WIDTH = 80
 
@@ -26,7 +46,10 @@ def compare(
     methods: str | Sequence[Wanted],
     parameters: Mapping[str, Mapping[str, Any]],
     out: Path | None,
+    score: str | None,
+    bounds: bool,
     run: RunOptions,
+    verbose: bool,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -34,45 +57,55 @@ def compare(
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
-        CheckFailed: a model failed its verification.
+        CheckFailed: a model failed its verification, or could not be scored.
+        KeyboardInterrupt: with how to go on.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    job = CompareJob(recipe, methods, parameters, out, run)
-    comparison = api.run_comparison(job)
+    scorer = None if score is None else scorer_of(score)
+    shown = ScoringProgress(stderr())
+    job = CompareJob(recipe, methods, parameters, out, scorer, bounds, shown, run)
+    try:
+        comparison = api.run_comparison(job)
+    except KeyboardInterrupt:
+        if shown.started:
+            raise KeyboardInterrupt(
+                "interrupted; run again with --resume, which takes the scores that are known"
+            ) from None
+        raise
     if as_json:
         print_json(comparison.as_json())
     elif as_csv:
-        print_csv(comparison)
+        print_csv(comparison.scores or comparison)
     else:
-        show(stdout(), comparison)
+        show(stdout(), comparison, verbose=verbose)
+    if comparison.scores is not None:
+        _check_scored(comparison.scores)
 
 
-def show(console: Console, comparison: Comparison) -> None:
-    """Print a table of sizes and costs, one of cosines, and what belongs to them."""
-    console.print(_sizes(comparison))
-    _show_experts(console, comparison)
-    run: Mapping[str, Any] = comparison.run
+def _check_scored(scores: ScoreTable) -> None:
+    for label, why in scores.failed.items():
+        say("error", f"{label} was not scored: {why}")
+    if scores.failed:
+        count = len(scores.failed)
+        raise CheckFailed(
+            f"{counted(count, 'model')} of {count + len(scores.rows)} could not be scored: see above. "
+            "Mend what scores them, and run again with --resume"
+        )
+
+
+def show(console: Console, comparison: Comparison, *, verbose: bool = False) -> None:
+    """Print the scores, or what is known without them; everything where it is asked for."""
+    scores = comparison.scores
+    if scores is not None:
+        show_scores(console, scores)
+    if scores is None or verbose:
+        console.print(_sizes(comparison))
+        _show_experts(console, comparison)
     console.print(
         facts(
             [
-                ("norm", "‖W̄ − W₀‖ over all merged tensors"),
-                ("stable rank", "mean of ‖·‖²/σ₁² over the merged update's matrices"),
-                *_advice(comparison),
-                ("seconds", "the method's own mathematics; reading and writing serve all"),
-                ("memory", "the method's workspace, by its cost model"),
-                (
-                    "run",
-                    f"{format_seconds(run['seconds'])}: surveys "
-                    f"{format_seconds(run['survey_seconds'])}, read "
-                    f"{format_seconds(run['read_seconds'])}, all methods "
-                    f"{format_seconds(run['compute_seconds'])}, write "
-                    f"{format_seconds(run['write_seconds'])}, overlapping",
-                ),
-                (
-                    "peak memory",
-                    f"{format_size(run['peak_memory'])} measured, "
-                    f"{format_size(run['expected_peak_memory'])} expected",
-                ),
+                *_next(comparison),
+                *(_legend(comparison) if scores is None or verbose else ()),
                 *((f"no {name}", why) for name, why in comparison.left_out.items()),
                 *((WARNING, warning) for warning in comparison.warnings),
                 *((NOTE, note) for note in comparison.notes),
@@ -82,26 +115,118 @@ def show(console: Console, comparison: Comparison) -> None:
     )
 
 
-def _advice(comparison: Comparison) -> list[tuple[str, str]]:
-    if comparison.adapters and any(row.retention for row in comparison.rows):
-        return [
-            (
-                "recommended",
-                "nothing: of adapters, what is predicted does not agree with accuracy "
-                "(docs/report.md)",
-            )
-        ]
-    if comparison.recommended is None:
+def _next(comparison: Comparison) -> list[tuple[str, str]]:
+    """What is best by the scores; without them how to get them."""
+    scores, best = comparison.scores, comparison.recommended
+    if scores is None:
+        more = "--resume" if comparison.path else "--out DIR"
+        flags = f"{more} --score 'python your_eval.py {{model}}'"
+        return [("best", f"not known without scores. To have them, add {flags} to this command")]
+    if best is None:
         return []
-    spent = " and ".join(row.label for row in comparison.rows if row.method in SPENT)
-    aside = f" ({spent} left aside: they minimise what is predicted)" if spent else ""
-    return [
-        (
-            "recommended",
-            f"{comparison.recommended}: its worst served expert keeps most{aside}. A prediction: how "
-            "far it agrees with accuracy is measured in docs/report.md",
+    return [("best", _lead(scores, best, comparison)), ("files", _files(comparison))]
+
+
+def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
+    """Say how far the best method is above the next one, and whether that may be chance."""
+    column = scores.columns[-1]
+    others = {row.label for row in comparison.rows} - {best}
+    rest, second = {row.label: row for row in scores.rows}, scores.best(column, among=others)
+    value = scores.value(rest[best], column)
+    told = f"{best}, {written(value or 0.0)}"
+    if second is None:
+        return told
+    lead = scores.lead(best, second, column)
+    next_ = f"{told}; next is {second}, {written(scores.value(rest[second], column) or 0.0)}"
+    if lead is None:
+        return (
+            f"{next_}. Have the scorer give a number for each example to see whether that is chance"
         )
+    between = f"{written(lead.mean)} [{written(lead.low)}, {written(lead.high)}]"
+    return f"{next_}. The lead is {between}{'' if lead.clear else ': it may be chance'}"
+
+
+def _files(comparison: Comparison) -> str:
+    folder = comparison.path or Path()
+    return f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / KEPT_NAME}"
+
+
+def _legend(comparison: Comparison) -> list[tuple[str, str]]:
+    run: Mapping[str, Any] = comparison.run
+    return [
+        ("norm", "‖W̄ − W₀‖ over all merged tensors"),
+        ("stable rank", "mean of ‖·‖²/σ₁² over the merged update's matrices"),
+        ("seconds", "the method's own mathematics; reading and writing serve all"),
+        ("memory", "the method's workspace, by its cost model"),
+        (
+            "run",
+            f"{format_seconds(run['seconds'])}: surveys "
+            f"{format_seconds(run['survey_seconds'])}, read "
+            f"{format_seconds(run['read_seconds'])}, all methods "
+            f"{format_seconds(run['compute_seconds'])}, write "
+            f"{format_seconds(run['write_seconds'])}, overlapping",
+        ),
+        (
+            "peak memory",
+            f"{format_size(run['peak_memory'])} measured, "
+            f"{format_size(run['expected_peak_memory'])} expected",
+        ),
     ]
+
+
+def show_scores(console: Console, scores: ScoreTable) -> None:
+    """Print a column for each task; where that is too wide, a line for each."""
+    if not scores.rows:
+        return
+    wide = max(_WIDTH, console.width if console.is_terminal else 0)
+    for inner in (True, False):
+        rows = _score_rows(scores, inner=inner)
+        widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
+        if sum(widths) <= wide:
+            break
+    else:
+        rows = _long_rows(scores)
+    head, *body = rows
+    shown = table(*map(printable, head), right=tuple(map(printable, head[1:])))
+    for row in body:
+        shown.add_row(*map(printable, row))
+    console.print(shown)
+    if any("[" in cell for row in body for cell in row):
+        console.print("[ ]: 95 % of 2000 paired bootstrap draws of the examples")
+
+
+def _score_rows(scores: ScoreTable, *, inner: bool) -> list[list[str]]:
+    """A line for each model; `inner`: with the intervals of single tasks."""
+    columns = scores.columns
+    last = columns[-1:]
+    return [
+        ["model", *columns],
+        *(
+            [row.label, *(_score(scores, row, c, interval=inner or c in last) for c in columns)]
+            for row in scores.rows
+        ),
+    ]
+
+
+def _long_rows(scores: ScoreTable) -> list[list[str]]:
+    """A line for each model and task."""
+    return [
+        ["model", "task", "score"],
+        *(
+            [row.label, column, _score(scores, row, column, interval=True)]
+            for row in scores.rows
+            for column in scores.columns
+        ),
+    ]
+
+
+def _score(scores: ScoreTable, row: Scored, column: str, *, interval: bool) -> str:
+    value = scores.value(row, column)
+    if value is None:
+        return ""
+    found = scores.interval(row, column) if interval else None
+    between = "" if found is None else f" [{written(found.low)}, {written(found.high)}]"
+    return written(value) + between
 
 
 def _sizes(comparison: Comparison) -> Table:
@@ -117,7 +242,8 @@ def _sizes(comparison: Comparison) -> Table:
 def _show_experts(console: Console, comparison: Comparison) -> None:
     """Print tables with a column for each expert; for many one of a line each, to fit 80 columns."""
     rows, experts = comparison.rows, list(comparison.update_norms)
-    predicted = [row for row in rows if row.retention]
+    # Of adapters the prediction does not agree with accuracy (docs/report.md).
+    predicted = [row for row in rows if row.retention and not comparison.adapters]
     longest = max(len(row.label) for row in rows)
     if longest + sum(max(len(name), 6) + 2 for name in experts) > _WIDTH - 2:
         columns = ("cosine", "retention") if predicted else ("cosine",)

@@ -11,7 +11,7 @@ import typer
 from covmerge.base.cache import user_cache
 from covmerge.base.errors import InputError
 
-WHAT, HOW, OUTPUT, RUN = "What to merge", "How to merge", "Output", "Run"
+WHAT, HOW, OUTPUT, SCORE, RUN = "What to merge", "How to merge", "Output", "Score", "Run"
 
 Base = Annotated[
     str | None,
@@ -192,6 +192,9 @@ MaxMemory = Annotated[
         rich_help_panel=RUN,
         help="Memory of the process, such as 8GB; obeyed, or refused before any work.",
     ),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", rich_help_panel=RUN, help="Print everything that is known.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]
 AsCsv = Annotated[

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from covmerge.base.text import counted
 from covmerge.front.cli.console import printable
 from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import format_size
@@ -110,3 +111,36 @@ class ExamplesProgress(_Display):
             if self._total is not None:
                 parts.append(f"{format_seconds((self._total - self._done) / rate)} left")
         return ", ".join(parts)
+
+
+class ScoringProgress(_Display):
+    """Models scored, the one that is being scored, and the time left."""
+
+    first = "scoring"
+    started = False
+    _label_now = ""
+
+    def start(self, total: int | None) -> None:
+        """Show the empty bar, and start the clock."""
+        self.started = True
+        super().start(total)
+
+    def begin(self, label: str) -> None:
+        """A model is being scored: a log gets a line for each, as one may take hours."""
+        self._label_now = label
+        self._said = self._clock() - _LINE_EVERY
+        self._show(self.line())
+
+    def advance(self) -> None:
+        """It is scored, or could not be."""
+        self._done += 1
+        self._show(self.line())
+
+    def line(self) -> str:
+        """Say how many are scored, which one is in hand, and how long the others will take."""
+        total = self._total or 0
+        parts = [f"{self._done} of {counted(total, 'model')} scored"]
+        if self._done:
+            left = self._elapsed / self._done * (total - self._done)
+            parts.append(f"about {format_seconds(left)} left")
+        return ", ".join([*parts, printable(self._label_now)])

@@ -1,0 +1,127 @@
+"""A scorer that is a command: run once for each model, without a shell."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+import subprocess
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from covmerge.base.errors import CheckFailed, InputError
+from covmerge.base.text import printable
+from covmerge.run.scoring.values import Scores, printed_scores
+
+MODEL = "{model}"  # where the model's folder goes
+_LINES, _WIDTH = 10, 300  # of a failed command's output that are shown
+_MOST_BYTES = 2**26  # of a command's output; of a file whose content tells one scorer from another
+_SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
+_SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "fish"})
+_BY_SHELL = '--score \'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
+
+
+class Command:
+    """A command in which `{model}` stands for the model's folder.
+
+    The command is split into words as a shell does it, and then the folder is put into them: whatever
+    its name holds, it stays part of one word. Nothing else is interpreted.
+
+    Args:
+        text: the command.
+        known: scorers that could be meant where it is none.
+
+    Raises:
+        InputError: it is no command, has no `{model}`, or needs a shell.
+
+    Example:
+        >>> Command("python eval.py --model {model}").words(Path("a b"))
+        ['python', 'eval.py', '--model', 'a b']
+    """
+
+    def __init__(self, text: str, known: Collection[str] = ()) -> None:
+        self.name = text
+        try:
+            self._words = shlex.split(text)
+        except ValueError as error:
+            raise InputError(f"--score {text!r} cannot be split into words: {error}") from error
+        if not any(MODEL in word for word in self._words):
+            raise InputError(
+                f"--score {text!r} does not say where the model's folder goes: write {MODEL} there, as in "
+                f"--score 'python eval.py {MODEL}'; or name a scorer: {', '.join(known)}"
+            )
+        shell = _SHELL_WORDS.intersection(self._words)
+        if shell:
+            raise InputError(
+                f"--score has {min(shell)!r}, and no shell runs it: call one, as in {_BY_SHELL}"
+            )
+        if _in_script(self._words):
+            raise InputError(
+                f"--score has {MODEL} inside a script, where a shell would interpret the folder's name: "
+                f"pass it to the script, as in {_BY_SHELL}"
+            )
+
+    @property
+    def key(self) -> str:
+        """The command, and the content of the files that it names."""
+        found = hashlib.sha256(self.name.encode())
+        for word in self._words:
+            path = Path(word)
+            if MODEL not in word and path.is_file() and path.stat().st_size <= _MOST_BYTES:
+                found.update(hashlib.sha256(path.read_bytes()).digest())
+        return found.hexdigest()
+
+    def check(self) -> None:
+        if shutil.which(self._words[0]) is None:
+            raise InputError(
+                f"--score: there is no program {self._words[0]!r}: name one that is installed, or its path"
+            )
+
+    def words(self, model: Path) -> list[str]:
+        """Return the command for one model."""
+        return [word.replace(MODEL, str(model)) for word in self._words]
+
+    def score(self, model: Path) -> Scores:
+        words = self.words(model)
+        shown = printable(shlex.join(words))
+        with TemporaryFile() as printed, TemporaryFile() as said:
+            try:
+                ended = subprocess.run(
+                    words, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, check=False
+                ).returncode
+            except OSError as error:
+                raise CheckFailed(f"`{shown}` cannot be run: {error.strerror}") from error
+            if ended:
+                how = f"ended with {ended}" if ended > 0 else f"was ended by signal {-ended}"
+                last = _tail(said) or _tail(printed)
+                told = f". Its last lines:\n{last}" if last else ", and printed nothing"
+                raise CheckFailed(f"`{shown}` {how}{told}")
+            printed.seek(0)
+            text = printed.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise CheckFailed(
+                f"`{shown}` printed more than {_MOST_BYTES} bytes: have it print less"
+            )
+        return printed_scores(text.decode(errors="replace"), f"`{shown}`")
+
+
+def _in_script(words: Sequence[str]) -> bool:
+    """Whether the folder's name would be part of what a shell interprets."""
+    if Path(words[0]).name not in _SHELLS:
+        return False
+    return any(
+        flag.startswith("-") and not flag.startswith("--") and "c" in flag and MODEL in script
+        for flag, script in pairwise(words)
+    )
+
+
+def _tail(file: IO[bytes]) -> str:
+    """The last lines of what a command wrote."""
+    size = file.seek(0, 2)
+    file.seek(max(0, size - _LINES * 10 * _WIDTH))
+    lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+    shown = [f"  {printable(line)[:_WIDTH]}" for line in lines if line]
+    return "\n".join(shown[-_LINES:])

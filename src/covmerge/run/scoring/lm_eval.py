@@ -1,0 +1,164 @@
+"""lm-eval as a scorer: `lm-eval:arc_easy,gsm8k`, or with a folder of own tasks, `lm-eval:./tasks,mine`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from math import isclose
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from covmerge.base.errors import CheckFailed, InputError, did_you_mean
+from covmerge.files.checkpoints.json_file import read_object
+from covmerge.run.scoring.files import digest_of
+from covmerge.run.scoring.scorer import Scorer
+from covmerge.run.scoring.values import Score, Scores
+
+
+def open_scorer(wanted: Sequence[str]) -> Scorer:
+    """Return the scorer of some tasks; a folder among them has definitions of further tasks."""
+    folders = [part for part in wanted if Path(part).is_dir()]
+    tasks = [part for part in wanted if part not in folders]
+    if len(folders) > 1 or not tasks:
+        raise InputError(
+            f"--score lm-eval:{','.join(wanted)} names {len(folders)} folders and {len(tasks)} tasks: name "
+            "tasks, and one folder with definitions of your own at most"
+        )
+    return _LmEval(tasks, Path(folders[0]) if folders else None)
+
+
+class _LmEval:
+    def __init__(self, tasks: Sequence[str], folder: Path | None) -> None:
+        self._tasks, self._folder = list(tasks), folder
+        self.name = f"lm-eval:{','.join([*([str(folder)] if folder else []), *tasks])}"
+
+    @property
+    def key(self) -> str:
+        own = sorted(self._folder.rglob("*.y*ml")) if self._folder else []
+        return f"{self.name} {version('lm_eval')} {digest_of(own)}"
+
+    def check(self) -> None:
+        task_manager(self._tasks, self._folder)
+
+    def score(self, model: Path) -> Scores:
+        found = evaluate(model, self._tasks, include_path=self._folder, samples=True)
+        return dict(_scores(found, self._tasks))
+
+
+def evaluate(
+    folder: Path,
+    tasks: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    samples: bool = False,
+) -> Any:
+    """Return what `lm_eval.simple_evaluate` finds of a model, or of an adapter of its base.
+
+    Raises:
+        InputError: a folder or a task is not there, or what they need cannot be fetched.
+    """
+    # Not at the head: it is optional, and takes seconds. Its annotations are partial.
+    lm_eval: Any = importlib.import_module("lm_eval")
+    arguments = _model_arguments(folder)
+    manager = task_manager(tasks, include_path)
+    try:
+        return lm_eval.simple_evaluate(
+            model="hf",
+            model_args=arguments,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            batch_size=batch_size,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            log_samples=samples,
+        )
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # transformers' and datasets' own, for what is neither on the disk nor to be fetched.
+        raise InputError(f"{folder} cannot be evaluated on {', '.join(tasks)}: {error}") from error
+
+
+def task_manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
+    """Return lm-eval's index, with its own 14 000 definitions, which take it tens of seconds, if needed.
+
+    Raises:
+        InputError: there is no such folder, or no such task.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise InputError(f"{include_path} is no folder: name one that holds definitions of tasks")
+    manager: Any = importlib.import_module("lm_eval.tasks").TaskManager
+    if include_path is not None:
+        given = manager(include_path=str(include_path), include_defaults=False)
+        # A group or a tag may have members that are lm-eval's own.
+        if set(tasks) <= set(given.all_subtasks):
+            return given
+    found = manager(include_path=include_path and str(include_path))
+    known: list[str] = found.all_tasks
+    for task in tasks:
+        if task not in known:
+            raise InputError(f"lm-eval has no task '{task}'.{_near(task, known)}")
+    return found
+
+
+def _near(task: str, known: Sequence[str]) -> str:
+    """Return the nearest name; all of them are too many to list."""
+    near = did_you_mean(task, known)
+    if near.startswith(" Did"):
+        return near
+    return " `lm-eval ls tasks` lists all; your own are found in a folder that you name"
+
+
+def _model_arguments(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").is_file():
+        return {"pretrained": str(folder)}
+    config = folder / "adapter_config.json"
+    base = read_object(config).get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{config} names no base: put its folder under 'base_model_name_or_path'")
+    return {"pretrained": base, "peft": str(folder)}
+
+
+def _scores(found: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[str, Score]]:
+    """The first metric of each task; of a tag, which has none of its own, those of its members."""
+    results: Mapping[str, Mapping[str, Any]] = found["results"]
+    own = [task for task in wanted if task in results and _first(results[task])]
+    if not own:
+        own = [task for task, entries in results.items() if _first(entries)]
+    if not own:
+        raise CheckFailed(f"lm-eval found no number for {', '.join(wanted)}: choose other tasks")
+    for task in own:
+        key = _first(results[task])
+        assert key is not None
+        metric, _, filtered = key.partition(",")
+        more: Any = found.get("higher_is_better", {}).get(task, {}).get(metric, True)
+        sign = -1.0 if more is False else 1.0
+        examples = _examples(found.get("samples", {}).get(task, ()), metric, filtered)
+        value = float(results[task][key])
+        paired = examples and isclose(fmean(examples), value, rel_tol=1e-6, abs_tol=1e-9)
+        name = f"{task} ({'-' if sign < 0 else ''}{metric})"
+        yield name, Score(sign * value, tuple(sign * e for e in examples) if paired else None)
+
+
+def _first(entries: Mapping[str, Any]) -> str | None:
+    """The first number among lm-eval's `{"alias": ..., "acc,none": 0.5, "acc_stderr,none": 0.1}`."""
+    for key, value in entries.items():
+        metric, comma, _ = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+            return key
+    return None
+
+
+def _examples(samples: Any, metric: str, filtered: str) -> list[float]:
+    own = [s for s in samples if s.get("filter", filtered) == filtered]
+    own.sort(key=lambda sample: sample.get("doc_id", 0))
+    values = [sample.get(metric) for sample in own]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return numbers if len(numbers) == len(values) else []

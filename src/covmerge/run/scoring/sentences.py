@@ -1,0 +1,70 @@
+"""sentence-transformers' evaluators as a scorer: `sentence-transformers:sts.csv,triplets.csv`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from covmerge.base.errors import CheckFailed, InputError
+from covmerge.run.scoring.files import digest_of, read_columns
+from covmerge.run.scoring.scorer import Scorer
+from covmerge.run.scoring.values import Score, Scores
+
+# By the columns of a file: the evaluator that takes them in this order.
+_EVALUATORS: dict[tuple[str, ...], str] = {
+    ("sentence1", "sentence2", "score"): "EmbeddingSimilarityEvaluator",
+    ("sentence1", "sentence2", "label"): "BinaryClassificationEvaluator",
+    ("anchor", "positive", "negative"): "TripletEvaluator",
+}
+
+
+def open_scorer(wanted: Sequence[str]) -> Scorer:
+    """Return the scorer of some files; their columns say by which evaluator."""
+    return _Sentences([Path(each) for each in wanted])
+
+
+class _Sentences:
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.name = f"sentence-transformers:{','.join(map(str, files))}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {version('sentence_transformers')} {digest_of(self._files)}"
+
+    def check(self) -> None:
+        for file in self._files:
+            _evaluator(file)
+
+    def score(self, model: Path) -> Scores:
+        transformer: Any = import_module("sentence_transformers").SentenceTransformer
+        try:
+            loaded = transformer(str(model), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckFailed(f"sentence-transformers cannot load {model}: {error}") from error
+        return {file.stem: _score(_evaluator(file), loaded) for file in self._files}
+
+
+def _score(evaluator: Any, model: Any) -> Score:
+    found: Any = evaluator(model)
+    return Score(float(found[evaluator.primary_metric]))
+
+
+def _evaluator(file: Path) -> Any:
+    columns = read_columns(file, _EVALUATORS)
+    classes: Any = import_module("sentence_transformers.evaluation")
+    name = _EVALUATORS[tuple(columns)]
+    values = list(columns.values())
+    try:
+        if name != "TripletEvaluator":
+            values[2] = [float(value) for value in values[2]]
+        if name == "BinaryClassificationEvaluator":
+            values[2] = [int(value) for value in values[2]]
+    except ValueError as error:
+        raise InputError(
+            f"{file}: {list(columns)[2]} is not a number everywhere: {error}"
+        ) from error
+    return getattr(classes, name)(*values, write_csv=False, show_progress_bar=False)

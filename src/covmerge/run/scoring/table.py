@@ -1,0 +1,236 @@
+"""Methods by tasks, with intervals where there are examples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from statistics import fmean
+
+from covmerge.base.notebook import paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.types import Json
+from covmerge.base.version import __version__
+from covmerge.run.scoring.intervals import Interval, Resamples
+from covmerge.run.scoring.values import Scores
+
+CSV_NAME, LATEX_NAME = "scores.csv", "scores.tex"
+MEAN = "mean"
+_SPECIAL = str.maketrans(
+    {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"\\": r"\textbackslash{}", "<": r"\textless{}", ">": r"\textgreater{}"}
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row: a model and its scores.
+
+    Attributes:
+        label: what the model is called.
+        scores: by task.
+        seconds: that scoring it took.
+        kept: whether the scores were taken by an earlier run.
+    """
+
+    label: str
+    scores: Scores
+    seconds: float
+    kept: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class ScoreTable(Tabular):
+    """What a scorer found.
+
+    Attributes:
+        scorer: its name.
+        rows: one for each model that was scored.
+        failed: by model, why it was not.
+    """
+
+    scorer: str
+    rows: tuple[Scored, ...]
+    failed: Mapping[str, str]
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """All tasks, in the order in which they came."""
+        return tuple(dict.fromkeys(task for row in self.rows for task in row.scores))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The tasks, and their mean where there are several."""
+        return (*self.tasks, MEAN) if len(self.tasks) > 1 else self.tasks
+
+    def value(self, row: Scored, column: str) -> float | None:
+        """Return a score, or the mean over the tasks; None where the model has no score of one."""
+        wanted = self._of(column)
+        if any(task not in row.scores for task in wanted):
+            return None
+        return fmean(row.scores[task].value for task in wanted)
+
+    def interval(self, row: Scored, column: str) -> Interval | None:
+        """Return the 95 % interval over the examples; None where examples are not known."""
+        found = self._examples(row, column)
+        sampled = self._resamples(column)
+        return None if found is None or sampled is None else sampled.mean(found)
+
+    def best(self, column: str, among: Collection[str] | None = None) -> str | None:
+        """Return the model with the highest score, of some or of all; None where no number is finite."""
+        rows = [row for row in self.rows if among is None or row.label in among]
+        known = {row.label: v for row in rows if (v := self.value(row, column)) is not None}
+        finite = {label: value for label, value in known.items() if isfinite(value)}
+        return max(finite, key=finite.__getitem__) if finite else None
+
+    def lead(self, label: str, other: str, column: str) -> Interval | None:
+        """Return how far one model is above another, on the same examples."""
+        rows = {row.label: row for row in self.rows}
+        one, two = (self._examples(rows[name], column) for name in (label, other))
+        sampled = self._resamples(column)
+        if one is None or two is None or sampled is None:
+            return None
+        return sampled.difference(one, two)
+
+    def missing(self) -> list[str]:
+        """Say which models lack a score of a task that others have."""
+        return [
+            f"{row.label} has no score of {', '.join(lacks)}, and no mean"
+            for row in self.rows
+            if (lacks := [task for task in self.tasks if task not in row.scores])
+        ]
+
+    def table(self) -> Table:
+        """A row for each model: scores, with their intervals where there are examples, and seconds."""
+        columns = ["model"]
+        for column in self.columns:
+            columns += [column, *(f"{column} {end}" for end in self._ends(column))]
+        rows: list[tuple[Cell, ...]] = []
+        for row in self.rows:
+            cells: list[Cell] = [row.label]
+            for column in self.columns:
+                cells.append(self.value(row, column))
+                if self._ends(column):
+                    found = self.interval(row, column)
+                    cells += [None, None] if found is None else [found.low, found.high]
+            rows.append((*cells, row.seconds))
+        return Table((*columns, "seconds"), tuple(rows))
+
+    def latex(self) -> str:
+        """The table for a paper: booktabs, the highest of each column in bold."""
+        best = {column: self._highest(column) for column in self.columns}
+        head = " & ".join(["Method", *map(_escaped, self.columns)])
+        lines = [
+            f"% covmerge {__version__}, scored by: {' '.join(self.scorer.split())}",
+            "% In brackets: 95 % of 2000 paired bootstrap draws of the examples.",
+            r"% Needs \usepackage{booktabs}.",
+            rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
+            r"\toprule",
+            rf"{head} \\",
+            r"\midrule",
+        ]
+        for row in self.rows:
+            cells = [self._latex(row, column, best=best[column]) for column in best]
+            lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        failed = (paragraph(f"{label}: {why}") for label, why in self.failed.items())
+        return "".join([paragraph(repr(self)), *failed, table_html(self.table())])
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        return {
+            "scorer": self.scorer,
+            "failed": dict(self.failed),
+            "scores": {
+                row.label: {c: self._cell(row, c) for c in self.columns} for row in self.rows
+            },
+        }
+
+    def __repr__(self) -> str:
+        return f"<ScoreTable: {len(self.rows)} models by {self.scorer}>"
+
+    def _of(self, column: str) -> tuple[str, ...]:
+        return self.tasks if column == MEAN and len(self.tasks) > 1 else (column,)
+
+    def _examples(self, row: Scored, column: str) -> dict[str, list[tuple[float, ...]]] | None:
+        found: dict[str, list[tuple[float, ...]]] = {}
+        for task in self._of(column):
+            examples = row.scores[task].examples if task in row.scores else None
+            if examples is None or len(examples) != self._sizes.get(task):
+                return None
+            found[task] = [examples]
+        return found
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Examples by task, where every model was scored on as many."""
+        counts = {
+            task: {len(row.scores[task].examples or ()) for row in self.rows if task in row.scores}
+            for task in self.tasks
+        }
+        return {task: own.pop() for task, own in counts.items() if len(own) == 1 and own != {0}}
+
+    def _resamples(self, column: str) -> Resamples | None:
+        if any(task not in self._sizes for task in self._of(column)):
+            return None
+        return self._drawn
+
+    @cached_property
+    def _drawn(self) -> Resamples:
+        return Resamples(self._sizes)
+
+    def _ends(self, column: str) -> tuple[str, ...]:
+        return () if self._resamples(column) is None else ("low", "high")
+
+    def _cell(self, row: Scored, column: str) -> dict[str, Json]:
+        value, found = self.value(row, column), self.interval(row, column)
+        known = value is not None and isfinite(value)
+        return {
+            "value": value if known else None,
+            **({} if found is None else {"low": _finite(found.low), "high": _finite(found.high)}),
+        }
+
+    def _highest(self, column: str) -> str:
+        """The highest score of a column as it is written: equal ones are equally good."""
+        values = [v for row in self.rows if (v := self.value(row, column)) is not None]
+        return written(max(filter(isfinite, values), default=float("nan")))
+
+    def _latex(self, row: Scored, column: str, *, best: str) -> str:
+        value, found = self.value(row, column), self.interval(row, column)
+        if value is None:
+            return "--"
+        text = written(value)
+        text = rf"\textbf{{{text}}}" if text == best and isfinite(value) else text
+        if found is not None:
+            text += rf" {{\scriptsize [{written(found.low)}, {written(found.high)}]}}"
+        return text
+
+
+def written(value: float) -> str:
+    """Write a score.
+
+    Example:
+        >>> written(0.71234), written(81.26), written(-1234.5), written(float("nan"))
+        ('0.712', '81.3', '-1234', 'not finite')
+    """
+    if not isfinite(value):
+        return "not finite"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 1000
+        else f"{value:.3g}"
+        if abs(value) >= 1
+        else f"{value:.3f}"
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_SPECIAL)

@@ -1,0 +1,120 @@
+"""What a scorer returned: a number, or by task a number or one score for each example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from numbers import Real
+from statistics import fmean
+from typing import Any, cast
+
+from covmerge.base.errors import InputError
+from covmerge.base.text import printable
+from covmerge.base.types import Json
+
+ONE_TASK = "score"  # the task of a scorer that returns one number
+_MOST_TASKS, _MOST_EXAMPLES = 10_000, 10_000_000
+_FORMS = "a number, or JSON of task -> number, or of task -> list of one number for each example"
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a model does on one task.
+
+    Attributes:
+        value: more is better; NaN where it is not finite.
+        examples: one number for each example, whose mean is the value; None where only the value is known.
+    """
+
+    value: float
+    examples: tuple[float, ...] | None = None
+
+    def as_json(self) -> Json:
+        """What `score_of` reads."""
+        if self.examples is not None:
+            return list(self.examples)
+        return self.value if isfinite(self.value) else None
+
+
+Scores = Mapping[str, Score]
+
+
+def scores_of(returned: object, source: str) -> dict[str, Score]:
+    """Check what a scorer returned.
+
+    Args:
+        returned: a number, or by task a number or a sequence of numbers.
+        source: what returned it, for messages.
+
+    Raises:
+        InputError: it is nothing of these.
+
+    Example:
+        >>> scores_of({"sts": [1, 0, 1, 1]}, "it")["sts"].value
+        0.75
+    """
+    if not isinstance(returned, Mapping):
+        returned = {ONE_TASK: returned}
+    tasks = cast("Mapping[object, object]", returned)
+    if not tasks or len(tasks) > _MOST_TASKS:
+        raise InputError(f"{source} gave {len(tasks)} tasks: have it print {_FORMS}")
+    return {_task(name, source): _score(value, name, source) for name, value in tasks.items()}
+
+
+def printed_scores(text: str, source: str) -> dict[str, Score]:
+    """Read what a command printed: the whole of it is JSON, or its last line that is not empty.
+
+    Raises:
+        InputError: neither is a score.
+    """
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    for part in (text, last):
+        try:
+            found: Any = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        return scores_of(found, source)
+    shown = printable(last.strip())[:200]
+    raise InputError(
+        f"{source} printed no score: its last line is {shown!r}. Have it print {_FORMS}"
+    )
+
+
+def score_of(stored: Json) -> Score:
+    """Read `Score.as_json`.
+
+    Raises:
+        InputError: it is nothing of that kind.
+    """
+    return Score(nan) if stored is None else _score(stored, ONE_TASK, "scores.json")
+
+
+def _task(name: object, source: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not printable(name).isprintable():
+        raise InputError(f"{source} names a task {name!r:.200}: name tasks by short texts")
+    return printable(name)
+
+
+def _score(value: object, task: object, source: str) -> Score:
+    if _is_number(value):
+        return Score(_finite(value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        given = cast("Sequence[object]", value)
+        if 0 < len(given) <= _MOST_EXAMPLES and all(map(_is_number, given)):
+            examples = tuple(map(_finite, given))
+            return Score(fmean(examples), examples)
+        what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
+    else:
+        what = repr(value)[:200]
+    raise InputError(f"{source} gave {what} for task '{task}': have it print {_FORMS}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)  # a bool is one: right or wrong
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    return number if isfinite(number) else nan
