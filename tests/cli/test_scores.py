@@ -1,0 +1,136 @@
+"""`covmerge compare --score`: what is run, what is printed, kept and written, and how it ends."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+from tests.advised import advice
+from tests.cli.runs import covmerge, flags, words
+
+EVALUATOR = """
+import json, sys
+from pathlib import Path
+model = Path(sys.argv[1])
+with open({log!r}, "a") as log:
+    log.write(model.name + "\\n")
+if model.name in {failing!r}.split():
+    sys.exit("no such metric\\nValueError: broken by " + model.name)
+right = len(model.name)
+print("loading")
+print(json.dumps({{"sts": [example < right for example in range(20)], "nli": right / 10}}))
+"""
+METHODS = ("--methods", "average,ties,iso_c")
+
+
+def evaluator(folder, failing=""):
+    """A script that scores a model by the length of its name, and the command that runs it."""
+    script, log = folder / "eval it.py", folder / "log"
+    script.write_text(EVALUATOR.format(log=str(log), failing=failing))
+    return f"{sys.executable} {shlex.quote(str(script))} {{model}}"
+
+
+def scored(folder):
+    """The models that were put to the script, in order."""
+    log = (folder / "log").read_text("utf-8").split()
+    (folder / "log").write_text("")
+    return log
+
+
+def test_methods_by_tasks(models):
+    out = models / "a study; $(touch x)"
+    asked = ["compare", *flags(models), *METHODS, "--out", out, "--score", evaluator(models)]
+    ran = covmerge(*asked)
+    said = words(ran.stdout)
+    assert "model sts nli mean" in said
+    assert "average 0.350 [0.150, 0.550] 0.700 0.525" in said  # 7 of 20; no interval of a number
+    assert "best average, 0.525; next is iso_c, 0.375" in said
+    assert scored(models) == ["average", "ties", "iso_c"]
+    rows = list(csv.DictReader(io.StringIO((out / "scores.csv").read_text("utf-8"))))
+    assert [(row["model"], row["sts"], row["nli"]) for row in rows] == [
+        ("average", "0.35", "0.7"),
+        ("ties", "0.2", "0.4"),
+        ("iso_c", "0.25", "0.5"),
+    ]
+    tex = (out / "scores.tex").read_text("utf-8")
+    assert r"iso\_c & 0.250 {\scriptsize [" in tex and r"\textbf{0.700}" in tex
+    assert not (models / "x").exists()
+
+
+def test_scores_are_kept_by_model_and_command(models):
+    out = models / "out"
+    asked = ["compare", *flags(models), "--out", out]
+    score = ["--score", evaluator(models, failing="ties")]
+    ran = covmerge(*asked, *METHODS, *score, code=1)
+    assert scored(models) == ["average", "ties", "iso_c"]
+    assert "error: ties was not scored: `" in ran.stderr and "ended with 1" in ran.stderr
+    assert "  ValueError: broken by ties" in ran.stderr
+    assert "iso_c" in ran.stdout
+    # What the message advises: the failed one alone is scored again.
+    covmerge(*asked, *METHODS, *score, "--resume", code=1)
+    assert scored(models) == ["ties"]
+    # Another script of the same name scores all anew; a merge anew of the same bytes keeps scores.
+    score = ["--score", evaluator(models)]
+    covmerge(*asked, *METHODS, *score, "--resume")
+    assert len(scored(models)) == 3
+    covmerge(*asked, "--methods", "average,ties,ties(density=0.5)", code=2)
+    more = ["--methods", "average,iso_c,task_arithmetic"]
+    ran = covmerge(*asked, *more, *score, "--resume", code=2)
+    assert re.search(
+        advice("{} holds models of other experts or methods: pass --overwrite"), ran.stderr
+    )
+    covmerge(*asked, *more, *score, "--overwrite")
+    assert scored(models) == ["task_arithmetic"]
+
+
+def test_base_and_experts(models):
+    for name in ("base", "a"):
+        (models / f"{name}-folder").mkdir()
+        (models / f"{name}-folder" / "config.json").write_text("{}")
+        (models / f"{name}.safetensors").rename(models / f"{name}-folder" / "model.safetensors")
+    ran = covmerge(
+        *("compare", "--base", models / "base-folder", "--expert", f"a={models / 'a-folder'}"),
+        *("--expert", f"b={models / 'b.safetensors'}", "--methods", "average", "--bounds"),
+        *("--out", models / "out", "--score", evaluator(models), "--json"),
+    )
+    assert list(ran.json["scores"]["scores"]) == ["base", "expert a", "average"]
+    assert any(note.startswith("expert b is not scored") for note in ran.json["notes"])
+    assert ran.json["recommended"] == "average"  # of the methods, though "base" scores higher
+    assert scored(models) == ["base-folder", "a-folder", "average"]
+
+
+def test_without_scores_nothing_is_recommended(models):
+    ran = covmerge("compare", *flags(models), *METHODS)
+    assert "best not known without scores" in words(ran.stdout)
+    assert (
+        json.loads(covmerge("compare", *flags(models), *METHODS, "--json").stdout)["recommended"]
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        ("python eval.py", "does not say where the model's folder goes"),
+        ("python eval.py {model} | tail -n 1", "no shell runs it"),
+        ("sh -c 'ls {model}'", "where a shell would interpret the folder's name"),
+        ("python 'eval.py {model}", "cannot be split into words"),
+        ("no-such-program {model}", "there is no program 'no-such-program'"),
+        ("transformers:", "does not say what to score on"),
+        ("transformers:missing.csv", "missing.csv cannot be read"),
+    ],
+)
+def test_what_is_no_scorer(models, score, message):
+    before = sorted(models.iterdir())
+    asked = ["compare", *flags(models), *METHODS, "--out", models / "out", "--score", score]
+    assert message in words(covmerge(*asked, code=2).stderr)
+    assert sorted(models.iterdir()) == before
+
+
+def test_scores_need_a_folder_of_models(models):
+    ran = covmerge("compare", *flags(models), *METHODS, "--score", evaluator(models), code=2)
+    assert "pass --out DIR" in ran.stderr
