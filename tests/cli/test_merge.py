@@ -27,21 +27,27 @@ def sources(folder, names=("base", "a", "b"), tensor=UP):
 
 
 def test_from_flags(models):
-    ran = covmerge("merge", *flags(models), "--method", "average", models / "out")
+    asked = ["merge", *flags(models), "--method", "average", models / "out"]
+    ran = covmerge(*asked)
     a, b = sources(models, ["a", "b"])
     assert torch.allclose(merged(models / "out"), (a + b) / 2, atol=1e-6)
     text = words(ran.stdout)
     assert f"Merged a, b into {models}/base.safetensors by average: {models}/out" in text
-    assert "average (norm)" in text
-    assert "verified coverage, finite, differs from base, copied, rounding, heads" in text
     assert f"covmerge verify {models}/out" in text
+    assert "taken average for 4 tensors" in text
+    assert "--methods average,auto,tsv_m,iso_c" in text
+    more = words(covmerge(*asked, "--overwrite", "--verbose").stdout)
+    assert "average (norm)" in more and "average (norm)" not in text
+    assert "verified coverage, finite, differs from base, copied, rounding, heads" in more
     assert "from transformers" not in text  # there is no config.json
     assert "note there is no config.json" in text
     assert ran.stderr == ""
 
 
 def test_what_the_method_noticed(models):
-    text = words(covmerge("merge", *flags(models), "--method=ace", models / "out").stdout)
+    text = words(
+        covmerge("merge", *flags(models), "--method=ace", "--verbose", models / "out").stdout
+    )
     assert "γ gate fired in " in text
     assert " of 2 matrices" in text
     assert "jitter none was needed" in text
@@ -75,7 +81,7 @@ def test_weight_and_set(models):
 
 def test_tensors_dtype_and_out_dtype(models):
     options = ["--tensors", "embeddings=base", "--dtype", "float64", "--out-dtype", "bfloat16"]
-    ran = covmerge("merge", *flags(models), *options, models / "out")
+    ran = covmerge("merge", *flags(models), *options, "--verbose", models / "out")
     embedding = "embed_tokens.weight"
     (base,) = sources(models, ["base"], embedding)
     assert torch.equal(merged(models / "out", embedding), base.bfloat16())

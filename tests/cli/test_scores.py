@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import covmerge as covmerge_package
 from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words
 
@@ -112,12 +113,65 @@ def test_without_scores_nothing_is_recommended(models):
     )
 
 
+def test_what_messages_of_commands_advise(models):
+    """Each next step is followed: `{model}` is written, and a shell is called that gets the folder."""
+    (models / "eval.py").write_text("import sys; print('loaded', sys.argv[1]); print(0.5)")
+    program = f"{sys.executable} {models}/eval.py"
+    asked = ["compare", *flags(models), "--methods", "average", "--out", models / "an out"]
+    called = f"sh -c '{program} \"$1\" | tail -n 1' sh {{model}}"
+    steps = [
+        (
+            program,
+            advice("does not say where the model's folder goes: write {} there, as in"),
+            None,
+        ),
+        (
+            f"{program} {{model}} | tail -n 1",
+            advice("and no shell runs it: call one, as in"),
+            called,
+        ),
+        (
+            f"sh -c '{program} {{model}}'",
+            advice("interpret the folder's name: pass it to the script"),
+            called,
+        ),
+    ]
+    for wrong, said, right in steps:
+        ran = covmerge(*asked, "--score", wrong, "--overwrite", code=2)
+        assert re.search(said, words(ran.stderr))
+        right = right or f"{program} {{model}}"
+        ran = covmerge(*asked, "--score", right, "--overwrite", "--json")
+        assert ran.json["scores"]["scores"]["average"]["score"]["value"] == 0.5
+    ran = covmerge(*asked[:-2], "--score", program + " {model}", code=2)
+    assert re.search(advice("scores are of models in a folder: pass --out DIR"), words(ran.stderr))
+
+
+def test_a_function_scores_in_python(models):
+    sources = {name: models / f"{name}.safetensors" for name in ("base", "a", "b")}
+    asked = []
+
+    def score(folder):
+        asked.append(folder.name)
+        if folder.name == "ties":
+            raise ValueError("no such thing")
+        return {"one": [1, 0], "two": [True, True]}
+
+    base = sources.pop("base")
+    methods = ["average", "ties"]
+    for resume in (False, True):  # nobody knows what a function depends on: it is called again
+        found = covmerge_package.compare(
+            base, sources, methods, models / "out", score=score, resume=resume
+        )
+    assert asked == 2 * methods
+    assert found.recommended == "average"
+    assert found.scores.failed == {"ties": "ValueError: no such thing"}
+    (row,) = found.scores.rows
+    assert found.scores.value(row, "mean") == 0.75
+
+
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        ("python eval.py", "does not say where the model's folder goes"),
-        ("python eval.py {model} | tail -n 1", "no shell runs it"),
-        ("sh -c 'ls {model}'", "where a shell would interpret the folder's name"),
         ("python 'eval.py {model}", "cannot be split into words"),
         ("no-such-program {model}", "there is no program 'no-such-program'"),
         ("transformers:", "does not say what to score on"),
@@ -129,8 +183,3 @@ def test_what_is_no_scorer(models, score, message):
     asked = ["compare", *flags(models), *METHODS, "--out", models / "out", "--score", score]
     assert message in words(covmerge(*asked, code=2).stderr)
     assert sorted(models.iterdir()) == before
-
-
-def test_scores_need_a_folder_of_models(models):
-    ran = covmerge("compare", *flags(models), *METHODS, "--score", evaluator(models), code=2)
-    assert "pass --out DIR" in ran.stderr

@@ -10,10 +10,10 @@ import torch
 
 from covmerge.errors import InputError
 from covmerge.front import api
-from covmerge.front.reporting import FILE_NAME, Report, figures, tables, write_html
+from covmerge.front.reporting import FILE_NAME, Report, tables, write_html
 from covmerge.front.reporting import html as page
 from covmerge.front.reporting.numbers import shown_spectra
-from covmerge.front.reporting.page import summary
+from covmerge.front.reporting.pictures import pictures
 from covmerge.front.reporting.words import number
 from covmerge.run.inspection import Finding, Severity
 from covmerge.run.verification.outcome import Check
@@ -61,24 +61,32 @@ def test_what_is_said_first(made, root):
     assert title.text == "out"
     (summary,) = (p for p in root.all("p") if p.attributes.get("class") == "summary")
     assert summary.text.startswith("3 experts of 'base.safetensors' became one model by ace; ")
-    assert "it passed all 7 checks; by prediction " in summary.text
-    assert "least of 'code' (" in summary.text
+    assert summary.text.endswith("; it passed all 7 checks.")
+    (score, *_) = (pre.text for pre in root.all("pre"))
+    assert score.startswith("covmerge compare --base ") and "--score 'python " in score
     headings = [(h.tag, h.text) for h in root.all("h1", "h2")]
     assert [text for tag, text in headings if tag == "h2"] == [
         *("Findings", "What was merged", "Layer by layer", "Time and memory", "Recipe", "Sources")
     ]
 
 
-def test_nothing_predicted_of_an_adapter_is_said_first(made):
+def test_nothing_is_predicted_of_adapters(made, root):
     one_adapter = replace(made, inspection=replace(made.inspection, adapters=("maths",)))
-    told = [
-        (
-            "by prediction" in summary(report),
-            "keeps least" in figures.retention(report).get_suptitle(),
-        )
-        for report in (made, one_adapter)
-    ]
-    assert told == [(True, True), (False, False)]
+    shown = parse(page.render(one_adapter))
+    assert "What is kept of an expert is predicted" in root.text
+    assert "kept of what it adds" in root.text and "% of what an expert adds" not in shown.text
+    assert "kept" not in shown.text.replace("heads kept", "").partition("Layer by layer")[0]
+    names = [{f.attributes["id"] for f in page_.all("figure")} for page_ in (root, shown)]
+    assert names[0] - names[1] == {"retention"}
+
+
+def test_a_gate_is_shown_of_methods_that_have_one(made):
+    """This merge was by ace; of another method nothing notices a gate."""
+    gated, without = (
+        {picture.name for picture in pictures(report)}
+        for report in (made, replace(made, noticed={}))
+    )
+    assert gated - without == {"gamma"}
 
 
 def test_headings_and_landmarks(root):
@@ -389,8 +397,6 @@ def test_adapters_into_one(family):  # noqa: F811
     root = parse((out / FILE_NAME).read_text())
     (summary,) = (p for p in root.all("p") if p.attributes.get("class") == "summary")
     assert "became one adapter by ace" in summary.text
-    # What is predicted of adapters is shown, with what it is worth, and is no headline.
-    assert "by prediction" not in summary.text
-    assert "of adapters it does not agree with accuracy at all" in root.text
+    assert "prediction" not in root.text
     assert "of the update's energy its rank loses" in root.text
-    assert {f.attributes["id"] for f in root.all("figure")} >= {"retention", "norms", "spectra"}
+    assert {f.attributes["id"] for f in root.all("figure")} >= {"norms", "gamma", "spectra"}

@@ -94,6 +94,7 @@ def furnish(folder: Path) -> None:
                 (checkpoint / "trainer_state.json").write_text("{}")
     recipe = "base: ./base\nexperts: {code: ./code, math: ./math}\nmethod: ties\n"
     (folder / "recipe.yml").write_text(recipe)
+    (folder / "eval.py").write_text("print(0.5)")
     (folder / "their.yml").write_text(THEIRS)
     for name, own in (("base", "base"), ("polite", "t0"), ("chat", "t1")):
         save_model(folder / "talk" / name, "llama", own, WORDS[own])

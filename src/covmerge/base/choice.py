@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 UNNAMED = ""  # stands where no method is named
+UNNAMED_NOTE = "no method is named: "  # and so a note begins that says which is taken
 ALONE, PREFERRED = "average", "auto"  # of one expert, and of several
 # What help, docstrings, schema and docs say; `tests/e2e/test_choice.py` holds them to it.
 TAKEN = f"`{ALONE}` of one expert alone, which is added to its base, and `{PREFERRED}` of several"

@@ -13,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.table import Table, Tabular
 from covmerge.base.text import counted, some
+from covmerge.maths.methods.mergekit import called
 from covmerge.plan.recipe import Recipe
 from covmerge.run.engine import Figures, Span
 from covmerge.run.verification import Verification
@@ -96,8 +97,9 @@ class MergeResult(Tabular):
         into = "" if recipe.base is None else f" into {recipe.base}"
         where = "memory" if self.path is None else str(self.path)
         ok = self.verification is not None and self.verification.ok
+        method = called(recipe.method, recipe.parameters)
         return (
-            f"<{type(self).__name__}: {some(recipe.experts)}{into} by {recipe.method}; "
+            f"<{type(self).__name__}: {some(recipe.experts)}{into} by {method}; "
             f"{counted(count, 'tensor')} in {where}{', verified' if ok else ''}>"
         )
 

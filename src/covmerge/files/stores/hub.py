@@ -352,6 +352,7 @@ def _named_errors(source: str, name: str, revision: str | None) -> Generator[Non
     except Exception as error:  # the client's transport, and with it its errors, changes by version
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"{source} could not be read from {hub} ({type(error).__name__}: {reason}): check the "
-            "connection, or set HF_HUB_OFFLINE=1 to use the copy in the cache"
+            f"{source} is no file or folder here, and could not be read from {hub} "
+            f"({type(error).__name__}: {reason}): correct the path, check the connection, or set "
+            "HF_HUB_OFFLINE=1 to use the copy in the cache"
         ) from error

@@ -44,6 +44,7 @@ def extract(
     threads: options.Threads = None,
     workers: options.Workers = "1",
     max_memory: options.MaxMemory = None,
+    verbose: options.Verbose = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
@@ -74,5 +75,6 @@ def extract(
         flags.run_options(
             device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
         ),
+        verbose=verbose,
         as_json=as_json,
     )

@@ -147,6 +147,7 @@ def merge(
             help="Show the plan: tensors, bytes, memory, disk, time. Writes nothing.",
         ),
     ] = False,
+    verbose: options.Verbose = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Merge fine-tuned models of one base into a folder that transformers loads.
@@ -214,4 +215,4 @@ def merge(
         if report:
             merging.check_report(recipe, place)
         merge_stages(recipes, how)
-        merging.merge_to(recipe, place, how, report=report, as_json=as_json)
+        merging.merge_to(recipe, place, how, report=report, verbose=verbose, as_json=as_json)

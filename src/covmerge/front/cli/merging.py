@@ -64,7 +64,13 @@ def check_report(recipe: Recipe, out: Path) -> None:
 
 
 def merge_to(
-    recipe: Recipe, out: Path, options: RunOptions, *, report: bool = False, as_json: bool
+    recipe: Recipe,
+    out: Path,
+    options: RunOptions,
+    *,
+    report: bool = False,
+    verbose: bool = False,
+    as_json: bool,
 ) -> None:
     """Merge, and print what happened.
 
@@ -84,7 +90,7 @@ def merge_to(
     run = _cost(result, options, wall_seconds=time.perf_counter() - start)
     if not as_json:
         show = show_adapter if recipe.output.format == "adapter" else show_result
-        show(stdout(), result, run)
+        show(stdout(), result, run, verbose=verbose)
     page = _write_page(result, out, options) if report else None
     if as_json:
         print_json({**_summary(result, run), **({} if page is None else {"report": str(page)})})

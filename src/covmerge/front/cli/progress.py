@@ -134,7 +134,6 @@ class ScoringProgress(_Display):
     def advance(self) -> None:
         """It is scored, or could not be."""
         self._done += 1
-        self._show(self.line())
 
     def line(self) -> str:
         """Say how many are scored, which one is in hand, and how long the others will take."""

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from covmerge.base.choice import UNNAMED_NOTE
 from covmerge.base.text import counted, some, spread
 from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.files.checkpoints.folder import read_config
@@ -22,14 +23,17 @@ from covmerge.files.stores.store import Store
 from covmerge.front.cli.console import printable
 from covmerge.front.cli.machine import Speed
 from covmerge.front.cli.units import format_flops, format_seconds
+from covmerge.front.scoring import score_command
+from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning import Plan
-from covmerge.plan.recipe import Recipe, format_size
+from covmerge.plan.recipe import Recipe, dump_recipe, format_size
 from covmerge.run.engine import MemoryPlan, Room, lost_before
 from covmerge.run.export.library import architecture, part_class, sentence_class
 from covmerge.run.result import MergeResult
 from covmerge.run.verification import Verification
 
 _LAYERS = 12  # of a table by layer
+_LOSS = 0.01  # of the update's norm to rounding, from which on everybody is told
 NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
@@ -122,40 +126,107 @@ def plan_summary(
     }
 
 
-def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
-    """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
+def show_result(
+    console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
+) -> None:
+    """Print what was taken and why, what to look at and what to do next.
+
+    Args:
+        console: where to.
+        result: of a merge to disk.
+        run: its cost, as in the JSON summary.
+        verbose: print rules by role, what the method noticed, time, memory and checks too.
+    """
     report = cast("Verification", result.verification)
     stats = result.stats
     totals = stats["totals"]
     console.print(f"Merged {_what(result.recipe)}: {printable(str(report.folder))}", soft_wrap=True)
-    rules = table("role", "rule", "tensors", right=("tensors",))
-    for row in totals["by_rule"]:
-        rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
-    console.print(rules)
+    if verbose:
+        rules = table("role", "rule", "tensors", right=("tensors",))
+        for row in totals["by_rule"]:
+            rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
+        console.print(rules)
     if "quantised" in totals:
         show_losses(console, totals["quantised"]["layers"])
-    checks = [check.name for check in report.checks]
     console.print(
         facts(
             [
-                *((WARNING, warning) for warning in result.warnings),
-                *((NOTE, note) for note in result.notes),
-                ("run", _run(run)),
-                (
-                    "peak memory",
-                    f"{format_size(run['peak_memory'])} measured, "
-                    f"{format_size(run['expected_peak_memory'])} expected",
-                ),
-                *result.noticed,
-                *_rounding(result),
+                ("taken", _taken(result)),
                 *_heads(stats["heads"]),
-                ("verified", ", ".join(checks)),
+                *_look_at(result),
+                *(_details(result, run) if verbose else ()),
             ]
         )
     )
+    _show_next(console, result, _next_commands(report.folder))
+
+
+def _taken(result: MergeResult) -> str:
+    """What became of how many tensors, and why this method."""
+    counts: dict[str, int] = {}
+    for row in result.stats["totals"]["by_rule"]:
+        rule = row["rule"].partition(" (")[0]
+        counts[rule] = counts.get(rule, 0) + row["tensors"]
+    method = called(result.recipe.method, result.recipe.parameters)
+    ordered = sorted(counts.items(), key=lambda item: (item[0] != method, -item[1]))
+    named = {"base": "the base's own"}
+    shown = ", ".join(f"{named.get(r, r)} for {counted(c, 'tensor')}" for r, c in ordered)
+    why = _why(result.notes)
+    return f"{shown}{f'. No method is named: {why}' if why else ''}"
+
+
+def _why(notes: Sequence[str]) -> str | None:
+    return next(
+        (note.removeprefix(UNNAMED_NOTE) for note in notes if note.startswith(UNNAMED_NOTE)), None
+    )
+
+
+def _look_at(result: MergeResult) -> list[tuple[str, str]]:
+    """Warnings and notes; that nothing stands out where there are none, with the checks."""
+    told = [(WARNING, warning) for warning in result.warnings]
+    told += [(NOTE, note) for note in result.notes if not note.startswith(UNNAMED_NOTE)]
+    if _is_much_lost(result):
+        told = [*_rounding(result), *told]
+    count = counted(len(cast("Verification", result.verification).checks), "check")
+    return told or [
+        ("look at", f"nothing stands out; the output was read again and passed {count}")
+    ]
+
+
+def _is_much_lost(result: MergeResult) -> bool:
+    """Whether rounding, in storing or in the steps before, is to be told to everybody."""
+    totals = result.stats["totals"]
+    return max(totals["rounding_loss"], totals.get("arithmetic_loss") or 0.0) >= _LOSS
+
+
+def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Time and memory, what the method noticed, what storing loses, and the checks."""
+    return [
+        ("run", _run(run)),
+        (
+            "peak memory",
+            f"{format_size(run['peak_memory'])} measured, "
+            f"{format_size(run['expected_peak_memory'])} expected",
+        ),
+        *result.noticed,
+        *(() if _is_much_lost(result) else _rounding(result)),
+        (
+            "verified",
+            ", ".join(check.name for check in cast("Verification", result.verification).checks),
+        ),
+    ]
+
+
+def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -> None:
+    """Print commands: load the model, check it again, score it beside others."""
     console.print("\nNext:")
-    for line in _next_commands(report.folder):
+    for line in commands:
         console.print(f"  {line}", soft_wrap=True)
+    folder = cast("Verification", result.verification).folder
+    score = score_command(dump_recipe(result.recipe), str(folder))
+    if score is not None:
+        console.print("How good it is, only a score tells. Score it beside other methods:")
+        console.print(f"  {printable(score)}", soft_wrap=True)
 
 
 def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
@@ -177,63 +248,64 @@ def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
-    """Print what a merge of adapters into one did."""
+def show_adapter(
+    console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
+) -> None:
+    """Print what a merge of adapters into one did; arguments as of `show_result`."""
     out = cast("Verification", result.verification).folder
-    stats = result.stats
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
-    places = {
-        name: entry["adapter"] for name, entry in stats["tensors"].items() if "adapter" in entry
-    }
-    merged = {name: place for name, place in places.items() if "rank" in place}
-    whole = len(places) - len(merged)
-    totals, report = stats["totals"], cast("Verification", result.verification)
-    ranks = [place["rank"] for place in merged.values()]
-    worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
-    lost = merged[worst]["discarded_energy"]
     console.print(
         facts(
             [
-                *((WARNING, warning) for warning in result.warnings),
-                *((NOTE, note) for note in result.notes),
-                (
-                    "adapter",
-                    f"{counted(len(merged), 'tensor')}, rank {spread(ranks)}"
-                    + (f"; {counted(whole, 'tensor')} whole" if whole else ""),
-                ),
-                (
-                    "truncation",
-                    f"loses {totals['discarded_energy']:.2%} of the update's energy, at most "
-                    f"{lost:.2%} of a tensor's ({worst})"
-                    if lost > 1e-12
-                    else "none: the updates are exact",
-                ),
-                ("rank", _ranks_by_energy([stats["tensors"][name] for name in merged])),
-                (
-                    "left out",
-                    f"{totals['left_out_energy']:.2%} of the update's energy, in tensors without "
-                    "factors"
-                    if totals["left_out_energy"]
-                    else "nothing",
-                ),
-                *result.noticed,
-                (
-                    "run",
-                    f"{format_seconds(run['seconds'])}; {counted(run['threads'], 'thread')} "
-                    f"on {run['device']}",
-                ),
-                ("peak memory", f"{format_size(run['peak_memory'])} measured"),
-                *_heads(stats["heads"]),
-                *_rounding(result),
-                ("verified", ", ".join(check.name for check in report.checks)),
+                ("taken", _taken(result)),
+                *_factors(result, verbose=verbose),
+                *_heads(result.stats["heads"]),
+                *_look_at(result),
+                *(_details(result, run) if verbose else ()),
             ]
         )
     )
     loads = "PeftModel.from_pretrained(base, {})"
     if result.recipe.output.names != PEFT_FORM:
         loads = "pipe.load_lora_weights({})"
-    load = loads.format(json.dumps(str(out)))
-    console.print(f"\nNext:\n  {printable(load)}", soft_wrap=True)
+    _show_next(console, result, [printable(loads.format(json.dumps(str(out))))])
+
+
+def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
+    """The ranks of an adapter, and what they lose."""
+    tensors, totals = result.stats["tensors"], result.stats["totals"]
+    places = {name: entry["adapter"] for name, entry in tensors.items() if "adapter" in entry}
+    merged = {name: place for name, place in places.items() if "rank" in place}
+    whole = len(places) - len(merged)
+    worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
+    lost = merged[worst]["discarded_energy"]
+    left_out = totals["left_out_energy"]
+    told = [
+        (
+            "adapter",
+            f"{counted(len(merged), 'tensor')}, rank {spread([p['rank'] for p in merged.values()])}"
+            + (f"; {counted(whole, 'tensor')} whole" if whole else ""),
+        )
+    ]
+    if lost > 1e-12:
+        told.append(
+            (
+                "truncation",
+                f"loses {totals['discarded_energy']:.2%} of the update's energy, at most "
+                f"{lost:.2%} of a tensor's ({worst})",
+            )
+        )
+    elif verbose:
+        told.append(("truncation", "none: the updates are exact"))
+    if verbose:
+        told.append(("rank", _ranks_by_energy([tensors[name] for name in merged])))
+    if left_out:
+        told.append(
+            ("left out", f"{left_out:.2%} of the update's energy, in tensors without factors")
+        )
+    elif verbose:
+        told.append(("left out", "nothing"))
+    return told
 
 
 def _ranks_by_energy(layers: Sequence[Mapping[str, Any]]) -> str:
@@ -259,7 +331,7 @@ def _what(recipe: Recipe) -> str:
     into = "" if recipe.base is None else f" into {recipe.base}"
     if recipe.moe is not None:
         into += f" as one mixture ({recipe.moe.architecture}); other tensors by the rules, else"
-    return printable(f"{some(names)}{into} by {recipe.method}")
+    return printable(f"{some(names)}{into} by {called(recipe.method, recipe.parameters)}")
 
 
 def _weights(recipe: Recipe) -> list[tuple[str, str]]:

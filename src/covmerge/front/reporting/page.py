@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from statistics import fmean
 from typing import Any, cast
 
 import yaml
@@ -14,9 +13,10 @@ import yaml
 from covmerge.base.noticed import account_of
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.numbers import keeps_least
 from covmerge.front.reporting.words import number, quoted, share
+from covmerge.front.scoring import score_command
 from covmerge.maths.methods import registry
+from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.planning import Settings
 from covmerge.plan.recipe import format_size
@@ -24,12 +24,10 @@ from covmerge.run.engine import account_of_losses, lost_before
 from covmerge.run.inspection import Severity
 
 RETENTION = (
-    "What is kept of an expert is predicted without data, from the experts' own updates: the share of "
-    "what an expert adds to a layer's outputs that the merged model still adds. At 100% all of it is "
-    "there; at 0% as much is wrong as in the base without the expert; below that more is, and a mean "
-    "over layers counts it as 0%. It is no score on a task: it tells which method serves an expert "
-    "better than it tells which expert suffers more, and of adapters it does not agree with accuracy at "
-    "all (docs/report.md)."
+    "What is kept of an expert is predicted from the updates alone. It is the share of what an expert "
+    "adds to a layer's outputs that the merged model still adds. At 100% all of it is there. At 0% as "
+    "much is wrong as in the base without the expert; below that more is, and a mean over layers counts "
+    "it as 0%. It is no score: it tells little of which expert suffers more (docs/report.md)."
 )
 
 
@@ -51,10 +49,7 @@ class Message:
 
 
 def summary(report: Report) -> str:
-    """One sentence: what was merged into what, how, whether it is sound, and who keeps least.
-
-    The last of full fine-tunes only (`RETENTION`).
-    """
+    """What was merged into what, how, and whether the output is sound: what is known, no prediction."""
     inspection = report.inspection
     count = counted(len(inspection.experts), "expert")
     base = quoted(_short(inspection.base))
@@ -66,42 +61,54 @@ def summary(report: Report) -> str:
         )
     recipe = report.manifest["recipe"]
     what = "adapter" if recipe["output"]["format"] == "adapter" else "model"
-    parts = [f"{count} of {base} became one {what} by {recipe['method']}"]
+    parts = [
+        f"{count} of {base} became one {what} by {called(recipe['method'], recipe['parameters'])}"
+    ]
     if report.verification is not None:
         checks = report.verification.checks
         failed = sum(not check.ok for check in checks)
         all_ = counted(len(checks), "check")
         parts.append(f"{failed} of {all_} failed" if failed else f"it passed all {all_}")
-    kept = inspection.retention()
-    if kept and not inspection.adapters:
-        worst = keeps_least(inspection)
-        text = f"by prediction {share(fmean(kept.values()))} of what an expert adds is kept"
-        if len(kept) > 1:
-            text += f" in the mean, least of {quoted(worst)} ({share(kept[worst])})"
-        parts.append(text)
     return "; ".join(parts) + "."
 
 
+def score_it(report: Report) -> str | None:
+    """The command that scores the merge beside others; None before a merge, or where there is none."""
+    if report.manifest is None:
+        return None
+    return score_command(report.manifest["recipe"], report.title)
+
+
+def is_predicted(report: Report) -> bool:
+    """Whether what is kept of experts is shown: of adapters the prediction says nothing."""
+    return report.manifest is not None and not report.inspection.adapters
+
+
 def messages(report: Report) -> list[Message]:
-    """Failed checks, findings and notes, the worst first; what is said of several experts, once."""
+    """Failed checks, warnings and notes, the worst first; what is said of several experts, once.
+
+    Of the notes those of the merge come first, then those of single experts, then those of the report.
+    """
     checks = () if report.verification is None else report.verification.checks
-    found: dict[tuple[Severity, str], tuple[list[str], list[str]]] = {}
-    for check in checks:
-        if not check.ok:
-            text = f"the output fails its check '{check.name}': {check.detail}. Do not use it"
-            found[Severity.FAULT, text] = ([], [])
-    for finding in report.inspection.findings:
+    totals = {} if report.manifest is None else report.manifest["totals"]
+    losses = () if report.manifest is None else account_of_losses(totals).warnings
+    said: list[tuple[Severity, str]] = [
+        *(
+            (Severity.FAULT, f"the output fails its check '{c.name}': {c.detail}. Do not use it")
+            for c in checks
+            if not c.ok
+        ),
+        *(
+            (Severity.WARNING, w)
+            for w in (*account_of(tuple(report.noticed.values())).warnings, *losses)
+        ),
+        *((Severity.NOTE, n) for n in (report.manifest["notes"] if report.manifest else ())),
+    ]
+    found: dict[tuple[Severity, str], tuple[list[str], list[str]]] = {key: ([], []) for key in said}
+    for finding in sorted(report.inspection.findings, key=lambda finding: finding.expert is None):
         who, tensors = found.setdefault((finding.severity, finding.text), ([], []))
         who += [] if finding.expert is None else [finding.expert]
         tensors += finding.tensors
-    losses = (
-        () if report.manifest is None else account_of_losses(report.manifest["totals"]).warnings
-    )
-    for warning in (*account_of(tuple(report.noticed.values())).warnings, *losses):
-        found.setdefault((Severity.WARNING, warning), ([], []))
-    notes: Sequence[str] = () if report.manifest is None else report.manifest["notes"]
-    for note in notes:
-        found.setdefault((Severity.NOTE, note), ([], []))
     order = list(Severity)
     return [
         Message(str(severity), ", ".join(who), text, some(list(dict.fromkeys(tensors))))
@@ -117,7 +124,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         return
     recipe, totals = report.manifest["recipe"], report.manifest["totals"]
     method = registry.get(recipe["method"])
-    yield "method", f"{method.name}: {method.summary}"
+    yield "method", f"{called(method.name, recipe['parameters'])}: {method.summary}"
     parameters = Settings(method, recipe["parameters"], report.manifest["family"]).shown()
     given = {key: value for key, value in parameters.items() if value is not None}
     if given:

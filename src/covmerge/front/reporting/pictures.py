@@ -10,7 +10,7 @@ from covmerge.front.reporting import figures, tables
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.extra import needed_for_reports
 from covmerge.front.reporting.figures.canvas import NothingToDraw
-from covmerge.front.reporting.numbers import shown_spectra
+from covmerge.front.reporting.numbers import gammas, shown_spectra
 from covmerge.front.reporting.svg import inline_svg
 
 with needed_for_reports():
@@ -49,7 +49,13 @@ class _Kind:
 
 def pictures(report: Report) -> Iterator[Picture]:
     """Draw what there is to draw of the layers."""
-    return _drawn(report, _OF_LAYERS)
+    left_out = {
+        # Of adapters the prediction says nothing; a gate belongs to the methods that have one.
+        "retention": bool(report.inspection.adapters),
+        "gamma": report.manifest is not None
+        and all(gamma.fired is None for gamma in gammas(report)),
+    }
+    return _drawn(report, [kind for kind in _OF_LAYERS if not left_out.get(kind.name)])
 
 
 def cost_pictures(report: Report) -> Iterator[Picture]:

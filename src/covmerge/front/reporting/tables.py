@@ -125,7 +125,7 @@ def experts(report: Report) -> Table:
     heads: Mapping[str, Sequence[str]] = manifest["heads"]
     kept, layers = inspection.retention(), inspection.matrices
     columns: dict[str, Mapping[str, float | None]] = {
-        "kept of what it adds, %": _percents(kept),
+        "kept of what it adds, %": {} if inspection.adapters else _percents(kept),
         "cosine with the merged update": {
             name: mean(layer.merged_cosines.get(name) for layer in layers)
             for name in inspection.compared

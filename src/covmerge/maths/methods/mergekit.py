@@ -23,6 +23,28 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+DELTA = "generalized_task_arithmetic"
+
+
+def called(method: str, parameters: Mapping[str, Any]) -> str:
+    """Return what people call a method: mergekit's name where its settings are those of one.
+
+    Example:
+        >>> called("generalized_task_arithmetic", {"sparsify": "magnitude", "consensus": True})
+        "mergekit's ties"
+        >>> called("ties", {})
+        'ties'
+    """
+    if method != DELTA:
+        return method
+    wanted = _kind(parameters)
+    return next((f"mergekit's {n}" for n, own in SETTINGS.items() if _kind(own) == wanted), method)
+
+
+def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    return settings.get("sparsify", "none"), settings.get("consensus", False)
+
+
 @dataclass(frozen=True)
 class Drawn:
     """What random numbers are drawn for, of one tensor.

@@ -10,12 +10,12 @@ from math import lcm, prod
 
 import torch
 
-from covmerge.base.choice import UNNAMED, choose
+from covmerge.base.choice import UNNAMED, UNNAMED_NOTE, choose
 from covmerge.base.errors import InputError, RecipeError, pattern_meant
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.undeclared import scales_of_codes
 from covmerge.files.tensors import describe_checkpoint, matrix_shapes
@@ -312,7 +312,7 @@ def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
 
 def _chosen(draft: _Draft) -> Iterator[str]:
     if draft.chosen is not None:
-        yield f"no method is named: {draft.recipe.method}, as {draft.chosen}"
+        yield f"{UNNAMED_NOTE}{draft.recipe.method}, as {draft.chosen}"
 
 
 def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
@@ -739,6 +739,28 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
             yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
 
 
+def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[str]:
+    """Name the vocabulary matrices that adapters have factors of, and that the method does not see."""
+    for setting, role in (("embeddings", Role.EMBEDDING), ("output_head", Role.OUTPUT)):
+        names = [
+            tensor.name
+            for tensor in draft.tensors
+            if tensor.role is role
+            and tensor.rule == f"average ({setting}: auto)"
+            and any(
+                isinstance(model := models[expert].checkpoint, AdapterCheckpoint)
+                and alignment.names.get(tensor.name) in model.low_rank
+                for expert, alignment in draft.alignments.items()
+            )
+        ]
+        if names and draft.recipe.method != "average":
+            yield (
+                f"{some(names, quoted=True)}: LoRA changes {'it' if len(names) == 1 else 'them'}, and "
+                f"{draft.recipe.method} does not merge such matrices by default: the updates are averaged. "
+                f"By `tensors: {{{setting}: method}}` it does"
+            )
+
+
 def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
     tensors, dtype = draft.tensors, draft.recipe.dtype
     yield from base.description.notes
@@ -773,6 +795,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
                 "merged; if it is a task head, add a rule with `use: head` to keep one per expert"
             )
+    yield from _averaged_factors(draft, models)
     for name, alignment in draft.alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {

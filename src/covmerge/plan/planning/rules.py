@@ -10,6 +10,7 @@ from covmerge.base.errors import RecipeError
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.tensors import MatrixLayout, TensorInfo
 from covmerge.maths.methods import Method, registry
+from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import StepUse, resolve_steps, with_steps
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.slices import Layers
@@ -179,7 +180,8 @@ class Rules:
         if way.method.takes_any_shape and self.matrices(header, info) is None:
             way = way.without_matrices()
         method = way.whole
-        text = f"{method.name} ({reason})" if reason else method.name
+        name = called(method.name, way.settings.given)
+        text = f"{name} ({reason})" if reason else name
         parameters = self._parameters(way, header.name)
         if method.takes_any_shape:
             return Decision(way.merge(None, parameters), text)

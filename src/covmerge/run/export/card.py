@@ -18,6 +18,7 @@ from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.stores.store import Store, WritableFile, WritableStore
 from covmerge.maths.methods import Method, registry
+from covmerge.maths.methods.mergekit import called
 from covmerge.maths.methods.registry import Reference
 from covmerge.maths.steps import StepUse, resolve_steps
 from covmerge.plan.planning import Plan, Settings
@@ -88,6 +89,11 @@ class _Card:
         return tuple(map(registry.get, dict.fromkeys(names)))
 
     @property
+    def called(self) -> str:
+        """What people call the recipe's method."""
+        return called(self.plan.recipe.method, self.plan.recipe.parameters)
+
+    @property
     def steps(self) -> tuple[StepUse, ...]:
         """The steps around the recipe's method."""
         recipe = self.plan.recipe
@@ -135,14 +141,14 @@ class _Card:
     def _head(self) -> Iterator[str]:
         recipe = self.plan.recipe
         names = [inline(name) for name in recipe.experts]
-        yield f"# Merge of {some(names)} by {inline(recipe.method)}"
+        yield f"# Merge of {some(names)} by {inline(self.called)}"
         yield ""
         merged = f"{len(names)} fine-tuned models" if len(names) > 1 else "One fine-tuned model"
         of_base = "" if recipe.base is None else f" of {inline(self.base.title)}"
         yield (
             f"{merged}{of_base}, made into one "
             f"{'LoRA adapter' if self.adapter else 'model'} by covmerge {__version__} with the method "
-            f"`{recipe.method}`. {self._data()}"
+            f"`{self.called}`. {self._data()}"
         )
 
     def _data(self) -> str:
@@ -194,11 +200,12 @@ class _Card:
             yield f"No method was named: `{recipe.method}`, as {self.plan.chosen}."
             yield ""
         for method in self.methods:
-            yield from (f"`{method.name}`: {method.summary}", "")
+            name = self.called if method.name == recipe.method else method.name
+            yield from (f"`{name}`: {method.summary}", "")
             yield from ([fenced(method.equation, "text"), ""] if method.equation else [])
         parameters = Settings(self.methods[0], recipe.parameters, self.plan.family).shown()
         if parameters:
-            yield from (f"Parameters of `{recipe.method}`: {_listed(parameters)}.", "")
+            yield from (f"Parameters of `{self.called}`: {_listed(parameters)}.", "")
         for use in self.steps:
             step = use.step
             yield from (f"`{step.name}`, {step.when} the method: {step.summary}", "")

@@ -34,7 +34,6 @@ def findings_of(
     for expert in experts:
         yield from _thin(matrices, expert)
         yield from _read(layers, expert)
-    yield from _gates(layers)
     yield from _pairs(layers, experts)
     yield from _rounding(layers, experts, half)
     yield from _rounded(layers)
@@ -86,19 +85,6 @@ def _read(layers: Sequence[LayerView], expert: str) -> Iterator[Finding]:
         else:
             continue
         yield Finding(Severity.NOTE, text, expert, (layer.tensor,))
-
-
-def _gates(layers: Sequence[LayerView]) -> Iterator[Finding]:
-    matrices = [layer for layer in layers if layer.is_matrix and any(layer.norms.values())]
-    if len(layers[0].experts) < 2:
-        return
-    fired = [layer for layer in matrices if layer.gate("paper").fired]
-    free = [layer for layer in matrices if layer.gate("scale_free").fired]
-    yield Finding(
-        Severity.NOTE,
-        f"ACE's gate fires in {len(fired)} of {len(matrices)} matrices by the paper's γ, in "
-        f"{len(free)} by the scale-free one",
-    )
 
 
 def _pairs(layers: Sequence[LayerView], experts: Sequence[str]) -> Iterator[Finding]:

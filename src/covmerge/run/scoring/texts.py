@@ -84,7 +84,7 @@ def _classified(model: Path, texts: Sequence[str], labels: Sequence[str]) -> lis
     pipeline: Any = import_module("transformers").pipeline
     classify = pipeline("text-classification", model=loaded, tokenizer=tokenizer)
     guesses: Any = classify(list(texts), truncation=True, batch_size=_BATCH)
-    numbers = {str(name): str(number) for name, number in loaded.config.label2id.items()}
+    numbers = {str(name): str(number) for number, name in loaded.config.id2label.items()}
     unknown = sorted({*labels} - {*numbers, *numbers.values()})
     if unknown:
         raise CheckFailed(

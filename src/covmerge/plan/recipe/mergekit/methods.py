@@ -9,11 +9,9 @@ from typing import Any, Literal
 from covmerge.base.errors import did_you_mean
 from covmerge.base.text import shown
 from covmerge.maths.methods import registry
-from covmerge.maths.methods.mergekit import SETTINGS
+from covmerge.maths.methods.mergekit import DELTA, SETTINGS
 from covmerge.plan.recipe.mergekit.reading import Part
 from covmerge.plan.recipe.mergekit.values import as_number, as_switch, as_whole
-
-DELTA = "generalized_task_arithmetic"
 
 
 @dataclass(frozen=True)
