@@ -15,9 +15,9 @@ from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge.plan.statistics import StatisticsFile
 from covmerge_lab import collecting
-from covmerge_lab.bench import Bench
+from covmerge_lab.bench import BASE, EXPERTS, Bench
 from covmerge_lab.llm import LlmSuite, tasks
-from covmerge_lab.merging import catalogue, statistics_of
+from covmerge_lab.merging import TUNED, catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
 from covmerge_lab.run import run_study
@@ -120,6 +120,31 @@ def test_regmean_on_own_inputs_is_a_row_of_a_section_of_its_own(bench):
     assert list(Section).index(Section.OWN_INPUTS) < list(Section).index(Section.WITH_DATA)
     own = next(s for s in found.models if s.model.title == "regmean, own inputs")
     assert set(own.scores) == set(bench.suite.tasks)
+
+
+def test_a_run_that_was_interrupted_goes_on_with_what_is_left(bench, monkeypatch):
+    variant, tasks, methods = Variant("full", 0), tuple(bench.suite.tasks), ["average", "regmean"]
+    scored = []
+
+    def score(experts, models, **options):
+        if len(scored) == 1:
+            raise KeyboardInterrupt
+        scored.append([model.title for model in models])
+        return Bench.score(bench, experts, models, **options)
+
+    monkeypatch.setattr(bench, "score", score)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(variant, tasks, methods)
+    ends = [EXPERTS, BASE, TUNED]
+    assert sorted(scored[0]) == sorted([*ends, "average"])
+    scored.append([])
+    found = bench.run(variant, tasks, methods)
+    assert scored[2:] == [["regmean"], ["regmean, own inputs"]]
+    titles = [each.model.title for each in found.models]
+    assert titles == [*ends, "average", "regmean", "regmean, own inputs"]
+    # Other methods of the same experts are added to what is kept.
+    bench.run(variant, tasks, ["average", "ties"])
+    assert scored[4:] == [["ties"]]
 
 
 def test_what_is_collected(bench):

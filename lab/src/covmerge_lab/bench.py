@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +25,13 @@ from covmerge import __version__
 from covmerge.base import code
 from covmerge.files.stores.disk import replace_file
 from covmerge_lab import collecting, merging
-from covmerge_lab.merging import Experts
+from covmerge_lab.merging import TUNED, Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.suite import Scores, Suite, Variant
 from covmerge_lab.workers import Job, OnProgress, Result, Workers
 
 BASE, EXPERTS = "base, experts' heads", "experts, each on its task"
+_ALWAYS = (EXPERTS, BASE, TUNED)  # in every table
 
 
 @dataclass(frozen=True)
@@ -157,19 +159,38 @@ class Bench:
     def run(
         self, variant: Variant, tasks: Sequence[str], methods: Sequence[str] | None = None
     ) -> Outcome:
-        """Do all of it for the experts of some tasks.
+        """Do all of it for the experts of some tasks, less what the same code did before.
+
+        Scores are kept after each part, so that an interrupted run loses one part at most.
 
         Args:
             variant: how the experts are trained.
             tasks: which.
             methods: merge by these only; None for all.
         """
-        self.train(variant, tasks)
         merges = merging.catalogue(variant.kind, methods)
+        of_tasks = hashlib.sha256(repr(tuple(tasks)).encode()).hexdigest()[:12]
+        path = self.suite.folder / "outcomes" / f"{variant}-{of_tasks}.json"
+        key = sources()
+        before = load_outcome(path, key, variant)
+        kept = {scored.model.title: scored for scored in before.models} if before else {}
+        for part in _left(merges, kept):
+            self.train(variant, tasks)
+            for scored in self._part(variant, tasks, part, kept):
+                kept[scored.model.title] = scored
+            save_outcome(Outcome(variant, tuple(tasks), tuple(kept.values())), path, key)
+        titles = [*_ALWAYS, *(merge.title for merge in merges)]
+        return Outcome(variant, tuple(tasks), tuple(kept[title] for title in titles))
+
+    def _part(
+        self, variant: Variant, tasks: Sequence[str], merges: Sequence[Merge], kept: Container[str]
+    ) -> list[Scored]:
+        """Make and score some merges, and what every table has unless it is kept."""
         kinds = sorted({kind for merge in merges if (kind := merging.statistics_of(merge))})
         with self.experts(variant, tasks, kinds) as experts:
-            models = [*bounds(experts), *self.merge(experts, merges, tuned=True)]
-            return Outcome(variant, tuple(tasks), tuple(self.score(experts, models)))
+            ends = () if EXPERTS in kept else bounds(experts)
+            models = [*ends, *self.merge(experts, merges, tuned=TUNED not in kept)]
+            return self.score(experts, models)
 
     def kept(self, name: str, variant: Variant, make: Callable[[], Outcome]) -> Outcome:
         """Return what came of something, made now unless the same code made it before.
@@ -194,6 +215,12 @@ class Bench:
         yield
         seconds = self.seconds.get(title, 0.0) + time.perf_counter() - started
         self.seconds[title] = round(seconds, 1)
+
+
+def _left(merges: Sequence[Merge], kept: Container[str]) -> list[list[Merge]]:
+    """Return the parts of a run that are left, where some titles are kept."""
+    parts = merging.parts([merge for merge in merges if merge.title not in kept])
+    return parts or ([] if all(title in kept for title in _ALWAYS) else [[]])
 
 
 def _work_folder(parent: Path) -> Path:

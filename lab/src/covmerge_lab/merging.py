@@ -27,6 +27,9 @@ _files: Any = safetensors.torch
 
 SCALES = tuple(tenths / 10 for tenths in range(1, 11))  # that Task Arithmetic is tuned over
 TUNED = "task_arithmetic, tuned"
+# Merges in one reading: few, so that every worker has some. Merges that are on disk at once, until they
+# are scored: what an interrupted run repeats.
+_IN_ONE_READING, _ON_DISK = 4, 8
 
 # Beside the defaults: ACE as its code was released. WUDI's published optimiser is left out: it takes a
 # hundred times as long as the closed form of its loss.
@@ -104,15 +107,21 @@ def statistics_of(merge: Merge) -> str | None:
 
 def passes(merges: Sequence[Merge]) -> list[list[Merge]]:
     """Split merges so that each part can be run in one reading of the experts."""
-    found: list[list[Merge]] = []
+    return _split(merges, _IN_ONE_READING)
+
+
+def parts(merges: Sequence[Merge]) -> list[list[Merge]]:
+    """Split merges so that each part needs one kind of statistics, and little room on disk."""
+    return _split(merges, _ON_DISK)
+
+
+def _split(merges: Sequence[Merge], most: int) -> list[list[Merge]]:
+    of_kind: dict[str | None, list[Merge]] = {}
     for merge in merges:
-        for part in found:
-            if statistics_of(part[0]) == statistics_of(merge):
-                part.append(merge)
-                break
-        else:
-            found.append([merge])
-    return found
+        of_kind.setdefault(statistics_of(merge), []).append(merge)
+    return [
+        of[start : start + most] for of in of_kind.values() for start in range(0, len(of), most)
+    ]
 
 
 def merge_together(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import sys
@@ -16,7 +15,7 @@ from rich.markup import escape
 from covmerge.errors import InputError, did_you_mean
 from covmerge.methods import registry
 from covmerge_lab import bench, figures, report
-from covmerge_lab.bench import Bench, Outcome
+from covmerge_lab.bench import Bench
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.llm import Gpt2Suite, LlmSuite
 from covmerge_lab.studies import STUDIES, save
@@ -94,7 +93,7 @@ def run_bench(
         bench.prepare()
         for kind in chosen:
             for tasks in suite.subsets:
-                outcomes = [_outcome(bench, Variant(kind, seed), tasks, methods) for seed in seeds]
+                outcomes = [bench.run(Variant(kind, seed), tasks, methods) for seed in seeds]
                 groups.append(summarise(outcomes))
                 console.print(report.table(groups[-1]))
     console.print(report.LEGEND, style="dim", highlight=False)
@@ -204,13 +203,6 @@ def _check(out: Path, cache: Path, methods: Sequence[str] | None) -> None:
         raise InputError(f"{out} holds something else than results of a suite: give another --out")
     if not os.access(out, os.W_OK):
         raise InputError(f"{out} cannot be written to: give another --out")
-
-
-def _outcome(
-    of: Bench, variant: Variant, tasks: Sequence[str], methods: Sequence[str] | None
-) -> Outcome:
-    asked = hashlib.sha256(repr((tuple(tasks), methods)).encode()).hexdigest()[:12]
-    return of.kept(f"{variant}-{asked}", variant, lambda: of.run(variant, tasks, methods))
 
 
 def _command(
