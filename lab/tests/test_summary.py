@@ -3,6 +3,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
+import covmerge
 from covmerge_lab import figures, report
 from covmerge_lab.bench import BASE, EXPERTS, Outcome, Scored, load_outcome, save_outcome
 from covmerge_lab.merging import TUNED, catalogue, passes, statistics_of
@@ -93,7 +94,8 @@ def test_results_are_written_with_every_number(tmp_path, group):
         tmp_path,
     )
     text = (tmp_path / "README.md").read_text()
-    assert "Made by `covmerge bench text`. Accuracy is of answers.\n" in text
+    made = f"Made by `covmerge bench text` with covmerge {covmerge.__version__}."
+    assert f"{made} Accuracy is of answers.\n" in text
     assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "](accuracy.png)" in text
     assert "| less | auto |\n" in text and "\n| average | +25.0 [" in text
     assert (tmp_path / "results.json").read_text().count('"title"') == 6

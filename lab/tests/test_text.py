@@ -104,7 +104,7 @@ def test_bench_from_the_command_line(suite, tmp_path):
     assert [group["kind"] for group in results["groups"]] == ["full", "lora"]
     for group in results["groups"]:
         titles = {row["title"] for row in group["rows"]}
-        wanted = {"ace", "ace eps=0.01", "average", "regmean", "emr", "task_arithmetic, tuned"}
+        wanted = {"ace", "ace eps=0.01", "average", "regmean", "emr"}
         assert wanted < titles
     assert results["command"] == (
         "covmerge bench text --seeds 1 --methods ace,average,regmean,emr --quick"

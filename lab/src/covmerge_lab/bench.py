@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from covmerge_lab.suite import Scores, Suite, Variant
 from covmerge_lab.workers import Job, OnProgress, Result, Workers
 
 BASE, EXPERTS = "base, experts' heads", "experts, each on its task"
-_ALWAYS = (EXPERTS, BASE, TUNED)  # in every table
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ class Bench:
     ) -> Outcome:
         """Do all of it for the experts of some tasks, less what the same code did before.
 
-        Scores are kept after each part, so that an interrupted run loses one part at most.
+        Scores are kept after each part, so that an interrupted run loses one part at most. Task
+        Arithmetic is tuned where it is among the methods.
 
         Args:
             variant: how the experts are trained.
@@ -174,22 +174,29 @@ class Bench:
         key = sources()
         before = load_outcome(path, key, variant)
         kept = {scored.model.title: scored for scored in before.models} if before else {}
-        for part in _left(merges, kept):
+        always = [EXPERTS, BASE]
+        if methods is None or "task_arithmetic" in methods:
+            always.append(TUNED)
+        parts = merging.parts([merge for merge in merges if merge.title not in kept])
+        if not parts and any(title not in kept for title in always):
+            parts = [[]]
+        for part in parts:
             self.train(variant, tasks)
-            for scored in self._part(variant, tasks, part, kept):
+            missing = [title for title in always if title not in kept]
+            for scored in self._part(variant, tasks, part, missing):
                 kept[scored.model.title] = scored
             save_outcome(Outcome(variant, tuple(tasks), tuple(kept.values())), path, key)
-        titles = [*_ALWAYS, *(merge.title for merge in merges)]
+        titles = [*always, *(merge.title for merge in merges)]
         return Outcome(variant, tuple(tasks), tuple(kept[title] for title in titles))
 
     def _part(
-        self, variant: Variant, tasks: Sequence[str], merges: Sequence[Merge], kept: Container[str]
+        self, variant: Variant, tasks: Sequence[str], merges: Sequence[Merge], also: Sequence[str]
     ) -> list[Scored]:
-        """Make and score some merges, and what every table has unless it is kept."""
+        """Make and score some merges, and those of the bounds and of `TUNED` that are asked for."""
         kinds = sorted({kind for merge in merges if (kind := merging.statistics_of(merge))})
         with self.experts(variant, tasks, kinds) as experts:
-            ends = () if EXPERTS in kept else bounds(experts)
-            models = [*ends, *self.merge(experts, merges, tuned=TUNED not in kept)]
+            ends = [model for model in bounds(experts) if model.title in also]
+            models = [*ends, *self.merge(experts, merges, tuned=TUNED in also)]
             return self.score(experts, models)
 
     def kept(self, name: str, variant: Variant, make: Callable[[], Outcome]) -> Outcome:
@@ -215,12 +222,6 @@ class Bench:
         yield
         seconds = self.seconds.get(title, 0.0) + time.perf_counter() - started
         self.seconds[title] = round(seconds, 1)
-
-
-def _left(merges: Sequence[Merge], kept: Container[str]) -> list[list[Merge]]:
-    """Return the parts of a run that are left, where some titles are kept."""
-    parts = merging.parts([merge for merge in merges if merge.title not in kept])
-    return parts or ([] if all(title in kept for title in _ALWAYS) else [[]])
 
 
 def _work_folder(parent: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from covmerge import __version__
 from covmerge.run.scoring import Interval
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.merging import SCALES
@@ -43,8 +44,8 @@ def save(results: Mapping[str, Any], groups: Sequence[Group], shown: str, out: P
     )
     legend = "\n".join(f"- {line}" for line in LEGEND.splitlines())
     (out / "README.md").write_text(
-        f"# Suite `{results['suite']}`\n\nMade by `{results['command']}`. Accuracy is "
-        f"{results['accuracy']}.\n\n{tables}\n\n{legend}\n\n"
+        f"# Suite `{results['suite']}`\n\nMade by `{results['command']}` with covmerge "
+        f"{__version__}. Accuracy is {results['accuracy']}.\n\n{tables}\n\n{legend}\n\n"
         f"{shown}\n",
         encoding="utf-8",
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from covmerge import __version__
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab import figures
 from covmerge_lab.bench import Bench, machine
@@ -103,6 +104,7 @@ def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -
     )
     (out / "README.md").write_text(
         f"# Study `{study.name}` on the suite `{bench.suite.name}`\n\n{study.about}\n\n"
-        f"Made by `{command}`. Accuracy is {bench.suite.accuracy}.\n\n{found.text}\n\n{shown}\n",
+        f"Made by `{command}` with covmerge {__version__}. Accuracy is {bench.suite.accuracy}.\n\n"
+        f"{found.text}\n\n{shown}\n",
         encoding="utf-8",
     )
