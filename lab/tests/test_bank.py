@@ -16,6 +16,8 @@ from covmerge_lab.bank import (
     bases,
     candidates,
     cards,
+    choosing,
+    criteria,
     data,
     experts,
     informed,
@@ -23,6 +25,7 @@ from covmerge_lab.bank import (
     run,
     scoring,
     table,
+    worst,
 )
 from covmerge_lab.bank.data import Part, Task
 from tests.cli.runs import covmerge, words
@@ -85,7 +88,7 @@ def test_each_half_is_judged_by_what_is_best_on_the_other() -> None:
         "second": dict.fromkeys("abc", (0.6, 0.7)),  # the best on the odd ones
         "third": dict.fromkeys("abc", (0.4, 0.4)),
     }
-    shown = run.show([scored], halves=True)
+    shown = run.show([scored], None, "halves")
     for method, regret in (
         ("first", (-30 + 0) / 2),
         ("second", (0 - 20) / 2),
@@ -158,6 +161,73 @@ def test_the_mean_of_merges_is_of_their_updates() -> None:
     assert float((mean - base).norm()) == pytest.approx(2)  # of updates of lengths 1 and 3
 
 
+def test_other_tensors_are_matrices_of_their_inputs() -> None:
+    """A norm's input is 1, a convolution's is a window, an embedding's is one of its tokens."""
+    shapes = {"norm.weight": (5,), "conv.weight": (4, 3, 2, 2), "embed.weight": (9, 5)}
+    found = {n: candidates.as_matrix(n, torch.zeros(shape)).shape for n, shape in shapes.items()}
+    assert found == {"norm.weight": (5, 1), "conv.weight": (4, 12), "embed.weight": (5, 9)}
+    assert candidates.as_matrix("lm_head.weight", torch.zeros(9, 5)).shape == (9, 5)
+
+
+def test_criteria_of_a_merge_that_is_an_expert() -> None:
+    """Of the first expert it has all; the second shares half of its first row."""
+    first, second, base = torch.zeros(3, 2, 3, dtype=torch.float64)
+    first[0, 0], second[0, :2], base[:] = 2.0, torch.tensor([1.0, 1.0]), torch.eye(2, 3)
+    found = criteria.measure([first, second], [first, 0 * first], base)
+    for name in criteria.OF_EXPERTS:
+        assert found[name][0].tolist() == pytest.approx([1.0, 0.0]), name
+    assert found["cosine"][1][0] == pytest.approx(0.5**0.5)
+    assert found["nearness"][1][0] == pytest.approx(1 - 2 / 2)  # (2, 0) beside (1, 1)
+    assert found["along"][1][0] == pytest.approx(1.0)  # ⟨M, Δ⟩ = ‖Δ‖² = 2
+    assert found["retention"][1][0] == pytest.approx(1 - 0 / 4)  # MΔᵀ = ΔΔᵀ = 2
+    assert found["short"] == pytest.approx([-2 / (2 + 2**0.5), 0.0])
+    assert found["flat"] == pytest.approx([0.5, 0.0])
+    seen = criteria.features([first, second], base)
+    assert seen["alike"] == pytest.approx(0.5**0.5) and seen["columns"] == pytest.approx(1.0)
+    assert seen["rows"] == pytest.approx(0.5) and seen["rank"] == pytest.approx(0.5)
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert choosing.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert choosing.rank_correlation([1, 2, 3], [3, 1, 2]) == pytest.approx(-0.5)
+    assert choosing.rank_correlation([1, 1, 2], [1, 2, 2]) == pytest.approx(0.5)  # ties: ½ of √1.5²
+    assert choosing.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+
+
+def _with_criteria(base: str, better: float, worse: float) -> dict[str, Any]:
+    """Return a set where a criterion is larger for the better method, and features tell nothing."""
+    scored = _set(base, one=(better,) * 3, two=(worse,) * 3, auto=(0.5,) * 3)
+    values = {"one": better, "two": worse, "auto": 0.0}
+    scored["criteria"] = {m: dict.fromkeys(criteria.CRITERIA, v) for m, v in values.items()}
+    scored["features"] = dict.fromkeys(criteria.FEATURES, 0.1)
+    scored["lengths"] = {"a": 1.0, "b": 1.0, "c": 3.0}
+    scored["card"] |= {
+        "form": "full",
+        "experts": [
+            {"name": n, "task": t, "kind": "full", "shuffled": False}
+            for n, t in zip("abc", "xyx", strict=True)
+        ],
+    }
+    return scored
+
+
+def test_ways_of_choosing_are_fitted_on_other_bases() -> None:
+    """Where the methods change places, what is best elsewhere is worst here, and a criterion is right."""
+    sets = [_with_criteria("x", 0.7, 0.4), _with_criteria("y", 0.4, 0.7)]
+    lines = choosing.markdown(sets).splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines}
+    assert rows["retention"][0] == "1.00" and rows["retention"][5] == "0.0"
+    for way in ("other bases", "selector", "neighbours"):
+        assert rows[way][0] == "-1.00" and rows[way][5] == "30.0"
+    assert rows["`auto`"][-1] == "20.0 |"
+
+
+def test_the_worst_expert_by_kind_of_set() -> None:
+    shown = worst.markdown([_with_criteria("x", 0.8, 0.4)])
+    assert "one long expert (1) | two of one task (1) | one useless expert (0)" in shown
+    assert "| two | 50, 50 behind, 0 near |" in shown and "| one | 100, 0 behind, 1 near |" in shown
+
+
 @pytest.mark.parametrize("title", rules.RULES)
 def test_a_rule_gives_one_expert_and_copies_back(title: str) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -211,7 +281,7 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     experts.train(card, tmp_path)
     assert kept.stat().st_mtime_ns == written
 
-    wanted = ("average", "aswudi", rules.TWO_SIDED)
+    wanted = ("average", "aswudi", "auto", rules.TWO_SIDED)
     found = scoring.score(card, tmp_path, wanted)
     assert set(found["methods"]) == set(wanted)
     assert "bank_candidate" not in registry.names()
@@ -222,10 +292,12 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
         assert sum(stored["halves"]["aswudi"][name]) / 2 == pytest.approx(
             found["methods"]["aswudi"][name]
         )
-    mean = candidates.mean_of(card, tmp_path, ("average", "aswudi"))
-    assert set(mean) == set(tasks)
+    candidates.score(card, tmp_path, [candidates.Mean(("auto", "aswudi"))])
+    criteria.score(card, tmp_path)
     stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())
-    assert stored["methods"]["average + aswudi"] == mean
+    assert set(stored["methods"]["auto + aswudi"]) == set(tasks)
+    assert set(stored["criteria"]) == {"average", "aswudi", "auto"}
+    assert stored["criteria"]["aswudi"]["retention"] > stored["criteria"]["average"]["retention"]
     assert stored["card"]["form"] == "mixed"
 
     monkeypatch.setattr(cards, "cards", lambda: (card,))

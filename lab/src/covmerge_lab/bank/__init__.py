@@ -3,4 +3,4 @@
 from typing import Literal
 
 # What `covmerge bank score` scores: see `run.score`.
-What = Literal["methods", "candidates", "constants", "inputs", "halves"]
+What = Literal["methods", "candidates", "constants", "inputs", "halves", "criteria"]

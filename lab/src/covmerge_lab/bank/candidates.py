@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from covmerge import LinearGroup
+from covmerge.methods import registry
 from covmerge_lab.bank import bases, pretraining, rules, scoring
 from covmerge_lab.bank.cards import Card
 
@@ -22,57 +23,191 @@ from covmerge_lab.bank.cards import Card
 _files: Any = safetensors.torch
 _linalg: Any = torch.linalg
 WEIGHTS = "model.safetensors"
+Others = Literal["averaged", "other tensors too", "others summed", "others by lengths"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean of merges that are kept.
+
+    Attributes:
+        methods: whose merges are averaged.
+        equal_length: scale each tensor's mean update to the mean length of the updates.
+        length: what the mean of matrices is multiplied by.
+        others: what becomes of tensors that no matrix method merges.
+    """
+
+    methods: tuple[str, ...]
+    equal_length: bool = False
+    length: float = 1.0
+    others: Others = "averaged"
+
+    @property
+    def title(self) -> str:
+        """What its row is called."""
+        said = " + ".join(self.methods) + (", equal length" if self.equal_length else "")
+        said += f", length {self.length}" if self.length != 1.0 else ""
+        return said if self.others == "averaged" else f"{said}, {self.others}"
+
+
 _PAIRED = ("average", "cart", "actmat", "aswudi", "tsv_m", "iso_c", "iso_cts", "dc_merge")
-MEANS: tuple[tuple[tuple[str, ...], bool], ...] = (
-    (("aswudi", "iso_cts"), False),
-    (("aswudi", "iso_cts"), True),
-    (("tsv_m", "iso_cts"), False),
-    (("ace", "tsv_m"), False),
-    (("aswudi", "tsv_m"), False),
-    (("tsv_m", "dc_merge", "iso_cts", "aswudi"), False),
-    (("actmat", "iso_c"), False),
-    *((pair, False) for pair in combinations(_PAIRED, 2)),
-    ((rules.BY_LENGTHS, "cart"), False),
-    ((rules.TWO_SIDED, "cart"), False),
-    ((rules.TWO_SIDED, "tsv_m"), False),
-    ((rules.TWO_SIDED, "tsv_m", "cart"), False),
+MEANS: tuple[Mean, ...] = (
+    Mean(("aswudi", "iso_cts")),
+    Mean(("aswudi", "iso_cts"), equal_length=True),
+    Mean(("tsv_m", "iso_cts")),
+    Mean(("ace", "tsv_m")),
+    Mean(("aswudi", "tsv_m")),
+    Mean(("tsv_m", "dc_merge", "iso_cts", "aswudi")),
+    Mean(("actmat", "iso_c")),
+    *(Mean(pair) for pair in combinations(_PAIRED, 2)),
+    Mean((rules.BY_LENGTHS, "cart")),
+    Mean((rules.TWO_SIDED, "cart")),
+    Mean((rules.TWO_SIDED, "tsv_m")),
+    Mean((rules.TWO_SIDED, "tsv_m", "cart")),
     *(
-        (("aswudi", *rest), False)
+        Mean(("aswudi", *rest))
         for rest in product(("iso_c", "tsv_m", "iso_cts"), ("average", "cart"))
     ),
 )
+# Those of the eighth round.
+LATEST: tuple[Mean, ...] = (
+    Mean(("auto", "tsv_m")),
+    Mean(("auto", "iso_c")),
+    Mean(("auto", "auto", "tsv_m")),
+    Mean(("auto",), length=0.8),
+    Mean(("auto",), others="other tensors too"),
+    Mean(("auto",), others="others by lengths"),
+    Mean(("auto",), others="others summed"),
+    Mean(("auto",), length=1.2),
+    Mean(("auto", "task_arithmetic")),
+    Mean(("auto", "tsv_m", "iso_c")),
+    Mean(("auto", "tsv_m", "dc_merge")),
+)
+_MATRICES = ("auto", "average")  # they differ in what a matrix method merges
 
 
-def mean_of(
-    card: Card, cache: Path, methods: Sequence[str], *, equal_length: bool = False
-) -> dict[str, float]:
-    """Score the mean of merges of a set that are kept; what was scored before is kept.
-
-    Args:
-        card: the set.
-        cache: folder of the bank.
-        methods: whose merges are averaged.
-        equal_length: scale each tensor's mean update to the mean length of the updates.
-    """
-    title = " + ".join(methods) + (", equal length" if equal_length else "")
+def score(card: Card, cache: Path, means: Sequence[Mean]) -> None:
+    """Score means of merges of a set that are kept; what was scored before is kept."""
     path = cache / "bank" / "scores" / f"{card.name}.json"
     found = json.loads(path.read_text())
-    if title not in found["methods"]:
-        this = scoring.judge(card, cache)
-        folders = [scoring.merged_folder(card, cache, method) for method in methods]
-        base = _files.load_file(pretraining.folder_of(this.base, cache) / WEIGHTS)
-        parts = [_files.load_file(folder / WEIGHTS) for folder in folders]
-        tensors = {
-            name: mean_tensor(base[name], [part[name] for part in parts], equal_length=equal_length)
-            for name in parts[0]
+    wanted = [mean for mean in means if mean.title not in found["methods"]]
+    if not wanted:
+        return
+    this = scoring.judge(card, cache)
+    kept = _Kept.of(this, wanted)
+    net = bases.load(this.base, scoring.merged_folder(card, cache, wanted[0].methods[0])).float()
+    if not set(kept.base) <= set(net.state_dict()):
+        raise RuntimeError(f"{card.base}: stored names differ from the network's")  # never so far
+    scores: dict[str, scoring.Scores] = {}
+    halves: dict[str, scoring.Halves] = {}
+    for mean in wanted:
+        net.load_state_dict(kept.mean(mean), strict=False)
+        scores[mean.title], halves[mean.title] = this.both(net)
+    found = json.loads(path.read_text())
+    found["methods"] |= scores
+    found["halves"] = {**found.get("halves", {}), **halves}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The tensors of a set's base and merges.
+
+    Attributes:
+        base: W₀ by name.
+        merges: by method.
+        updates: each expert's update of every tensor that `auto` averages, float64.
+    """
+
+    base: Mapping[str, Tensor]
+    merges: Mapping[str, Mapping[str, Tensor]]
+    updates: Mapping[str, Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, judge: scoring.Judge, means: Sequence[Mean]) -> _Kept:
+        base = _files.load_file(pretraining.folder_of(judge.base, judge.cache) / WEIGHTS)
+        names = dict.fromkeys([*_MATRICES, *(name for mean in means for name in mean.methods)])
+        folders = {name: scoring.merged_folder(judge.card, judge.cache, name) for name in names}
+        merges = {name: _files.load_file(folder / WEIGHTS) for name, folder in folders.items()}
+        one, other = (merges[name] for name in _MATRICES)
+        # Running statistics of a batch norm are measured, and no weights.
+        same = [
+            name
+            for name, tensor in base.items()
+            if tensor.is_floating_point() and "running_" not in name
+            if torch.equal(one[name], other[name]) and not torch.equal(one[name], tensor)
+        ]
+        return cls(base, merges, _updates(judge, base, same))
+
+    def mean(self, mean: Mean) -> dict[str, Tensor]:
+        """Return the tensors of a mean."""
+        parts = [self.merges[method] for method in mean.methods]
+        found = {
+            name: mean_tensor(base, [p[name] for p in parts], equal_length=mean.equal_length)
+            for name, base in self.base.items()
         }
-        with tempfile.TemporaryDirectory() as work:
-            folder = Path(work) / "mean"
-            shutil.copytree(folders[0], folder, ignore=shutil.ignore_patterns("*.safetensors"))
-            _files.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-            found["methods"][title] = this.scores(bases.load(this.base, folder).float())
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    return found["methods"][title]
+        if mean.length != 1.0:
+            one, other = (self.merges[name] for name in _MATRICES)
+            for name, base in self.base.items():
+                if not torch.equal(one[name], other[name]):
+                    found[name] = torch.lerp(base, found[name], mean.length)
+        if mean.others != "averaged":
+            for name, updates in self.updates.items():
+                merged = _OTHERS[mean.others](name, updates)
+                found[name] = (self.base[name].double() + merged).to(self.base[name].dtype)
+        return found
+
+
+# --- Tensors that no matrix method merges.
+def _updates(
+    judge: scoring.Judge, base: Mapping[str, Tensor], names: Sequence[str]
+) -> dict[str, list[Tensor]]:
+    """Return each expert's update of some tensors, in float64; an adapter has none of them."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for folder in scoring.models(judge.card, judge.cache).values():
+        path = folder / WEIGHTS
+        weights = _files.load_file(path) if path.exists() else base
+        for name in names:
+            found[name].append(weights[name].double() - base[name].double())
+    return found
+
+
+def as_matrix(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as the matrix that multiplies its inputs: 1, windows of pixels, or one-hot tokens."""
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
+    if tensor.ndim == 2 and "head" not in name and "embed_out" not in name:
+        return tensor.T
+    return tensor.flatten(1)
+
+
+def _as_auto(name: str, updates: Sequence[Tensor]) -> Tensor:
+    matrices = tuple(as_matrix(name, update).contiguous() for update in updates)
+    merged = registry.get("auto")(LinearGroup(matrices, (1.0,) * len(matrices))).delta
+    shape = updates[0].shape
+    return merged.T if merged.shape == shape[::-1] and len(shape) == 2 else merged.reshape(shape)
+
+
+def _summed(name: str, updates: Sequence[Tensor]) -> Tensor:
+    """Return κΣδ_t, with κ of `auto`: the sum of unlike updates, and one of copies."""
+    flat = torch.stack([update.flatten() for update in updates if update.any()])
+    sizes = flat.norm(dim=1)
+    alike = (flat @ flat.T).square() / torch.outer(sizes, sizes)
+    shorter = sizes.square().sum() / alike.sum()
+    return (shorter * flat.sum(dim=0)).reshape(updates[0].shape)
+
+
+def _by_lengths(name: str, updates: Sequence[Tensor]) -> Tensor:
+    """Return Σ‖δ_t‖δ_t / Σ‖δ_t‖."""
+    sizes = torch.stack([update.norm() for update in updates])
+    return torch.tensordot(sizes / sizes.sum(), torch.stack(list(updates)), dims=1)
+
+
+_OTHERS: Mapping[Others, Callable[[str, Sequence[Tensor]], Tensor]] = {
+    "other tensors too": _as_auto,
+    "others summed": _summed,
+    "others by lengths": _by_lengths,
+}
 
 
 def mean_tensor(base: Tensor, merged: Sequence[Tensor], *, equal_length: bool) -> Tensor:

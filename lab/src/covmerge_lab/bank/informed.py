@@ -74,7 +74,7 @@ def _scores(
                 base, whole, method, out, statistics=files, tensors={"few_rows": "allow"},
                 overwrite=True,
             )  # fmt: skip
-            found[title(method, examples)] = judge.of_folder(out)
+            found[title(method, examples)] = judge.of_folder(out)[0]
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import covmerge
 from covmerge import LinearGroup
+from covmerge.maths.measures.spectrum import Spectrum
 from covmerge.maths.methods import auto
 from covmerge.methods import registry
 
@@ -113,6 +114,52 @@ def _inverse_root(matrix: Tensor) -> Tensor:
     return (vectors * values.rsqrt()) @ vectors.T
 
 
+# --- `auto` changed: these see the whole group.
+def as_long_as_one(group: LinearGroup) -> Tensor:
+    """Return `auto`, no longer than Σ‖Δ_t‖²/Σ‖Δ_t‖."""
+    merged = registry.get("auto")(group).delta
+    sizes = [float(_linalg.matrix_norm(update)) for update in group.updates]
+    most = sum(size**2 for size in sizes) / sum(sizes)
+    return merged * min(1.0, most / max(float(_linalg.matrix_norm(merged)), 1e-300))
+
+
+def common_inputs(group: LinearGroup) -> Tensor:
+    """Return `auto` with covariances e_tC_t + (1 − e_t) ‖Δ_t‖ ΣC_u/Σ‖Δ_u‖ in its regression.
+
+    e_t is the effective rank of Δ_t as a share of its smaller side: what it tells of its own inputs.
+    """
+    wide = [update.double() for update in group.updates if update.any()]
+    merged = registry.get("auto")(group)
+    sizes = torch.stack([update.norm() for update in wide])
+    grams = torch.stack([u.T @ u / size for u, size in zip(wide, sizes, strict=True)])
+    total = grams.sum(dim=0)
+    told = torch.tensor([_told(update) for update in wide], dtype=torch.float64)
+    shared = [
+        e * gram + (1 - e) * size * total / sizes.sum()
+        for e, gram, size in zip(told, grams, sizes, strict=True)
+    ]
+    flat = torch.stack([update.flatten() for update in wide])
+    alike = ((flat @ flat.T).square() / torch.outer(sizes, sizes)).sum()
+    shorter = sizes.square().sum() / alike
+    parts = [_solved(wide, own, float(shorter)) for own in (grams, shared)]
+    return merged.delta + (1 - merged.stats["flat_share"]) * (parts[1] - parts[0])
+
+
+def _solved(updates: Sequence[Tensor], grams: Any, shorter: float) -> Tensor:
+    """Return the regression of `auto` with other covariances."""
+    total = sum(grams)
+    ridge = auto.CONSTANTS.ridge * total.square().sum() / total.trace()
+    numerator = sum(update @ gram for update, gram in zip(updates, grams, strict=True))
+    numerator = numerator + ridge * shorter * sum(updates)
+    total.diagonal().add_(ridge)
+    return _linalg.solve(total, numerator.T).T
+
+
+def _told(update: Tensor) -> float:
+    sigma = _linalg.svdvals(update)
+    return Spectrum(sigma, update[:0]).effective_rank / len(sigma)
+
+
 _RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3)
 RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
     f"{PREFIX}by inputs, ridge 0.01": partial(by_inputs, ridge=0.01),
@@ -122,6 +169,10 @@ RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
     f"{PREFIX}two-sided, ridge 0.02, length 0.8": partial(two_sided, ridge=0.02, length=0.8),
     **{f"{PREFIX}by roots, ridge {r}": partial(by_roots, ridge=r) for r in (0.01, 0.03, 0.1, 0.3)},
 }
+OF_AUTO: Mapping[str, Callable[[LinearGroup], Tensor]] = {
+    f"{PREFIX}as long as one": as_long_as_one,
+    f"{PREFIX}common inputs": common_inputs,
+}
 BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
 
@@ -130,13 +181,13 @@ TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
 def registered(title: str) -> Generator[str]:
     """Make a rule known to covmerge while a block runs, under the name that it yields."""
     name = "bank_candidate"
-    rule = RULES[title]
 
     def merge(group: LinearGroup) -> Tensor:
         updates = [update for update in group.updates if update.any()]
         if not updates:
             return torch.zeros_like(group.updates[0])
-        return rule(updates).to(updates[0].dtype)
+        found = RULES[title](updates) if title in RULES else OF_AUTO[title](group)
+        return found.to(updates[0].dtype)
 
     covmerge.register(name, equation=title)(merge)
     try:

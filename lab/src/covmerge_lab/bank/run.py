@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -18,17 +18,21 @@ from covmerge_lab.bank import (
     bases,
     candidates,
     cards,
+    choosing,
+    criteria,
     experts,
     informed,
     pretraining,
     rules,
     scoring,
     table,
+    worst,
 )
 from covmerge_lab.bank.cards import Card
 from covmerge_lab.workers import Job, OnProgress, Workers
 
 Parts = Sequence[str]
+Other = Literal["halves", "worst", "choosing"]
 
 
 def chosen(parts: Parts) -> tuple[Card, ...]:
@@ -79,7 +83,7 @@ def score(
         console: where progress is shown.
         what: every data-free `methods`; `candidates` for a default that were tried; `auto` with other
             `constants`; methods with `inputs` of each task; the merges that are kept on `halves` of the
-            test examples.
+            test examples; or the `criteria` of these merges, without data.
     """
     sets = [card for card in chosen(parts) if _is_trained(card, cache)]
     if not sets:
@@ -128,15 +132,14 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def show(
-    sets: Sequence[Mapping[str, Any]], against: str | None = None, *, halves: bool = False
-) -> str:
-    """Return the table of all methods on scored sets, or their differences to one method.
+def show(sets: Sequence[Mapping[str, Any]], against: str | None = None, *others: Other) -> str:
+    """Return the table of all methods on scored sets, their differences to one method, or other tables.
 
     Args:
         sets: as `scored` or `read` returns them.
         against: the method that others are compared with.
-        halves: judge regret on one half of the examples by what is best on the other.
+        others: tables in place of it. `halves`: regret on one half of the examples by what is best on the
+            other; `worst`: what is kept of a set's worst expert; `choosing`: how well criteria choose.
 
     Raises:
         InputError: no set was scored, or none by that method.
@@ -146,14 +149,16 @@ def show(
         raise InputError("no set was scored: run `covmerge bank train` and `covmerge bank score`")
     said = f"{len(kept)} sets of {len({s['card']['base'] for s in kept})} bases"
     short = f"{len(sets) - len(kept)} more have fewer than three experts that learnt"
-    if halves:
-        return f"{said}; {short}.\n\n{table.by_halves(sets)}"
-    if against is None:
-        return f"{said}; {short}.\n\n{table.markdown(table.rows(sets))}"
-    known = dict.fromkeys(method for scored in kept for method in scored["methods"])
-    if against not in known:
-        raise InputError(f"no set was merged by '{against}'.{did_you_mean(against, known)}")
-    return f"{said}; {short}.\n\n{table.differences(kept, against)}"
+    if others:
+        shown = [_OTHERS[other](kept) for other in others]
+    elif against is None:
+        shown = [table.markdown(table.rows(sets))]
+    else:
+        known = dict.fromkeys(method for scored in kept for method in scored["methods"])
+        if against not in known:
+            raise InputError(f"no set was merged by '{against}'.{did_you_mean(against, known)}")
+        shown = [table.differences(kept, against)]
+    return "\n\n".join([f"{said}; {short}.", *shown])
 
 
 def _is_trained(card: Card, cache: Path) -> bool:
@@ -172,8 +177,7 @@ def _methods(card: Card, cache: Path, on_progress: OnProgress) -> None:
 
 def _candidates(card: Card, cache: Path, on_progress: OnProgress) -> None:
     scoring.score(card, cache, [*scoring.data_free(card), *rules.RULES], on_progress)
-    for methods, equal in candidates.MEANS:
-        candidates.mean_of(card, cache, methods, equal_length=equal)
+    candidates.score(card, cache, (*candidates.MEANS, *candidates.LATEST))
 
 
 def _constants(card: Card, cache: Path, on_progress: OnProgress) -> None:
@@ -189,10 +193,20 @@ def _halves(card: Card, cache: Path, on_progress: OnProgress) -> None:
     scoring.halves(card, cache)
 
 
+def _criteria(card: Card, cache: Path, on_progress: OnProgress) -> None:
+    criteria.score(card, cache)
+
+
 _SCORES: Mapping[What, Callable[[Card, Path, OnProgress], None]] = {
     "methods": _methods,
     "candidates": _candidates,
     "constants": _constants,
     "inputs": _inputs,
     "halves": _halves,
+    "criteria": _criteria,
+}
+_OTHERS: Mapping[Other, Callable[[Sequence[table.Scored]], str]] = {
+    "halves": table.by_halves,
+    "worst": worst.markdown,
+    "choosing": choosing.markdown,
 }

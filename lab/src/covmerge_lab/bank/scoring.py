@@ -30,6 +30,7 @@ from covmerge_lab.workers import OnProgress, ignore_progress
 _files: Any = safetensors.torch
 
 Scores = dict[str, float]  # the share of a task's test examples that are answered right, by expert
+Halves = dict[str, tuple[float, float]]  # of the even and of the odd examples
 _FOR_ADAPTERS = (
     "knots",
     "core_space",
@@ -65,20 +66,19 @@ class Judge:
 
     def scores(self, net: Any) -> Scores:
         """Return how a model does on every task."""
+        return self.both(net)[0]
+
+    def both(self, net: Any) -> tuple[Scores, Halves]:
+        """Return how a model does on every task, and on the even and on the odd examples of each."""
         net.eval()
         with torch.inference_mode():
-            return {name: self.score(net, name) for name in self.tests}
+            right = {name: self._right(net, name) for name in self.tests}
+        halves = {name: (float(r[::2].mean()), float(r[1::2].mean())) for name, r in right.items()}
+        return {name: float(r.mean()) for name, r in right.items()}, halves
 
     def score(self, net: Any, name: str) -> float:
         """Return how a model does on the task of one expert."""
         return float(self._right(net, name).mean())
-
-    def halves(self, folder: Path) -> dict[str, tuple[float, float]]:
-        """Return how a stored model does on the even and on the odd examples of every task."""
-        net = bases.load(self.base, folder).float().eval()
-        with torch.inference_mode():
-            right = {name: self._right(net, name) for name in self.tests}
-        return {name: (float(r[::2].mean()), float(r[1::2].mean())) for name, r in right.items()}
 
     def _right(self, net: Any, name: str) -> Tensor:
         """Return 1 for each test example that is answered right, 0 for the others."""
@@ -89,9 +89,9 @@ class Judge:
             found = bases.features(net, self.base, inputs) @ head["weight"].T + head["bias"]
         return (found.argmax(dim=1) == wanted).float()
 
-    def of_folder(self, folder: Path) -> Scores:
-        """Return how a stored model does."""
-        return self.scores(bases.load(self.base, folder).float())
+    def of_folder(self, folder: Path) -> tuple[Scores, Halves]:
+        """Return how a stored model does, and on both halves."""
+        return self.both(bases.load(self.base, folder).float())
 
 
 def judge(card: Card, cache: Path) -> Judge:
@@ -129,7 +129,7 @@ def bounds(judge: Judge) -> dict[str, Scores]:
         name: float(wanted.bincount().max()) / len(wanted)
         for name, (_, wanted, _) in judge.tests.items()
     }
-    return {"base": judge.of_folder(base_folder), "experts": own, "always": always}
+    return {"base": judge.of_folder(base_folder)[0], "experts": own, "always": always}
 
 
 def score(
@@ -154,7 +154,9 @@ def score(
     for done, method in enumerate(wanted):
         on_progress(done, len(wanted))
         try:
-            found["methods"][method] = _merged(this, method)
+            found["methods"][method], halves = _merged(this, method)
+            if method in KEPT or method in rules.OF_AUTO:
+                found.setdefault("halves", {})[method] = halves
         except (
             CovmergeError
         ) as error:  # it needs factors of linear layers, or a model that can be run
@@ -171,7 +173,7 @@ def halves(card: Card, cache: Path) -> None:
     this = judge(card, cache)
     folders = {method: merged_folder(card, cache, method) for method in KEPT}
     found["halves"] = {
-        method: this.halves(folder)
+        method: this.of_folder(folder)[1]
         for method, folder in folders.items()
         if folder.exists() and method in found["methods"]
     }
@@ -189,11 +191,11 @@ def _hash(card: Card, cache: Path) -> str:
     return hashlib.sha256("".join(path.read_text() for path in markers).encode()).hexdigest()
 
 
-def _merged(judge: Judge, method: str) -> Scores:
-    """Merge a set from disk to disk, and return the scores."""
+def _merged(judge: Judge, method: str) -> tuple[Scores, Halves]:
+    """Merge a set from disk to disk, and return the scores, and those on both halves."""
     out = merged_folder(judge.card, judge.cache, method)
     known = nullcontext(method)
-    if method in rules.RULES:
+    if method in rules.RULES or method in rules.OF_AUTO:
         known = rules.registered(method)
     elif method in rules.CONSTANTS:
         known = rules.other_constants(method)
@@ -208,7 +210,8 @@ def _merged(judge: Judge, method: str) -> Scores:
         )
     seconds = time.process_time() - started
     try:
-        return judge.of_folder(out) | {"cpu_seconds": round(seconds, 3)}
+        scores, halves = judge.of_folder(out)
+        return scores | {"cpu_seconds": round(seconds, 3)}, halves
     finally:
         if method not in KEPT:
             shutil.rmtree(out)

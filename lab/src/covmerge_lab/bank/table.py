@@ -65,6 +65,13 @@ def accuracy(scored: Scored, model: Mapping[str, float]) -> float:
     return fmean(model[name] for name in counted(scored))
 
 
+def regret(scored: Scored, method: str) -> float:
+    """Return what a method loses against the best data-free method of a set, in points."""
+    names = [name for name in scored["methods"] if not is_candidate(name)]
+    best = max(accuracy(scored, scored["methods"][name]) for name in names)
+    return 100 * (best - accuracy(scored, scored["methods"][method]))
+
+
 def usable(sets: Sequence[Scored]) -> list[Scored]:
     """Return the sets in which at least three experts count."""
     return [scored for scored in sets if len(counted(scored)) >= 3]
@@ -143,9 +150,9 @@ def by_halves(sets: Sequence[Scored]) -> str:
             # Equal ones are equal also where scores were stored with six digits.
             name: [round(fmean(model[e][half] for e in counted(scored)), 5) for half in (0, 1)]
             for name, model in scored["halves"].items()
-            if not is_candidate(name)
         }
-        best = [max(found, key=lambda name: found[name][half]) for half in (0, 1)]
+        rivals = [name for name in found if not is_candidate(name)]
+        best = [max(rivals, key=lambda name: found[name][half]) for half in (0, 1)]
         for name, (first, second) in found.items():
             lost = (found[best[1]][0] - first + found[best[0]][1] - second) / 2
             regrets.setdefault(name, []).append((scored["card"]["base"], 100 * lost))

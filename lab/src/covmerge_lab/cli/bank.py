@@ -24,7 +24,8 @@ def bank(
         What,
         typer.Option(
             help="Score data-free methods, candidates for a default, auto with other constants, "
-            "methods with inputs of each task, or kept merges on halves of the examples."
+            "methods with inputs of each task, kept merges on halves of the examples, or criteria that "
+            "need no data."
         ),
     ] = "methods",
     save: Annotated[
@@ -45,6 +46,13 @@ def bank(
         bool,
         typer.Option("--halves", help="Judge regret on one half by what is best on the other."),
     ] = False,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="Show what each method keeps of a set's worst expert.")
+    ] = False,
+    choosing: Annotated[
+        bool,
+        typer.Option("--choosing", help="Show how well criteria without data choose a method."),
+    ] = False,
     minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
     cache: options.Cache = None,
 ) -> None:
@@ -61,7 +69,9 @@ def bank(
     if stage == "table":
         sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
         shown = [scored for scored in sets if form in (None, scored["card"]["form"])]
-        typer.echo(run.show(shown, against, halves=halves))
+        asked: dict[run.Other, bool] = {"halves": halves, "worst": worst, "choosing": choosing}
+        others = [name for name, wanted in asked.items() if wanted]
+        typer.echo(run.show(shown, against, *others))
         if save is not None:
             run.write(sets, save)
     elif stage == "score":
