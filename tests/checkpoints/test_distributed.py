@@ -218,8 +218,8 @@ def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
         metadata.planner_data = Hostile()
 
     cases = {
-        "not made up of its 1 chunks": declare((8, 5), chunk((0, 0), (7, 5))),
-        "not made up of its 2 chunks": declare(
+        "the 1 pieces of 'w' do not make up": declare((8, 5), chunk((0, 0), (7, 5))),
+        "the 2 pieces of 'w' do not make up": declare(
             (7, 5), chunk((0, 0), (4, 5)), chunk((3, 0), (4, 5))
         ),
         "is not in it": declare((7, 5), chunk((1, 0), (7, 5))),

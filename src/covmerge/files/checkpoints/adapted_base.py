@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.base.errors import InputError
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.view import View
@@ -34,8 +34,6 @@ class AdaptedBase(View):
     def __init__(self, stored: Checkpoint, adapters: Iterable[Checkpoint]) -> None:
         super().__init__(stored)
         self.decides = False  # unless an adapter trained some of them whole
-        self.source = stored.source
-        self.notes = stored.notes
         config = stored.config
         self._packed: frozenset[str] = frozenset()
         headers = dict(stored.headers)
@@ -51,7 +49,7 @@ class AdaptedBase(View):
                 *self.notes,
                 f"{self.source} is stored quantised: an adapter of it is made without its weights",
             )
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
+        self.headers = MappingProxyType(headers)
         self.config = config
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -60,7 +58,6 @@ class AdaptedBase(View):
         Raises:
             InputError: it is stored quantised.
         """
-        find_header(self.headers, name, rows, self.source)
         if self._packs(name):
             raise InputError(
                 f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
@@ -68,7 +65,7 @@ class AdaptedBase(View):
                 "updates alone, or pass the base as it was before it was quantised"
             )
         self._stored.materialize()
-        return self._stored.read(name, rows)
+        return super().read(name, rows)
 
     def materialize(self) -> None:
         """Fetch nothing yet."""

@@ -89,11 +89,9 @@ class AdapterCheckpoint(View):
         notes: tuple[str, ...] = (),
         folds: Folds | None = None,
     ) -> None:
-        super().__init__(stored)
+        super().__init__(stored, None, *notes)
         self.is_adapter = True
         self.form: LoraForm = PEFT_FORM if config is not None else _form_of(stored.headers)
-        self.source = stored.source
-        self.notes = (*stored.notes, *notes)
         self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
@@ -124,7 +122,7 @@ class AdapterCheckpoint(View):
         self.replaced: Collection[str] = contents.replaced.keys() - self.folds.headers.keys()
         # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
         self._read_whole = lru_cache(maxsize=2)(stored.read)
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {name: self._replaced_header(name) for name in contents.replaced} | self.folds.headers
         )
 
@@ -139,11 +137,6 @@ class AdapterCheckpoint(View):
         factors = own is not None or name in self._contents.updates
         of_all = self._config is not None and self._config.keeps_ties and factors
         return of_all or (own is not None and own.kind.keeps_ties)
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """See `Checkpoint.config`; few adapters come with one."""
-        return self._stored.config
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""

@@ -16,8 +16,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import IO, Any, cast
 
 import torch
@@ -27,13 +27,13 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
+from covmerge.files.checkpoints.base import check_name, check_unchanged
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.laid import Laid
 from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
-from covmerge.files.checkpoints.pieces import box_of, tile
+from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
 from covmerge.files.checkpoints.ranges import open_stored, read_into
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.checkpoints.unpickler import Inert, Sealed
@@ -82,26 +82,18 @@ def open_distributed(store: Store, names: Collection[str]) -> DistributedFiles |
     return DistributedFiles(found[0]) if len(found) == 1 else None
 
 
-class DistributedFiles:
+class DistributedFiles(PiecedFiles):
     """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside.
 
     Args:
         metadata: the file `.metadata`.
     """
 
-    settings: Mapping[str, Any] | None = None
-
     def __init__(self, metadata: StoredFile) -> None:
-        self._where = str(metadata)
+        where = str(metadata)
         chosen, left, self._ends = _entries(metadata)
-        self.notes = (f"{self._where}: {left}",) if left else ()
-        self._entries = {entry.header.name: entry for entry in chosen}
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: entry.header for name, entry in self._entries.items()}
-        )
         names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
-        files = tuple(child(metadata.store, name) for name in names)
-        self.files = (metadata, *files)
+        files = [child(metadata.store, name) for name in names]
         with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
             found = pool.map(_look, files)
             self._stamps = dict(zip(names, found, strict=True))
@@ -112,40 +104,27 @@ class DistributedFiles:
             if magic != ZIP_MAGIC
         }
         for entry in chosen:
-            self._check(entry)
-        self._check_apart()
-        self._check_ends()
+            self._check(entry, f"{where}: tensor '{entry.key}'")
         self._laid: dict[_Chunk, Laid] = {}
+        tensors = [
+            Pieced(
+                entry.header,
+                [Piece(c.offsets, c.sizes, partial(self._read, entry, c)) for c in entry.chunks],
+            )
+            for entry in chosen
+        ]
+        super().__init__(where, (metadata, *files), tensors, f"{where}: {left}" if left else "")
+        self._check_apart(chosen, where)
+        self._check_ends()
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        header = find_header(self.headers, name, rows, self._where)
-        entry = self._entries[name]
-        if not header.shape:
-            found = torch.empty((), dtype=header.dtype)
-            self._fill(found, entry, entry.chunks[0], None)
-            return found
-        taken = rows or range(header.shape[0])
-        if rows is not None and not rows:
-            taken = range(0)
-        found = torch.empty((len(taken), *header.shape[1:]), dtype=header.dtype)
-        for chunk in entry.chunks:
-            top = chunk.offsets[0]
-            start, stop = max(taken.start, top), min(taken.stop, top + chunk.sizes[0])
-            if start < stop and 0 not in chunk.sizes:
-                place = box_of(chunk.offsets, chunk.sizes, start - taken.start, stop - taken.start)
-                self._fill(found[place], entry, chunk, range(start - top, stop - top))
-        return found
-
-    def close(self) -> None:
-        """Nothing stays open between reads."""
-
-    def _fill(self, target: Tensor, entry: _Entry, chunk: _Chunk, rows: range | None) -> None:
-        """Read (rows of) a chunk into a part of a tensor."""
-        part = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+    def _read(self, entry: _Entry, chunk: _Chunk, rows: range | None) -> Tensor:
+        """Read (rows of) a chunk."""
         file = self._file[chunk.file]
         if chunk.file in self._whole:
-            part.copy_(self._whole[chunk.file].read(entry.key, rows))
+            part = self._whole[chunk.file].read(entry.key, rows)
         else:
+            shape = chunk.sizes if rows is None else (len(rows), *chunk.sizes[1:])
+            part = torch.empty(shape, dtype=entry.header.dtype)
             with open_stored(file) as opened:
                 check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
                 where = f"{file}: tensor '{entry.key}'"
@@ -155,8 +134,7 @@ class DistributedFiles:
             raise CheckpointError(
                 f"{file}: '{entry.key}' is of bool and holds bytes other than 0 and 1: save it again"
             )
-        if part is not target:
-            target.copy_(part)
+        return part
 
     def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
         """Return how a chunk lies in its bytes."""
@@ -174,9 +152,8 @@ class DistributedFiles:
         self._laid[chunk] = laid
         return laid
 
-    def _check(self, entry: _Entry) -> None:
-        """Refuse chunks that the files have no bytes for, or that do not make up the tensor."""
-        where = f"{self._where}: tensor '{entry.key}'"
+    def _check(self, entry: _Entry, where: str) -> None:
+        """Refuse chunks that the files have no bytes for."""
         for chunk in entry.chunks:
             size = math.prod(chunk.sizes) * entry.header.dtype.itemsize
             (held, *_), _ = self._stamps[chunk.file]
@@ -192,16 +169,11 @@ class DistributedFiles:
                     f"{where} has {size} bytes in {chunk.file} from {chunk.start}, which is {held} bytes "
                     "long: it was cut short, fetch it again"
                 )
-        if not tile([(c.offsets, c.sizes) for c in entry.chunks], entry.header.shape):
-            raise CheckpointError(
-                f"{where} of shape {list(entry.header.shape)} is not made up of its {len(entry.chunks)} "
-                f"chunks, side by side: {_NEXT}"
-            )
 
-    def _check_apart(self) -> None:
+    def _check_apart(self, entries: Sequence[_Entry], where: str) -> None:
         """Refuse chunks that share bytes: a small file could pass for a model of any size."""
         spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for entry in self._entries.values():
+        for entry in entries:
             for chunk in entry.chunks:
                 if chunk.file not in self._whole:
                     spans[chunk.file].append((chunk.start, chunk.start + chunk.length))
@@ -209,14 +181,14 @@ class DistributedFiles:
             whole = [chunk.file for chunk in entry.chunks if chunk.file in self._whole]
             if len(set(whole)) < len(whole):
                 raise CheckpointError(
-                    f"{self._where} says of two chunks of '{entry.key}' that they are the same tensor of a "
+                    f"{where} says of two chunks of '{entry.key}' that they are the same tensor of a "
                     "file: fetch the files again"
                 )
         for name, own in spans.items():
             own.sort()
             if any(stop > start for (_, stop), (start, _) in pairwise(own)):
                 raise CheckpointError(
-                    f"{self._where} says of two chunks that they have the same bytes of {name}: fetch the "
+                    f"{where} says of two chunks that they have the same bytes of {name}: fetch the "
                     "files again"
                 )
 

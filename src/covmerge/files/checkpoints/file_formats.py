@@ -37,7 +37,6 @@ class FileFormat:
     """A format; it has either suffixes or `find`.
 
     Attributes:
-        name: for people.
         suffixes: of a file that has whole tensors.
         open: opens such a file.
         is_model: whether one such file is a model, where nothing else leads to weights.
@@ -45,7 +44,6 @@ class FileFormat:
             nothing of this format.
     """
 
-    name: str
     suffixes: tuple[str, ...] = ()
     open: Callable[[StoredFile], WeightFile] | None = None
     is_model: bool = False
@@ -63,13 +61,13 @@ def _open_torch(file: StoredFile) -> WeightFile:
 
 
 FILE_FORMATS = (  # of folders the first that is found is taken
-    FileFormat("safetensors", (SAFETENSORS,), SafetensorsFile),
-    FileFormat("torch.save", TORCH, _open_torch),
-    FileFormat("GGUF", (GGUF,), GgufFile, is_model=True),
-    FileFormat("HuggingFaceStorageWriter", find=open_slices),
-    FileFormat("torch.distributed.checkpoint", find=open_distributed),
-    FileFormat("FSDP, a file a rank", find=open_ranks),
-    FileFormat("DeepSpeed ZeRO-3", find=open_zero3),
+    FileFormat((SAFETENSORS,), SafetensorsFile),
+    FileFormat(TORCH, _open_torch),
+    FileFormat((GGUF,), GgufFile, is_model=True),
+    FileFormat(find=open_slices),
+    FileFormat(find=open_distributed),
+    FileFormat(find=open_ranks),
+    FileFormat(find=open_zero3),
 )
 WEIGHT_SUFFIXES = tuple(suffix for own in FILE_FORMATS for suffix in own.suffixes)
 MODEL_SUFFIXES = tuple(s for own in FILE_FORMATS if own.is_model for s in own.suffixes)

@@ -63,6 +63,7 @@ PREFERRED = (  # the order in which transformers looks
     f"{DIFFUSERS}.bin",
 )
 _AT_ONCE = 8
+_some = partial(some, limit=5, quoted=True)
 _CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
 
 
@@ -236,18 +237,6 @@ class Modules:
         )
 
 
-@dataclass(frozen=True)
-class WeightsChoice:
-    """Which file of a folder leads to its weights."""
-
-    name: str
-
-    @property
-    def is_index(self) -> bool:
-        """Whether the file is an index of shards."""
-        return self.name.endswith(INDEX)
-
-
 def holds_weights(names: Collection[str]) -> bool:
     """Whether there is a file of weights of a model, or an index, among the files of a folder."""
     weights = (name for name in names if name.endswith((INDEX, *WEIGHT_SUFFIXES)))
@@ -260,9 +249,7 @@ def _holds_model(names: Collection[str]) -> bool:
     return any(n in PREFERRED or n.endswith((SAFETENSORS, *MODEL_SUFFIXES)) for n in others)
 
 
-def choose_weights(
-    names: Collection[str], where: str, folders: Collection[str] = ()
-) -> WeightsChoice:
+def choose_weights(names: Collection[str], where: str, folders: Collection[str] = ()) -> str:
     """Choose what to read among the files of a folder or repository, as transformers does.
 
     A single safetensors file of another name serves as well, unless it is one shard of several.
@@ -278,12 +265,12 @@ def choose_weights(
     found = sorted(n for n in names if n.endswith(SAFETENSORS))
     for name in PREFERRED:
         if name in names:
-            return WeightsChoice(name)
+            return name
     present = [n for n in found if not _is_adapter(n)]
     _refuse_slices(present, where)
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(TORCH)), where)
     if len(present) == 1:
-        return WeightsChoice(present[0])
+        return present[0]
     if present:
         raise CheckpointError(
             f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
@@ -448,17 +435,17 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         return modules.joined(source, store, {}, beside)
     weighty = [name for name in names if name.endswith((*WEIGHT_SUFFIXES, INDEX))]
     alone = len(weighty) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
-    choice = WeightsChoice(weighty[0]) if alone else choose_weights(names, where, store.folders())
+    choice = weighty[0] if alone else choose_weights(names, where, store.folders())
     notes: tuple[str, ...] = ()
-    if not choice.is_index:
-        weights = _open_all([_existing(store, choice.name)])
+    if not choice.endswith(INDEX):
+        weights = _open_all([_existing(store, choice)])
     else:
-        index = _existing(store, choice.name)
+        index = _existing(store, choice)
         beside.append(index)
         weights, notes = _open_shards(index, names)
     found = modules.joined(source, store, weights, beside, notes)
-    others = _others(names, {choice.name, *found.weight_names})
-    found.notes += tuple(notes_on_others(store, choice.name, others, found.headers, open_weights))
+    others = _others(names, {choice, *found.weight_names})
+    found.notes += tuple(notes_on_others(store, choice, others, found.headers, open_weights))
     return found
 
 
@@ -587,8 +574,3 @@ def _named_errors(file: StoredFile) -> Generator[None, None, None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = [f"'{name}'" for name in names]
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

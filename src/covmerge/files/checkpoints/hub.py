@@ -17,7 +17,6 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, Kind, find_header
 from covmerge.files.checkpoints.content import Content
 from covmerge.files.checkpoints.folder import (
-    WeightsChoice,
     choose_weights,
     holds_weights,
     module_files,
@@ -135,7 +134,7 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
     of_modules = module_files(store, store.names())
     names = store.names()
     choice = None if of_modules and not holds_weights(names) else choose_weights(names, source)
-    chosen = [*of_modules, *([] if choice is None else [choice.name])]
+    chosen = [*of_modules, *([] if choice is None else [choice])]
     if pickled := [
         n for n in chosen if not n.endswith((".safetensors", ".safetensors.index.json"))
     ]:
@@ -146,12 +145,12 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
 
 
 def _open_pickled(
-    store: HubStore, choice: WeightsChoice | None, of_modules: Sequence[str], pickled: str
+    store: HubStore, choice: str | None, of_modules: Sequence[str], pickled: str
 ) -> HubCheckpoint:
     """Open a repository without safetensors, whose headers are inside the pickled weights."""
     weights = list(of_modules)
     if choice is not None:
-        stem = choice.name.removesuffix(".index.json")
+        stem = choice.removesuffix(".index.json")
         stem = stem.removesuffix(".bin").removesuffix(".safetensors")
         weights += [name for name in store.names() if name.startswith(stem)]
     folder = store.download((*store.companions(), *weights))

@@ -41,11 +41,10 @@ class TurnedFactors(View):
 
     def __init__(self, stored: Checkpoint, rank: int) -> None:
         super().__init__(stored)
-        self.source, self.config, self.notes = stored.source, stored.config, stored.notes
         self._names = {
             _peft_name(h, rank, stored.source): name for name, h in stored.headers.items()
         }
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {name: _turned(name, stored.headers[own]) for name, own in self._names.items()}
         )
 

@@ -57,7 +57,7 @@ class PiecedFiles:
         where: what messages call them.
         files: all of them.
         tensors: in their order.
-        note: what a reader of the report should know.
+        note: what a reader of the report should know, if anything.
 
     Raises:
         CheckpointError: the pieces of a tensor are not side by side, or do not make it up.
@@ -71,7 +71,7 @@ class PiecedFiles:
         self._where = where
         self._tensors = {tensor.header.name: tensor for tensor in tensors}
         self.files = tuple(files)
-        self.notes = (note,)
+        self.notes = (note,) if note else ()
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: tensor.header for name, tensor in self._tensors.items()}
         )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
-
-from torch import Tensor
+from typing import cast
 
 from covmerge.base.errors import CheckpointError
-from covmerge.base.types import Json, TensorHeader
+from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import CARD_NAME, check_unchanged
 from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.checkpoints.folder import FileCheckpoint
@@ -42,10 +40,6 @@ class RemoteCheckpoint(View):
     def __init__(self, stored: FileCheckpoint, store: RemoteStore, *, whole: bool) -> None:
         super().__init__(stored)
         self.is_far = True
-        self.source: str = stored.source
-        self.headers: Mapping[str, TensorHeader] = stored.headers
-        self.config: Mapping[str, Any] | None = stored.config
-        self.notes: tuple[str, ...] = stored.notes
         self._files = stored
         self._store = store
         self._whole = whole
@@ -69,9 +63,6 @@ class RemoteCheckpoint(View):
         if self._whole and self._fetched is None:
             self._fetched = _filled(lambda folder: _fetch_companions(self._store, folder))
         return self.folder
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        return self._files.read(name, rows)
 
     def materialize(self) -> None:
         """Fetch what lies beside the weights; these are read where they lie."""

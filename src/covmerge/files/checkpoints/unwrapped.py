@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Collection
 
-from torch import Tensor
-
-from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.equivalent_names import (
     WRAPPERS,
     differences,
@@ -21,30 +15,6 @@ from covmerge.files.checkpoints.view import View
 
 _PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
 _AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged
-
-
-class Unwrapped(View):
-    """A view of a checkpoint under other names.
-
-    Args:
-        stored: the checkpoint.
-        names: of its tensors, the name there by the name here.
-        notes: what is called otherwise here.
-    """
-
-    def __init__(self, stored: Checkpoint, names: Mapping[str, str], notes: Sequence[str]) -> None:
-        super().__init__(stored)
-        self.source = stored.source
-        self.config: Mapping[str, Any] | None = stored.config
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: replace(stored.headers[own], name=name) for name, own in names.items()}
-        )
-        self.notes = (*stored.notes, *(f"{stored.source}: {note}" for note in notes))
-        self._names = dict(names)
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, self.source)
-        return self._stored.read(self._names[name], rows)
 
 
 def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
@@ -92,4 +62,4 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
     if left_out:
         said = " and ".join(dict.fromkeys(left_out))
         notes.append(f"{said} was left out of the names of its tensors")
-    return Unwrapped(checkpoint, names, notes)
+    return View(checkpoint, names, *(f"{checkpoint.source}: {note}" for note in notes))

@@ -17,9 +17,8 @@ from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.checkpoints.base import Quantisation, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.gguf_file import GgufSettings
-from covmerge.files.checkpoints.real_parts import in_real_parts
 from covmerge.files.checkpoints.unwrapped import unwrapped
-from covmerge.files.checkpoints.view import View
+from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf
 from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
@@ -54,14 +53,13 @@ class Dequantised(View):
         seen = Stored(stored, _settings(config), dtype_of(config))
         seen.check_dtype()
         found = _find(seen)
-        self.source = stored.source
         plain = {key: value for key, value in config.items() if key != QUANTISATION}
-        self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
+        self.config = plain if found.config is None else found.config
         self._packed = {packed.header.name: packed for packed in found.tensors}
         self.quantisation: Quantisation | None = Quantisation(
             stored, self._packed, seen.settings, found.unused
         )
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {header.name: header for header in _plain_headers(seen, found)}
         )
         turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
-from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, Kind
+from covmerge.base.types import Json
+from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.checkpoints.content import Content
-from covmerge.files.stores.hub_cache import HubModel
+from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.layers import layer_name
 from covmerge.files.tensors.stacked import comes_before
 
 
-class Donor(Kind):
+class Donor(View):
     """Names, shapes, config and companion files of a merge without a base: those of its first expert.
 
     Of a stacked model, whatever a slice gives is that of the first expert in it. It is no source of
@@ -28,35 +26,20 @@ class Donor(Kind):
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
-        self._first = first = next(iter(experts.values()))
+        first = next(iter(experts.values()))
+        super().__init__(first)
         self.is_source = False
-        self.order, self.untied = first.order, first.untied
-        self.source = first.source
-        self.notes: tuple[str, ...] = ()
-        self.config: Mapping[str, Any] | None = first.config
+        self.quantisation: Quantisation | None = None
+        self.notes = ()
         givers = [first] if first.order is None else list(experts.values())
         self._owners = {name: giver for giver in reversed(givers) for name in giver.headers}
         names = dict.fromkeys(name for giver in givers for name in giver.headers)
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {name: self._owners[name].headers[name] for name in self._ordered(names)}
         )
 
     def _ordered(self, names: Iterable[str]) -> Iterable[str]:
         return names if self.order is None else sorted(names, key=_section)
-
-    @property
-    def folder(self) -> Path | None:
-        return self._first.folder
-
-    @property
-    def hub(self) -> HubModel | None:
-        return self._first.hub
-
-    def readme(self) -> Path | None:
-        return self._first.readme()
-
-    def companions(self) -> Path | None:
-        return self._first.companions()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         return self._owners[name].read(name, rows)

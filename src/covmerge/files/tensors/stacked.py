@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.layer_count import layer_count, restacked
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.layers import layer_name
@@ -34,12 +30,6 @@ class Stacked(View):
     """
 
     def __init__(self, stored: Checkpoint, order: Sequence[int], given: Iterable[int]) -> None:
-        super().__init__(stored)
-        self.order: tuple[int, ...] | None = tuple(order)
-        self.source = stored.source
-        self.notes = stored.notes
-        own = stored.config
-        self.config: Mapping[str, Any] | None = None if own is None else restacked(own, order)
         self._given = frozenset(given)
         stack, count = _stack_of(stored)
         beyond = [order[layer] for layer in self._given if order[layer] >= count]
@@ -49,10 +39,9 @@ class Stacked(View):
                 f"{max(beyond)}: a slice of all of them is [0, {count}]"
             )
         self._last = len(order) - 1
-        self._names = dict(self._renamed(stack, order))
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: replace(stored.headers[own], name=name) for name, own in self._names.items()}
-        )
+        super().__init__(stored, dict(self._renamed(stored.headers, stack, order)))
+        self.order: tuple[int, ...] | None = tuple(order)
+        self.config = None if stored.config is None else restacked(stored.config, order)
 
     def gives(self, name: str) -> bool:
         own = layer_name(name)
@@ -60,15 +49,13 @@ class Stacked(View):
             return own.index in self._given
         return (0 if comes_before(name) else self._last) in self._given
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, self.source)
-        return self._stored.read(self._names[name], rows)
-
-    def _renamed(self, stack: str, order: Sequence[int]) -> Iterable[tuple[str, str]]:
+    def _renamed(
+        self, names: Iterable[str], stack: str, order: Sequence[int]
+    ) -> Iterable[tuple[str, str]]:
         """Names in the stacked model with those of the checkpoint: what comes first, first."""
         layers: dict[int, list[str]] = {}
         outside: list[str] = []
-        for name in self._stored.headers:
+        for name in names:
             own = layer_name(name)
             if own is None or own.stack != stack:
                 outside.append(name)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from covmerge.base.errors import InputError
-from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.layer_count import language_parts
 from covmerge.files.checkpoints.view import View
 
@@ -30,20 +27,12 @@ class Untied(View):
     """
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
-        super().__init__(stored)
+        own = {name: name for name in stored.headers}
+        copies = {name: kept for name, kept in ties.items() if name not in own}
+        super().__init__(stored, own | copies, *notes)
         self.untied: Mapping[str, str] | None = MappingProxyType(dict(ties))
         self.quantisation = stored.quantisation  # under its own names
-        self.source = stored.source
-        self.notes = (*stored.notes, *notes)
-        self.config: Mapping[str, Any] | None = untied_config(stored.config or {})
-        own = stored.headers
-        self._copies = {name: kept for name, kept in ties.items() if name not in own}
-        added = {n: replace(own[k], name=n) for n, k in self._copies.items()}
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType({**own, **added})
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, self.source)
-        return self._stored.read(self._copies.get(name, name), rows)
+        self.config = untied_config(stored.config or {})
 
 
 def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -43,24 +42,21 @@ class MixtureView(View):
         per_token: int,
         notes: Sequence[str] = (),
     ) -> None:
-        super().__init__(stored)
-        self.source = stored.source
-        self.notes = (*stored.notes, *notes)
+        super().__init__(stored, None, *notes)
         self._gates = gates
-        self.config: Mapping[str, Any] | None = None
         if stored.config is not None:
             self.config = architecture.config(stored.config, gates.shape[1], per_token)
-        self._names: dict[str, str | int] = {}  # in the checkpoint, or the layer of a router
+        self._places: dict[str, str | int] = {}  # in the checkpoint, or the layer of a router
         headers: dict[str, TensorHeader] = {}
         for name, place, header in self._mixed(architecture):
-            self._names[name] = place
+            self._places[name] = place
             headers[name] = replace(header, name=name)
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
+        self.headers = MappingProxyType(headers)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
-        place = self._names[name]
+        place = self._places[name]
         if isinstance(place, str):
             return self._stored.read(place, rows)
         return copy_rows(self._gates[place].to(header.dtype), rows)

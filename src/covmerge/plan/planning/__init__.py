@@ -8,7 +8,6 @@ rules    role and name rules resolved to one action a tensor
 slices   sources as the recipe's slices see them, and in which slice a tensor lies
 varied   parameters that differ from tensor to tensor, by depth or by name
 operands, operations, forms   what work reads, what is done with it, what it becomes
-packed_form, factors_form   a tensor in a quantised format, and as the factors of an adapter
 work     a tensor of the output, and the row ranges that are worked on as a whole
 build    the plan: tensors, work items with bytes and FLOPs, totals
 """
@@ -19,6 +18,7 @@ from covmerge.plan.planning.data import Statistics
 from covmerge.plan.planning.forms import (
     MODEL,
     STEM,
+    BaseRows,
     Form,
     ModelTensor,
     Place,
@@ -41,6 +41,7 @@ __all__ = [
     "MERGED",
     "MODEL",
     "STEM",
+    "BaseRows",
     "Copy",
     "Count",
     "Form",

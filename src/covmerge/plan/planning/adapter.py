@@ -21,8 +21,7 @@ from covmerge.files.checkpoints.adapter_layout import (
     WholeTensor,
 )
 from covmerge.plan.planning.adapter_names import Naming, naming_of
-from covmerge.plan.planning.factors_form import AdapterFactors
-from covmerge.plan.planning.forms import AdapterTensor, Form, Unwritten
+from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.lora_names import LoraNames
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.serving import who_loads_it

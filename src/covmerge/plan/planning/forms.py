@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import TensorError
+from covmerge.base.text import keep_plain
 from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
-from covmerge.maths.linalg.auto import Cost
+from covmerge.files.quantised import Packing
+from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.bits import pack
+from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.linalg.stored import stored_as
 
 MODEL = ""  # the part of an output that its weights are
 STEM = "model"  # of the names of a module's files
+
+# So many singular values of each layer are kept for the reader: enough to choose a rank by.
+_SPECTRUM = 256
+# What rounding and reading back a piece of a packed tensor takes, and a number of it.
+_PACKING = 64 * 2**20
+_OF_A_NUMBER = 32
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,23 @@ class Result:
 
     tensors: tuple[Tensor, ...] = ()
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True)
+class BaseRows:
+    """Rows of the base that an item is merged into, or copies.
+
+    Attributes:
+        rows: without content (on the meta device) where they were not read.
+        stored: what the base stores of them, where the form reads that.
+        output: the tensor in the output.
+        place: which rows they are.
+    """
+
+    rows: Tensor
+    stored: tuple[Tensor, ...]
+    output: TensorHeader
+    place: range | None
 
 
 class MergedRows(Protocol):
@@ -141,32 +168,17 @@ class Form:
         """
         raise NotImplementedError
 
-    def copied(
-        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
-    ) -> Result:
+    def copied(self, base: BaseRows) -> Result:
         """Return rows of the base in this form.
-
-        Args:
-            base: the rows.
-            stored: what the base stores of them, if `read_stored` gave anything.
-            output: the tensor in the output.
-            rows: which rows they are.
 
         Raises:
             TensorError: as `encode`.
         """
         raise NotImplementedError
 
-    def completed(
-        self,
-        result: Result,
-        base: Tensor | None,
-        stored: tuple[Tensor, ...],
-        output: TensorHeader,
-        rows: range | None,
-    ) -> Result:
+    def completed(self, result: Result, base: BaseRows) -> Result:
         """Return what all rows of an item become, after each part of them was encoded."""
-        del base, stored, output, rows
+        del base
         return result
 
     def read_stored(
@@ -215,10 +227,8 @@ class ModelTensor(Form):
         masks = (pack(rows.mask(expert).cpu()) for expert in self.masks)
         return Result((weights, *masks), rows.facts)
 
-    def copied(
-        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
-    ) -> Result:
-        return Result((as_output(output, base, "base's weights"),))
+    def copied(self, base: BaseRows) -> Result:
+        return Result((as_output(base.output, base.rows, "base's weights"),))
 
 
 @dataclass(frozen=True)
@@ -244,12 +254,10 @@ class AdapterTensor(Form):
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         return self._under_names(rows.rounded(), rows.facts)
 
-    def copied(
-        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
-    ) -> Result:
+    def copied(self, base: BaseRows) -> Result:
         unchanged: dict[str, Json] = {"updates": {}, "along": {}, "base": 0.0}
         unchanged |= {"merged": 0.0, "rounding": 0.0}
-        return self._under_names(as_output(output, base, "base's weights"), unchanged)
+        return self._under_names(as_output(base.output, base.rows, "base's weights"), unchanged)
 
     def _under_names(self, weights: Tensor, facts: Mapping[str, Json]) -> Result:
         first, *ties = self.place.names
@@ -271,10 +279,163 @@ class Unwritten(Form):
         rows.update()
         return Result((), {**rows.facts, "rounding": 0.0, "left_out": True})
 
-    def copied(
-        self, base: Tensor, stored: tuple[Tensor, ...], output: TensorHeader, rows: range | None
-    ) -> Result:
+    def copied(self, base: BaseRows) -> Result:
         return Result()
+
+
+@dataclass(frozen=True)
+class PackedTensor(Form):
+    """The weights W_0 + ΔW rounded to a quantised format, in the tensors that it is stored as.
+
+    Attributes:
+        packing: how.
+        as_base: whether the base stores it in the same way, so that rows that nothing changed are its own.
+        format: its name, for who reads of it.
+    """
+
+    packing: Packing
+    as_base: bool
+    format: str = field()
+
+    @property
+    def rows_together(self) -> int | None:
+        return self.packing.step
+
+    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
+        held = filter(None, self.packing.held(rows))
+        return tuple(Place(MODEL, part.header, own) for part, own in held)
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        """See `Form.encode`; the exact rows, which `completed` packs together."""
+        exact = rows.exact().cpu()
+        return Result((exact,), {**rows.facts, "rounding": 0.0})
+
+    def completed(self, result: Result, base: BaseRows) -> Result:
+        """Pack merged rows, rounded once, from the dtype of the computation.
+
+        Rows that are the base's, to the bit, become what it stores of them, where that is the same layout.
+
+        Raises:
+            TensorError: weights that are not finite, or that the format cannot hold.
+        """
+        (exact,) = result.tensors
+        known = None if base.rows.is_meta else base.rows
+        own = base.stored if self.as_base else ()
+        if own and known is not None and torch.equal(exact, known.to(exact.dtype)):
+            return Result(own, {**result.stats, "packed": _sums(square_norm(exact), 0.0, 0.0)})
+        parts, sums = self._rounded(exact, known, base.output, base.place)
+        return Result(parts, {**result.stats, "rounding": sums["error"], "packed": sums})
+
+    def copied(self, base: BaseRows) -> Result:
+        if self.as_base and base.stored:
+            return Result(base.stored)
+        parts, sums = self._rounded(base.rows, None, base.output, base.place)
+        return Result(parts, {"packed": sums})
+
+    def read_stored(
+        self, read: Callable[[str, range | None], Tensor], rows: range | None
+    ) -> tuple[Tensor, ...]:
+        if not self.as_base:
+            return ()
+        held = filter(None, self.packing.held(rows))
+        return self.packing.taken([read(part.header.name, own) for part, own in held], rows)
+
+    def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
+        assert rows is not None, "scalars are not packed"
+        parts = self.packing.quantise(exact.float())
+        return torch.cat([read for _, read in self.packing.unpacked(parts, rows)]).to(dtype)
+
+    def workspace(self, elements: int, itemsize: int) -> int:
+        """See `Form.workspace`; the exact rows, in float32 too, and a piece of them."""
+        single = torch.float32.itemsize
+        exact = itemsize + (single if itemsize > single else 0)
+        return elements * exact + min(_PACKING, elements * _OF_A_NUMBER)
+
+    def _rounded(
+        self, exact: Tensor, base: Tensor | None, output: TensorHeader, rows: range | None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Json]]:
+        """Parts of some rows, and how far what a client reads is from the rows; sums, which add up."""
+        assert rows is not None, "scalars are not packed"
+        try:
+            parts = self.packing.quantise(exact.float())
+        except OverflowError as problem:
+            raise self._not_held(output) from problem
+        weights, error, along = 0.0, 0.0, None if base is None else 0.0
+        for few, read in self.packing.unpacked(parts, rows):
+            own = slice(few.start - rows.start, few.stop - rows.start)
+            wanted = exact[own]
+            lost = read.to(wanted.dtype).sub_(wanted)
+            weights += square_norm(wanted)
+            error += square_norm(lost)
+            if base is not None and along is not None:
+                update = wanted - base[own].to(wanted.dtype)
+                along += dot(lost.add_(update), update)
+        if not isfinite(error):
+            raise self._not_held(output)
+        return self.packing.placed(parts, rows), _sums(weights, error, along)
+
+    def _not_held(self, output: TensorHeader) -> TensorError:
+        return TensorError(
+            f"'{output.name}': the merged weights are not finite, or beyond what {self.format} can "
+            f"hold: {keep_plain([output.name])}"
+        )
+
+
+@dataclass(frozen=True)
+class AdapterFactors(Form):
+    """The update ΔW ≈ BA by its factors, as PEFT reads them.
+
+    Attributes:
+        place: what the adapter has of the tensor.
+        dtype: of the stored factors.
+    """
+
+    place: AdaptedTensor
+    dtype: torch.dtype
+    holds_weights = False
+    in_parts = False
+
+    @property
+    def adapted(self) -> AdaptedTensor:
+        return self.place
+
+    @property
+    def rows_together(self) -> int | None:
+        return None
+
+    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
+        """See `Form.places`; factors are written whole."""
+        return tuple(Place(MODEL, header) for header in self.place.headers(self.dtype))
+
+    def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
+        return svd_cost(d_out, d_in, self.place.rank, itemsize)
+
+    def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
+        rank = self.place.rank
+        update, sigma = rows.factors(rank)
+        try:
+            rounded = LowRank(
+                stored_as(update.left, self.dtype), stored_as(update.right, self.dtype)
+            )
+        except OverflowError as error:
+            raise TensorError(
+                f"'{output.name}': the factors of the merged update overflow {self.dtype} ({error}); "
+                "store them in another dtype (--out-dtype float32)"
+            ) from error
+        energy = sigma.double().square()
+        total, kept = float(energy.sum()), float(energy[:rank].sum())
+        lost = _rounding(update, rounded)
+        if not isfinite(total + lost):
+            raise rows.failure("gave NaN or Inf from finite updates")
+        adapter: dict[str, Json] = {
+            "tensor": self.place.name,
+            "rank": rank,
+            "discarded_energy": 1.0 - kept / total if total else 0.0,
+            "singular_values": [float(value) for value in sigma[:_SPECTRUM]],
+        }
+        facts: dict[str, Json] = {"merged": total, "rounding": lost, "adapter": adapter}
+        pieces = self.place.factors(rounded.to(torch.device("cpu")))
+        return Result(tuple(pieces), {**rows.facts, **facts})
 
 
 def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
@@ -305,3 +466,28 @@ def mask_part(expert: str) -> str:
 def head_part(expert: str) -> str:
     """Return the part that the task head of an expert is in."""
     return f"{HEADS_FOLDER}/{expert}"
+
+
+def _rounding(exact: LowRank, rounded: LowRank) -> float:
+    """‖LR − L̃R̃‖²_F ≈ Σ_j σ_j (‖L_j − L̃_j‖² + ‖R_j − R̃_j‖²), where LᵀL = RRᵀ = diag(σ).
+
+    What is left out are products of errors that do not know of each other; a Gram matrix of all
+    would be a third of the work on a layer.
+    """
+    if rounded.left.dtype == exact.left.dtype:
+        return 0.0
+    # In float64: squares of long factors overflow float32, though what is stored does not.
+    exact, back = exact.to(torch.float64), rounded.to(torch.float64)
+    sigma = exact.right.square().sum(dim=1)
+    left = (exact.left - back.left).square().sum(dim=0)
+    right = (exact.right - back.right).square().sum(dim=1)
+    return float((sigma * (left + right)).sum())
+
+
+def _sums(weights: float, error: float, along: float | None) -> dict[str, Json]:
+    """What the statistics of an item have of its rounding.
+
+    ‖W̄‖², ‖Q(W̄) − W̄‖², and of an update ⟨Q(W̄) − W_0, W̄ − W_0⟩.
+    """
+    found: dict[str, Json] = {"weights": weights, "error": error}
+    return found if along is None else {**found, "along": along}

@@ -22,7 +22,7 @@ from covmerge.files.checkpoints.gguf_layout import GgufHead
 from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME
 from covmerge.files.quantised.gguf import read_as
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
-from covmerge.plan.planning.packed_form import PackedTensor
+from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Output, Recipe
 

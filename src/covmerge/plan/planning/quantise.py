@@ -24,8 +24,8 @@ from covmerge.files.quantised import (
     dtype_of,
     with_plain,
 )
+from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
-from covmerge.plan.planning.packed_form import PackedTensor
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 

@@ -6,13 +6,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError, TensorError
-from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.base import find_header
 from covmerge.files.checkpoints.view import View
@@ -51,18 +49,14 @@ class Retokenized(View):
         super().__init__(stored)
         self._own_tables = tables[key]
         self._tables = tables
-        self.source = stored.source
-        self.notes = stored.notes
         self._sources = sources
         self._own = vocabulary.own[key]
         self._given = vocabulary.given
         self._means: dict[str, Tensor] = {}
         self._computing = threading.Lock()
-        config = stored.config
-        self.config: Mapping[str, Any] | None = (
-            None if config is None else with_vocabulary(config, vocabulary.rows)
-        )
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        if stored.config is not None:
+            self.config = with_vocabulary(stored.config, vocabulary.rows)
+        self.headers = MappingProxyType(
             {
                 name: replace(header, shape=(vocabulary.rows, *header.shape[1:]))
                 if name in self._own_tables.names

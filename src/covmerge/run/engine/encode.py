@@ -13,20 +13,12 @@ from covmerge.base.types import Json, LowRank
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.spectral import truncated_svd
 from covmerge.maths.methods.factored import MergedFactors
-from covmerge.plan.planning import Merge, Result, WorkItem, as_output
+from covmerge.plan.planning import Merge, WorkItem, as_output
 from covmerge.run.engine.layer import Change, Layer
 
 
-def encode(
-    item: WorkItem,
-    merge: Merge,
-    layer: Layer,
-    change: Change,
-    unrounded: Change | None = None,
-    *,
-    compare: bool,
-) -> Result:
-    """Encode a merged update.
+class Rows:
+    """What a method made of the rows of an item, for its form (`MergedRows`), which asks once.
 
     Args:
         item: the work.
@@ -35,16 +27,7 @@ def encode(
         change: what they were merged to; it may be written over.
         unrounded: the same without the rounding of the method's steps, where that is measured.
         compare: whether it is one of several, which are held against the updates.
-
-    Raises:
-        TensorError: the result is not finite, or not in the dtype that it is stored in.
     """
-    rows = _Rows(item, merge, layer, change, unrounded, compare=compare)
-    return item.tensor.form.encode(rows, item.tensor.output)
-
-
-class _Rows:
-    """See `covmerge.plan.planning.forms.MergedRows`; each is asked for once."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covmerge.base.types import Json
 from covmerge.plan.planning import (
+    BaseRows,
     Copy,
     Count,
     Look,
@@ -20,7 +21,7 @@ from covmerge.plan.planning import (
     parts_at_once,
 )
 from covmerge.run.engine.device_room import naming_where_full
-from covmerge.run.engine.encode import encode
+from covmerge.run.engine.encode import Rows
 from covmerge.run.engine.inputs import Inputs, Sources, in_parts, is_compared, read_inputs
 from covmerge.run.engine.layer import Context, Layer
 from covmerge.run.engine.look import look_at
@@ -88,8 +89,11 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
 
 def _as_stored(item: WorkItem, result: Result, inputs: Inputs) -> Result:
     """What was merged as it is stored, where that takes all rows of an item."""
-    tensor, base = item.tensor, None if inputs.base.is_meta else inputs.base
-    return tensor.form.completed(result, base, inputs.packed, tensor.output, item.rows)
+    return item.tensor.form.completed(result, _base_rows(item, inputs))
+
+
+def _base_rows(item: WorkItem, inputs: Inputs) -> BaseRows:
+    return BaseRows(inputs.base, inputs.packed, item.tensor.output, item.rows)
 
 
 def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) -> Result:
@@ -140,12 +144,12 @@ def _merged(
 ) -> Result:
     unrounded = layer.unrounded(item, merge, thresholds)
     change = layer.change(item, merge, thresholds)
-    return encode(item, merge, layer, change, unrounded, compare=context.compare)
+    rows = Rows(item, merge, layer, change, unrounded, compare=context.compare)
+    return item.tensor.form.encode(rows, item.tensor.output)
 
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:
-    tensor = item.tensor
-    result = tensor.form.copied(inputs.base, inputs.packed, tensor.output, item.rows)
+    result = item.tensor.form.copied(_base_rows(item, inputs))
     if not is_compared(item):
         return result
     differ = [
