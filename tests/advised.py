@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from covmerge.base.phrasing import in_form
+from covmerge.base.settings import Hint, told_as
 
 SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
 TESTS = Path(__file__).parent
@@ -110,16 +110,16 @@ _ADVICE = re.compile(
     rf"{_CLAUSE}(?:{'|'.join(_VERBS)})\b(?!,)|(?<![\w-])--[a-z]|`covmerge |pip install|\?(?:$| )|`\w+: ",
     re.IGNORECASE,
 )
+_SETTING = re.compile(r"(?<![\w`/.-])--[a-z][a-z-]*(?: [\w.={}-]+)?")
 # Calls whose strings are no messages: the help, patterns, names.
 _OTHER_CALLS = {"Option", "Argument", "Field", "Typer", "compile", "command", "sub", "search"}
 _HELP = {"help", "description", "epilog"}
 
 
 def advice(template: str) -> str:
-    """A regular expression for words of a message, in each form that a caller gets them in."""
-    forms = {template, *(in_form(template, form) for form in ("flags", "recipe", "python"))}
-    found = (re.escape(form).replace(r"\{\}", r"[\s\S]*?") for form in sorted(forms))
-    return f"(?:{'|'.join(found)})"
+    """A regular expression for words of a message, whichever form its settings are in."""
+    told = re.escape(_SETTING.sub("{}", template))
+    return told.replace(r"\{\}", r"[\s\S]*?")
 
 
 @cache
@@ -143,10 +143,26 @@ def _strings(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append(node.value)
         elif isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-            found.append("".join(parts))
+            found.append("".join(map(_part, node.values)))
             passed |= {id(part) for part in node.values if isinstance(part, ast.Constant)}
     return found
+
+
+def _part(part: ast.expr) -> str:
+    """What a part of a message is shown as: a setting as its flag."""
+    if isinstance(part, ast.Constant):
+        return part.value
+    call = part.value
+    if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Hint"):
+        return "{}"
+    with told_as("flags"):
+        return str(Hint(*map(_written, call.args)))
+
+
+def _written(value: ast.expr):
+    if isinstance(value, ast.Dict):
+        return dict(zip(map(_written, value.keys), map(_written, value.values), strict=True))
+    return value.value if isinstance(value, ast.Constant) else "{}"
 
 
 def _is_docstring(node: ast.AST) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import warnings
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typing_extensions import get_overloads
 
 import covmerge
+from covmerge.base.settings import KEYS
 from covmerge.base.types import Measured
 from covmerge.errors import RecipeError
 from covmerge.front.api import merge
+from covmerge.front.keywords import CompareKeywords, MergeKeywords, descriptions
 from tests.forked import printed
 
 
@@ -41,11 +43,17 @@ def test_unknown_names_are_attribute_errors():
         covmerge.mergee  # noqa: B018
 
 
-def test_the_overloads_of_merge_have_all_its_arguments():
-    """`**params` takes any name, so that a type checker would not miss one."""
-    own = inspect.signature(merge).parameters
-    for overload in get_overloads(inspect.unwrap(merge)):
-        assert list(inspect.signature(overload).parameters) == list(own)
+def test_help_lists_every_keyword():
+    for function, keywords in ((merge, MergeKeywords), (covmerge.compare, CompareKeywords)):
+        for name in keywords.__annotations__:
+            assert name in inspect.signature(function).parameters
+            assert re.search(rf"^    {name}: \w", function.__doc__, re.MULTILINE)
+
+
+def test_every_keyword_is_described_and_has_its_setting():
+    told = descriptions()
+    assert set(told) == set(MergeKeywords.__annotations__)
+    assert set(KEYS) - {"base", "method", "parameters", "last", "decay"} <= set(told)
 
 
 STATE = {"w": torch.zeros(2, 2)}

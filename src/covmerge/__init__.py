@@ -16,13 +16,14 @@ from covmerge.base.version import __version__
 from covmerge.moved import Moved
 
 if TYPE_CHECKING:
+    MYPY = False  # which mypy takes for true
     # Each from the file that defines it: `run.verification.verify` and `plan.statistics.collect` are a
     # file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods, steps, testing
     from covmerge.base.noticed import Noticed, Seen, Words
     from covmerge.base.types import LinearGroup, LowRank, Merged
     from covmerge.files.checkpoints import open_checkpoint
-    from covmerge.front.api import compare, extract, inspect, merge, plan_recipe, report, run_recipe
+    from covmerge.front.api import compare, extract, inspect, plan_recipe, report, run_recipe
     from covmerge.front.publish import push
     from covmerge.front.reporting import figures as figures
     from covmerge.maths.layer import merge_layer
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from covmerge.run.export import load_expert
     from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
     from covmerge.run.verification.verify import verify
+
+    if MYPY:
+        from covmerge.front.for_mypy import merge
+    else:
+        from covmerge.front.api import merge
 
 sys.meta_path.insert(0, Moved())
 

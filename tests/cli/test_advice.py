@@ -76,7 +76,7 @@ LINES = {
     ),
     "another form": (
         f"merge {PAIR} out --as things",
-        advice("--as {}: it is one of {}"),
+        advice("--as: {}: it is one of {}"),
         f"merge {PAIR} out --as model",
     ),
     "both name experts": (
@@ -110,7 +110,7 @@ LINES = {
     ),
     "workers": (
         f"merge {PAIR} --workers many out",
-        advice("--workers {} is neither a number of processes nor '{}'"),
+        advice("--workers: {} is neither a number of processes nor '{}'"),
         f"merge {PAIR} --workers auto out",
     ),
     "a value of several": (

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from covmerge.errors import RecipeError
-from covmerge.front.cli.flags import RecipeFlags, place_paths, read_recipe
+from covmerge.front.cli.flags import place_paths, read_recipe
 from covmerge.plan.recipe import Expert
 
 FILE = """\
@@ -63,7 +63,7 @@ def test_places_refused(first, second, experts, dry_run, message):
 def test_flags_alone():
     recipe = read_recipe(
         None,
-        RecipeFlags(
+        dict(
             base="org/base@v1",
             experts=TWO,
             weights=("math=0.5",),
@@ -87,8 +87,8 @@ def test_flags_alone():
 
 
 def test_no_flag_changes_no_default():
-    recipe = read_recipe(None, RecipeFlags(base="org/base", experts=TWO))
-    assert recipe == read_recipe(None, RecipeFlags(base="org/base", experts=TWO, before=()))
+    recipe = read_recipe(None, dict(base="org/base", experts=TWO))
+    assert recipe == read_recipe(None, dict(base="org/base", experts=TWO, before=()))
     assert recipe.output.shard_size == 5_000_000_000
 
 
@@ -106,9 +106,7 @@ def test_no_flag_changes_no_default():
     ],
 )
 def test_values_are_yaml_scalars(text, value):
-    recipe = read_recipe(
-        None, RecipeFlags(base="org/base", experts=TWO, parameters=(f"key={text}",))
-    )
+    recipe = read_recipe(None, dict(base="org/base", experts=TWO, parameters=(f"key={text}",)))
     assert recipe.parameters == {"key": value}
     assert type(recipe.parameters["key"]) is type(value)
 
@@ -116,13 +114,13 @@ def test_values_are_yaml_scalars(text, value):
 def test_a_file_without_flags_is_taken_as_it_is(file):
     from covmerge.plan.recipe import load_recipe
 
-    assert read_recipe(file, RecipeFlags()) == load_recipe(file)
+    assert read_recipe(file, {}) == load_recipe(file)
 
 
 def test_flags_override_the_file(file, capsys):
     recipe = read_recipe(
         file,
-        RecipeFlags(
+        dict(
             base="other/base",
             weights=("code=2",),
             parameters=("eps=0.5",),
@@ -143,7 +141,7 @@ def test_flags_override_the_file(file, capsys):
 
 
 def test_another_method_drops_the_parameters_and_says_so(file, capsys):
-    flags = RecipeFlags(method="task_arithmetic", parameters=("scale=0.4",))
+    flags = dict(method="task_arithmetic", parameters=("scale=0.4",))
     recipe = read_recipe(file, flags)
     assert (recipe.method, recipe.parameters) == ("task_arithmetic", {"scale": 0.4})
     said = capsys.readouterr().err
@@ -152,7 +150,7 @@ def test_another_method_drops_the_parameters_and_says_so(file, capsys):
 
 
 def test_the_same_method_keeps_the_parameters(file, capsys):
-    recipe = read_recipe(file, RecipeFlags(method="ace"))
+    recipe = read_recipe(file, dict(method="ace"))
     assert recipe.parameters == {"eps": 0.1, "tau": 0.2}
     assert capsys.readouterr().err == ""
 
@@ -168,7 +166,7 @@ def test_the_same_method_keeps_the_parameters(file, capsys):
         ({"experts": ("a=x/y", "a=x/z")}, "--expert gives 'a' twice, 'x/y' and 'x/z'"),
         ({"experts": ("a/b=x/y",)}, "'a/b' cannot name an expert"),
         ({"experts": ("a=x/y", "A=x/z")}, "differ only in case"),
-        ({"weights": ("cod=1",)}, "--weight cod: there is no such expert. Did you mean 'code'"),
+        ({"weights": ("cod=1",)}, "weights of 'cod': there is no such expert. Did you mean 'code'"),
         ({"weights": ("code=-1",)}, "command line: experts.code.weight is -1; it must be greater"),
         ({"weights": ("code=heavy",)}, "experts.code.weight is 'heavy'"),
         ({"weights": ("code=1", "code=2")}, "twice"),
@@ -185,6 +183,7 @@ def test_the_same_method_keeps_the_parameters(file, capsys):
     ],
 )
 def test_wrong_flags(given, message):
-    flags = RecipeFlags(**{"base": "org/base", "experts": TWO, **given})
+    flags = {"base": "org/base", "experts": TWO, **given}
+    flags = {name: value for name, value in flags.items() if value is not None}
     with pytest.raises(RecipeError, match=message):
         read_recipe(None, flags)

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
+from covmerge.plan.recipe import load
+from covmerge.run import sources as run_sources
 from tests.cli.runs import covmerge, flags, save_plain, words, write_recipe
 from tests.e2e.models import fine_tuned, save_family
 from tests.e2e.test_resume import interrupt_after
@@ -201,3 +204,22 @@ def test_expert_named_like_a_recipe_is_fine(tmp_path):
     )
     assert list(manifest(tmp_path / "out")["recipe"]["experts"]) == ["on", "1e-5"]
     assert ran.json["verification"]["ok"]
+
+
+def test_a_recipe_with_flags_is_read_and_planned_once(models, monkeypatch):
+    counted = Counter()
+    for module, name in ((load, "_text"), (load, "_validate"), (run_sources, "build_plans")):
+        monkeypatch.setattr(module, name, counting(counted, getattr(module, name)))
+    covmerge(
+        "merge", write_recipe(models), models / "out", "--dtype=float64", "--tensors=missing=base"
+    )
+    # As the file says it, and with the flags over it.
+    assert counted == {"_text": 1, "_validate": 2, "build_plans": 1}
+
+
+def counting(counted, function):
+    def called(*args, **kwargs):
+        counted[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return called

@@ -223,20 +223,20 @@ INSPECTED = {
     "fewer tensors": (
         BASE | {"more.weight": torch.ones(2, 8)},
         A,
-        advice(": choose what that means by `tensors: {missing: base | present}`"),
+        advice(": choose what that means by --tensors missing=base, or `present`"),
         {"missing": "base"},
     ),
     "more tensors": (
         BASE,
         A | {"more.weight": torch.ones(2, 8)},
-        advice(": leave them out by `tensors: {extra: ignore}`"),
+        advice(": leave them out by --tensors extra=ignore"),
         {"extra": "ignore"},
     ),
     "more rows": (
         BASE | {"embed_tokens.weight": torch.ones(4, 8)},
         A | {"embed_tokens.weight": 1.2 * torch.ones(5, 8)},
         advice(
-            "; if the first rows mean the same tokens, merge the base's by `tensors: {vocabulary: base}`"
+            "; if the first rows mean the same tokens, merge the base's by --tensors vocabulary=base"
         ),
         {"vocabulary": "base"},
     ),

@@ -47,7 +47,7 @@ def test_the_pole_of_the_gate():
 def test_an_epsilon_that_outweighs_an_expert(how):
     told = ace([1e-3, 0.5])
     assert said_by(SMALLER, told) and said_by(OTHER, told)
-    (eps,) = re.findall(r"--set eps=(\S+?)\)", " ".join(told.warnings))
+    (eps,) = re.findall(r"\(eps=(\S+?)\)", " ".join(told.warnings))
     given = {"eps": float(eps)} if how == "smaller" else {"method": "tsv_m"}
     again = ace([1e-3, 0.5], **given)
     update, change = drawn(0.5, 1), again.tensors[NAME] - drawn(3.0, seed=99)

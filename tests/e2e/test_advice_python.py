@@ -247,7 +247,7 @@ CALLS = {
     ),
     "a folder that cannot be called so": (
         lambda out: covmerge.compare(BASE, [A, B], [*EACH, *EACH.items()]),
-        advice("'{}' cannot name a folder: give these values by `parameters` (--set {}.KEY=VALUE)"),
+        advice("'{}' cannot name a folder: give these values by --set"),
         lambda out: covmerge.compare(BASE, [A, B], [*EACH], parameters=EACH),
     ),
     "a model with no base": (

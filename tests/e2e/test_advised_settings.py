@@ -56,7 +56,7 @@ class Case:
 
 # What is advised, in a message.
 SETTING = re.compile(r"\{match: '[^']*', use: \w+\}|(?<=`)\{?\w+: [^`]*(?=`)")
-ALLOW = advice("; if this is meant, go on with {}")
+ALLOW = advice("; if this is meant, go on with --allow {}")
 
 
 CASES = {
@@ -70,27 +70,27 @@ CASES = {
         BASE,
         EXPERT | {"more.weight": torch.ones(2, 8)},
         advice(
-            "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a task head"
+            "If these tensors may be left out, set --tensors extra=ignore; if they are a task head"
         ),
         {LAYER: W + STEP},
     ),
     "fewer tensors": Case(
         BASE | {"more.weight": torch.ones(2, 8)},
         EXPERT,
-        advice("choose what their absence means: `tensors: {missing: base}` (unchanged there)"),
+        advice("choose what their absence means: --tensors missing=base (unchanged there)"),
         {LAYER: W + STEP, "more.weight": torch.ones(2, 8)},
     ),
     "fewer tensors of one": Case(
         BASE | {"more.weight": torch.ones(2, 8)},
         EXPERT,
-        advice("or `tensors: {missing: present}` (merged over the experts that have them)"),
+        advice("or --tensors missing=present (merged over the experts that have them)"),
         {LAYER: W + STEP, "more.weight": 1.5 * torch.ones(2, 8)},
         other=EXPERT | {"more.weight": 1.5 * torch.ones(2, 8), LAYER: W + STEP},
     ),
     "rows of more tokens": Case(
         BASE | {TABLE: torch.ones(4, 8)},
         EXPERT | {TABLE: 1.2 * torch.ones(5, 8)},
-        advice("tokens, set `tensors: {vocabulary: base}` to merge the rows of the base"),
+        advice("tokens, set --tensors vocabulary=base to merge the rows of the base"),
         {LAYER: W + STEP, TABLE: 1.2 * torch.ones(4, 8)},
     ),
     "numbers and codes": Case(
@@ -223,9 +223,7 @@ def test_a_full_rank_for_an_adapter(advised, tmp_path):
     recipe |= {"method": "average", "output": {"format": "adapter"}}
     file.write_text(json.dumps(recipe))
     said = words(covmerge("merge", file, out, code=2).stderr)
-    advised_both = advice(
-        "Say with `output.rank` (--rank) what to truncate it to, or merge to a full model"
-    )
+    advised_both = advice("Say with --rank what to truncate it to, or merge to a full model")
     assert re.search(advised_both, said)
     file.write_text(
         json.dumps(recipe | {"output": {"format": "adapter"} | yaml.safe_load(advised)})

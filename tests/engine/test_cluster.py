@@ -14,7 +14,7 @@ import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
 from covmerge.plan.planning import WorkItem, build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import Context, NoOutput, RunOptions, Sources, Task, with_executor
+from covmerge.run.engine import Context, NoOutput, Sources, Task, run_options
 from covmerge.run.engine.cluster import cluster_address, executor
 from covmerge.run.engine.cluster.executor import _loads, needs_of
 from covmerge.run.sources import open_checkpoints
@@ -190,7 +190,7 @@ def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
 
     def automatic():
         on_cluster = {"address": cluster.address, "patience": 1.0}
-        return with_executor(RunOptions(device="auto"), "ray", **on_cluster).torch_device.type
+        return run_options({"device": "auto", **on_cluster}).torch_device.type
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)  # of the process that merges
@@ -259,7 +259,7 @@ def test_which_cluster(plain, tmp_path):
     for address, words in ((None, "which cluster?"), ("ray://head:10001", "ray job submit")):
         with pytest.raises(InputError, match=words):
             cluster_address(address, {})
-    with pytest.raises(InputError, match=r"address 127.0.0.1:1: there is no Ray cluster \("):
+    with pytest.raises(InputError, match=r"address=\"127.0.0.1:1\": there is no Ray cluster \("):
         covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", address="127.0.0.1:1")
     assert list(tmp_path.iterdir()) == []
     for given, words in (

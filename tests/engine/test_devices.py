@@ -39,7 +39,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize("name", ["cpuu", "cuda:-3", "meta:x"])
 def test_what_is_no_device(name):
     for use in (usable_device, lambda name: RunOptions(device=name, cluster="auto").torch_device):
-        with pytest.raises(InputError, match=f"--device {name} cannot be used here: "):
+        with pytest.raises(InputError, match=f'device="{name}" cannot be used here: '):
             use(name)
 
 
@@ -47,7 +47,7 @@ def test_what_is_no_device(name):
 def test_who_gives_out_tasks_needs_no_gpu_of_its_own(plain):
     options = RunOptions(device="cuda", cluster="auto")
     assert options.torch_device == torch.device("cuda")
-    with pytest.raises(InputError, match="--device cuda cannot be used here: "):
+    with pytest.raises(InputError, match='device="cuda" cannot be used here: '):
         _ = options.device_here  # for what it does itself, such as to run the base
     base, experts = plain
     sources = [f"--expert={name}={path}" for name, path in experts.items()]
@@ -124,7 +124,7 @@ def test_a_worker_computes_on_its_own_device(plain):
         with closing(Processes([torch.device("cpu")], opened.opener(), inner)) as executor:
             assert len(list(executor.run(batches, task))) == len(batches)
         executor = Processes([torch.device("cuda", 1)], opened.opener(), inner)
-        with pytest.raises(InputError, match="--device cuda:1 cannot be used here: "):
+        with pytest.raises(InputError, match='device="cuda:1" cannot be used here: '):
             list(executor.run(batches, task))
     assert executor._workers == []  # it is closed
 
@@ -140,9 +140,9 @@ def test_what_has_no_room_on_the_device_is_refused_by_name(plain):
         check_room(batches, cuda, free=needed + _BESIDE - 1)
     assert str(refused.value).startswith(f"'{largest.tensor.name}' needs ")
     assert "of the memory of cuda:1" in str(refused.value)
-    assert "compute on the CPU (--device cpu)" in str(refused.value)
+    assert 'compute on the CPU (device="cpu")' in str(refused.value)
     with pytest.raises(
-        ResourceError, match="in each of 2 processes: take fewer --workers, free more"
+        ResourceError, match="in each of 2 processes: take fewer workers, free more"
     ):
         check_room(batches, cuda, free=2 * needed + _BESIDE, processes=2)
     with pytest.raises(ResourceError, match="needs"):

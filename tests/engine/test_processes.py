@@ -191,7 +191,7 @@ def test_memory_of_all_workers_together(plain):
     assert three.workers == 3
     fewer = plan_memory([plan], three.peak - 1, device=cpu, workers=3)
     assert fewer.workers == 2 and fewer.peak < three.peak
-    with pytest.raises(ResourceError, match="leave out --workers"):
+    with pytest.raises(ResourceError, match="leave out workers"):
         plan_memory([plan], fewer.resident * 2, device=cpu, workers=3)
 
 

@@ -99,7 +99,7 @@ def test_on_the_command_line(plain, tmp_path):
     given = ["merge", "--base", base, *sources, "--method=ace", "--dry-run"]
     assert command(*given, "--workers=auto", "--json").json["memory"]["workers_because"]
     wrong = command(*given, "--workers=0", code=2).stderr
-    assert "--workers '0' is neither a number of processes nor 'auto'" in wrong
+    assert "--workers: 0 is neither a number of processes nor 'auto'" in wrong
     assert usable_cores() >= 1
 
 

@@ -261,7 +261,7 @@ def test_a_resized_vocabulary(family):
     faults.a_resized_vocabulary(family / "base", family / "b")
     text = only_fault(inspect(family), "b")
     assert f"its vocabulary was resized: '{name}' has 67 rows, the base 64" in text
-    assert "vocabulary: base" in text
+    assert '{"vocabulary": "base"}' in text
     allowed = inspect(family, tensors={"vocabulary": "base"})
     assert not allowed.faults
     told = "the rows of the base are merged. Its 3 rows beyond are not counted below"

@@ -245,7 +245,7 @@ def test_rows_of_another_vocabulary_are_a_warning(models):
     change(models / "b", roll)
     result = covmerge.merge(models / "base", experts(models), "average")
     (warning,) = (text for text in result.warnings if "vocabulary" in text)
-    assert f"'{name}' (cosine" in warning and "embeddings: base" in warning
+    assert f"'{name}' (cosine" in warning and '{"embeddings": "base"}' in warning
     found = covmerge.inspect(models / "base", experts(models)).findings
     assert any("another vocabulary" in finding.text for finding in found)
     usual = covmerge.merge(models / "base", {"a": models / "a"}, "average")

@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.findings import FAULTS
 from covmerge.errors import CovmergeError
 from covmerge.front.api import run_recipe
-from covmerge.front.cli.flags import RecipeFlags, read_recipe
+from covmerge.front.cli.flags import read_recipe
 from covmerge.plan.recipe import Recipe
 from covmerge.run.engine import RunOptions
 from tests.mergekit.differences import Merged
@@ -50,4 +50,4 @@ def _read(recipe: Mapping[str, Any], folder: Path, seed: int) -> Recipe:
     """As the command line reads a file of it, which it leaves in the folder."""
     file = folder / "their.yml"
     file.write_text(yaml.safe_dump(dict(recipe), sort_keys=False))
-    return read_recipe(file, RecipeFlags(seed=seed, allow=tuple(FAULTS)))
+    return read_recipe(file, dict(seed=seed, allow=tuple(FAULTS)))

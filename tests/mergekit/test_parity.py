@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.front.api import run_recipe
-from covmerge.front.cli.flags import RecipeFlags, read_recipe
+from covmerge.front.cli.flags import read_recipe
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
 from covmerge.plan.recipe.mergekit import Told
@@ -47,7 +47,7 @@ def here(models, monkeypatch):
 def merged(text, out, **flags):
     file = out.with_suffix(".yml")
     file.write_text(text)
-    run_recipe(read_recipe(file, RecipeFlags(seed=SEED, **flags)), out)
+    run_recipe(read_recipe(file, dict(seed=SEED, **flags)), out)
     return load_file(out / "model.safetensors")
 
 

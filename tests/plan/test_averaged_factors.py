@@ -22,7 +22,7 @@ def test_a_lora_of_the_output_head_is_named_and_merged_where_asked(tmp_path):
         model = peft.get_peft_model(build("llama"), config)
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
     experts = {name: tmp_path / name for name in ("a", "b")}
-    said = advice("the updates are averaged. By `tensors: {{}: method}` it does")
+    said = advice("the updates are averaged. By --tensors {}=method it does")
     default = covmerge.merge(tmp_path / "base", experts, "iso_c")
     (note,) = (note for note in default.notes if "LoRA changes" in note)
     assert note.startswith("'lm_head.weight': LoRA changes it, and iso_c") and re.search(said, note)

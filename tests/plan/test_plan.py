@@ -155,7 +155,7 @@ class TestMissing:
         }
 
     def test_error_names_expert_tensor_and_option(self):
-        with pytest.raises(TensorError, match=f"expert 'b'.*'{self.name}'.*missing: base"):
+        with pytest.raises(TensorError, match=rf"expert 'b'.*'{self.name}'.*missing\W+base"):
             plan_for(state(), self.experts)
 
     def test_base_counts_as_unchanged(self):
@@ -216,9 +216,7 @@ class TestExtra:
     def test_a_head_of_one_shape_everywhere_is_noted(self):
         same = state(classifier__weight=(2, 4))
         plan = plan_for(same, {"a": same})
-        said = advice(
-            "so it is merged; if it is a task head, add a rule with `use: head` to keep one per"
-        )
+        said = advice("so it is merged; if it is a task head, keep one per expert by the rule")
         assert any(re.search(said, note) for note in plan.notes)
         kept = plan_for(same, {"a": same}, rules=[{"match": "classifier.*", "use": "head"}])
         assert set(kept.heads["a"]) == {"classifier.weight"}
@@ -228,7 +226,7 @@ class TestExtra:
 class TestShapes:
     def test_vocabulary_of_another_size(self):
         experts = {"a": tuned(state(embed_tokens__weight=(16, 4), lm_head__weight=(16, 4)))}
-        with pytest.raises(TensorError, match=r"12 rows in the base and 16.*vocabulary: base"):
+        with pytest.raises(TensorError, match=r"12 rows in the base and 16.*vocabulary\W+base"):
             plan_for(state(), experts)
         base = state()
         result = covmerge.merge(base, experts, "average", tensors={"vocabulary": "base"})
@@ -291,9 +289,7 @@ class TestWork:
 
     def test_memory_is_refused_before_any_work(self):
         plan = plan_for(state(), {"a": state()})
-        with pytest.raises(
-            ResourceError, match=r"needs .* allowed \(--max-memory\).*largest tensor"
-        ):
+        with pytest.raises(ResourceError, match=r"needs .* allowed \(max_memory\).*largest tensor"):
             plan_memory([plan], 10**6, device=CPU)
 
     @pytest.mark.parametrize("held", [0, 3 * 10**9])

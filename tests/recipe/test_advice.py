@@ -182,7 +182,7 @@ RECIPES = {
     "no base": (
         "base: null\nexperts: {a: ./a, b: ./b}\nmethod: ties\n",
         advice(
-            "and the recipe has none: write `base: SOURCE`, or take a method of the models themselves"
+            "and the recipe has none: pass --base SOURCE, or take a method of the models themselves"
         ),
         TWO,
         "base: null\nexperts: {a: ./a, b: ./b}\nmethod: linear\n",

@@ -162,7 +162,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         (
             "dtype: bfloat16",
             "r.yml:3: dtype is 'bfloat16'; it must be 'float32' or 'float64', which is computed in; to "
-            "store another pass --out-dtype bfloat16",
+            'store another pass out_dtype="bfloat16"',
         ),
         (
             "tensors: {fused: halves}",

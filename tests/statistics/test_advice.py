@@ -355,19 +355,17 @@ LINES = {
     ),
     "no statistics": (
         f"{MERGE} out --method regmean",
-        advice(
-            "needs the statistics of expert '{}': run {}, then name the file under `statistics:` of"
-        ),
+        advice("needs the statistics of expert '{}': run {}, then name the file by --stats {}"),
         f"{MERGE} out --method regmean {STATS} --tensors few_rows=allow",
     ),
     "few rows": (
         f"{MERGE} out --method regmean {FEW}",
-        advice("Collect more examples, or allow it with `tensors: {few_rows: allow}`"),
+        advice("Collect more examples, or allow it with --tensors few_rows=allow"),
         f"{MERGE} out --method regmean {FEW} --tensors few_rows=allow",
     ),
     "few rows, more": (
         f"{MERGE} out --method regmean {FEW}",
-        advice("Collect more examples, or allow it with `tensors: {few_rows: allow}`"),
+        advice("Collect more examples, or allow it with --tensors few_rows=allow"),
         f"{MERGE} out --method regmean {STATS}",
     ),
     "another kind": (
@@ -405,12 +403,12 @@ def test_a_line_as_it_is_advised(name, here):
         (
             "regmean",
             "",
-            advice("needs the statistics of expert '{}': run {}, then name the file under"),
+            advice("needs the statistics of expert '{}': run {}, then name the file by --stats {}"),
         ),
         (
             "regmean++",
             "",
-            advice("needs the statistics of expert '{}': run {}, then name the file under"),
+            advice("needs the statistics of expert '{}': run {}, then name the file by --stats {}"),
         ),
         (
             "regmean++",

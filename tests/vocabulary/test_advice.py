@@ -57,7 +57,7 @@ def test_an_expert_of_more_rows_without_a_tokenizer(how, folder):
     lone = folder / "llama" / "t1" / "tokenizer.json"
     kept = lone.read_bytes()
     lone.unlink()
-    said = advice("out `tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`")
+    said = advice("out `tokenizer` and merge the rows of the base by --tensors vocabulary=base")
     refused(said, recipe(folder, ("t1",)))
     out = folder / "out"
     if how == "its tokenizer":
@@ -298,7 +298,7 @@ def test_leaving_out_the_tokenizer_ends_with_the_rows_of_the_base(tmp_path):
     }
     given |= {"allow": ["not-a-fine-tune"]}  # it is made at random
     refused(
-        advice("set `tensors: {vocabulary: base}` to merge the rows of the base"),
+        advice("set --tensors vocabulary=base to merge the rows of the base"),
         parse_recipe(given),
     )
     found = merged(parse_recipe(given | {"tensors": {"vocabulary": "base"}}), tmp_path / "out")

@@ -194,7 +194,7 @@ def test_the_order_of_an_experts_vocabulary_does_not_matter(name, models, tmp_pa
     ("name", "said"),
     [
         ("emr", "masks are laid over"),
-        ("fisher", advice("by `tensors: {embeddings: average, output_head: average}`")),
+        ("fisher", advice("by --tensors embeddings=average --tensors output_head=average")),
     ],
 )
 def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp_path):
@@ -365,7 +365,7 @@ def test_rows_that_no_model_has_are_refused(tokens, said, models):
 
 
 def test_masks_over_other_rows_than_the_bases_are_refused(models, tmp_path):
-    with pytest.raises(InputError, match=advice("output_head: base}`, or take another method")):
+    with pytest.raises(InputError, match=advice("output_head=base, or take another method")):
         plan_recipe(recipe(models, method="emr"))
     kept = {"embeddings": "base", "output_head": "base"}
     run_recipe(recipe(models, method="emr", tensors=kept), tmp_path / "out")

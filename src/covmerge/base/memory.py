@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from covmerge.base.settings import Hint
+
 MACHINE = "this machine's memory"
 
 # A cgroup's own limit, what it has taken, and of that the pages of files, which the kernel takes back.
@@ -98,7 +100,7 @@ def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
         (True, False)
     """
     if max_memory is not None:
-        return Allowance(max_memory, "are allowed (--max-memory)", in_all=True)
+        return Allowance(max_memory, f"are allowed ({Hint('max_memory')})", in_all=True)
     free = free_memory(processes)
     return Allowance(free.size, f"of {free.whose} are free", in_all=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from covmerge.base.errors import InputError
 from covmerge.base.identifiers import hub_id
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints import CARD_NAME, find_unfinished
@@ -116,7 +117,7 @@ def prepare(out: str | Path, repository: str, *, message: str | None = None) -> 
     if unfinished is not None:
         raise InputError(
             f"{folder} is not finished: a merge into it is under way, or waits in {unfinished}. Let "
-            "it end, go on with --resume, or remove that folder"
+            f"it end, go on with {Hint('resume')}, or remove that folder"
         )
     manifest = read_manifest(folder)
     verify(folder).raise_if_failed()

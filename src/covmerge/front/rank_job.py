@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import COMPUTED, OutputTakenError
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.stores.destination import Destination
@@ -110,7 +111,7 @@ class RankJob:
         if folder is None:
             raise InputError(
                 f"ranks share a merge by files beside the output, and {self.out} is no folder: leave out "
-                "--executor ranks"
+                f"{Hint('executor', 'ranks')}"
             )
         return Gathering(folder / _FOLDER, self.rank, self.options.patience)
 
@@ -166,8 +167,8 @@ class RankJob:
             return False
         if not self._is_of_this_recipe():
             raise InputError(
-                f"the output {self.out} exists and is of another recipe: pass --overwrite to replace it, "
-                "or choose another name"
+                f"the output {self.out} exists and is of another recipe: pass {Hint('overwrite')} to "
+                "replace it, or choose another name"
             )
         return True
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from covmerge.base.errors import RecipeError
 from covmerge.base.findings import Fit
 from covmerge.base.notebook import paragraph, table_html
+from covmerge.base.settings import Hint
 from covmerge.base.table import Table, Tabular
 from covmerge.base.text import some
 from covmerge.base.types import Json
@@ -260,7 +261,7 @@ def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]], *, alone
     label = "-".join([method.name, *told])
     if not _LABEL.fullmatch(label):
         raise RecipeError(
-            f"'{label}' cannot name a folder: give these values by `parameters` (--set {name}.KEY=VALUE)"
+            f"'{label}' cannot name a folder: give these values by {Hint('parameters')}"
         )
     return Entry(method.name, values, label)
 
@@ -320,7 +321,8 @@ class CompareJob:
             return self._merged(entries, left_out, checkpoints)
         if self.out is None:
             raise RecipeError(
-                "scores are of models in a folder: pass --out DIR, which gets one for each method"
+                f"scores are of models in a folder: pass {Hint('out', 'DIR')}, which gets one for each "
+                "method"
             )
         self.scorer.check()
         local_path(self.out)
@@ -480,8 +482,8 @@ def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
     asked = [json.loads(json.dumps(asdict(entry))) for entry in entries]
     if manifest["recipe"] != dump_recipe(recipe) or manifest.get("asked") != asked:
         raise RecipeError(
-            f"{out} holds models of other experts or methods: pass --overwrite to merge anew, where scores "
-            "of equal models are kept, or name another folder"
+            f"{out} holds models of other experts or methods: pass {Hint('overwrite')} to merge anew, "
+            "where scores of equal models are kept, or name another folder"
         )
     found = manifest["comparison"]
     try:
@@ -497,7 +499,7 @@ def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
         )
     except (KeyError, TypeError) as error:
         raise RecipeError(
-            f"{out / MANIFEST_NAME} was written by another version: pass --overwrite to merge anew"
+            f"{out / MANIFEST_NAME} was written by another version: pass {Hint('overwrite')} to merge anew"
         ) from error
 
 

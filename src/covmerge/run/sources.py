@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import (
@@ -166,7 +167,7 @@ class OpenCheckpoints:
             if unknown:
                 raise InputError(
                     f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
-                    "changed since the merge was begun: start over with --overwrite"
+                    f"changed since the merge was begun: start over with {Hint('overwrite')}"
                 )
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
@@ -198,7 +199,7 @@ class OpenCheckpoints:
         if held:
             raise InputError(
                 f"{held[0]} is a state dict, which other processes do not have: save it to a file, or "
-                "leave out --workers"
+                f"leave out {Hint('workers')}"
             )
         self.check_versions()
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
@@ -224,7 +225,7 @@ class OpenCheckpoints:
                 raise InputError(
                     f"{key}: {checkpoint.source}: the server tells neither ETag nor Last-Modified of "
                     f"{untold[0]}, so that several processes cannot see whether it changes: download it "
-                    "and pass its folder, or leave out --workers and --executor"
+                    f"and pass its folder, or leave out {Hint('workers')} and {Hint('executor')}"
                 )
 
     def check_ties(self, plan: Plan) -> None:

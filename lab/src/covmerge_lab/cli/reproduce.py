@@ -63,7 +63,7 @@ def reproduce(
             metavar="DIR", rich_help_panel=DATA, help="Test data, where the hub's is not taken."
         ),
     ] = None,
-    stats: options.Stats = None,
+    stats: options.Statistics = None,
     limit: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", rich_help_panel=DATA, help="Examples of each task."),

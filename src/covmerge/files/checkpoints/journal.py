@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.differences import changes
@@ -131,7 +132,9 @@ class Journal:
         """
         file = local_file(path)
         if file.store.exists(file.name):
-            raise InputError(f"{file} exists: pass --resume to go on, --overwrite to start again")
+            raise InputError(
+                f"{file} exists: pass {Hint('resume')} to go on, {Hint('overwrite')} to start again"
+            )
         line = sealed({"plan": plan_hash, "format": FORMAT, "of": of}, "journal")
         file.store.create(file.name, len(line), line, needed=len(line))
         return cls(file, {})
@@ -184,12 +187,12 @@ def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
         content = b"" if size > _MAX_BYTES else file.read(size, follow=False)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read the journal {file}: {error.strerror}; start over with --overwrite"
+            f"cannot read the journal {file}: {error.strerror}; start over with {Hint('overwrite')}"
         ) from error
     if size > _MAX_BYTES:
         raise CheckpointError(
             f"cannot read the journal {file}: it is larger than {_MAX_BYTES} bytes, which none is; "
-            "start over with --overwrite"
+            f"start over with {Hint('overwrite')}"
         )
     size = content.rfind(b"\n") + 1
     return content[:size].split(b"\n")[:-1], size
@@ -203,7 +206,7 @@ def _check_plan(
     if head.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} has format {shorten(head.get('format'))}, this version of covmerge reads {FORMAT}: "
-            "resume with the version that began the merge, or start over with --overwrite"
+            f"resume with the version that began the merge, or start over with {Hint('overwrite')}"
         )
     _check_seal(file, 1, line)
     known = head.get("of")
@@ -216,7 +219,8 @@ def _check_plan(
             else ("the recipe, its sources or covmerge changed since")
         )
         raise InputError(
-            f"{file} is of another merge: {what}. Take these back to go on, or start over with --overwrite"
+            f"{file} is of another merge: {what}. Take these back to go on, or start over with "
+            f"{Hint('overwrite')}"
         )
     return known
 
@@ -246,5 +250,5 @@ def _check_seal(file: StoredFile, number: int, line: bytes) -> None:
 
 def _damaged(file: StoredFile, number: int, why: str) -> CheckpointError:
     return CheckpointError(
-        f"line {number} of the journal {file} is damaged ({why}); start over with --overwrite"
+        f"line {number} of the journal {file} is damaged ({why}); start over with {Hint('overwrite')}"
     )

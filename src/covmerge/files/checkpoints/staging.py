@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.manifest import unknown_files
 from covmerge.files.checkpoints.trainer import refuse_as_step
 from covmerge.files.stores.address import address_of, hub_address
@@ -90,7 +91,8 @@ class Staging:
             return
         if not self._overwrite:
             raise InputError(
-                f"the output {self.out} exists: pass --overwrite to replace it, or choose another name"
+                f"the output {self.out} exists: pass {Hint('overwrite')} to replace it, or choose "
+                "another name"
             )
         try:
             empty = next(tree(self.out.output), None) is None
@@ -159,7 +161,7 @@ class Staging:
         except TakenError as error:
             raise OutputTakenError(
                 f"another process is merging into {self.out}: wait for it, or choose another name. Where "
-                "they are to share the work, start all of them with --executor ranks"
+                f"they are to share the work, start all of them with {Hint('executor', 'ranks')}"
             ) from error
         if not locked:
             self.notes.append(
@@ -173,7 +175,7 @@ class Staging:
         if unfinished and not (self._resume or self._overwrite):
             raise InputError(
                 f"an unfinished merge into {self.out} lies in {self.out.aside}: "
-                "pass --resume to go on, --overwrite to start again"
+                f"pass {Hint('resume')} to go on, {Hint('overwrite')} to start again"
             )
         return unfinished
 

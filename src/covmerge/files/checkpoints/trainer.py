@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
@@ -70,7 +71,7 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
             f"the run {run} has {have if found else 'no folders named checkpoint-NUMBER'}"
             + (f", and the last {count} are asked for" if count and found else "")
             + (
-                f": ask for {len(found)} or fewer (--last), or save more of them (save_total_limit)"
+                f": ask for {len(found)} or fewer ({Hint('last')}), or save more of them (save_total_limit)"
                 if found
                 else ": pass the folder that the trainer wrote its checkpoints to (output_dir)"
             )

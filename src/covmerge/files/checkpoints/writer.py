@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
 from covmerge.files.stores.local import local_store
 from covmerge.files.stores.store import StoredFile, WritableStore
@@ -105,7 +106,7 @@ class ShardWriter:
                     if not count:
                         raise CheckpointError(
                             f"{self._store.where(file_name)} ends at byte {position}, inside "
-                            f"'{name}': something else changed it; start over with --overwrite"
+                            f"'{name}': something else changed it; start over with {Hint('overwrite')}"
                         )
                     checksum = zlib.crc32(buffer[:count], checksum)
                     position += count
@@ -174,7 +175,9 @@ def _refuse_different(file: StoredFile, shard: Shard) -> None:
         found = "its header differs from the planned one"
     else:
         return
-    raise CheckpointError(f"cannot resume into {file}: {found}; start over with --overwrite")
+    raise CheckpointError(
+        f"cannot resume into {file}: {found}; start over with {Hint('overwrite')}"
+    )
 
 
 def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:

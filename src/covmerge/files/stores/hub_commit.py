@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.files.stores.hub import TIMEOUT
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -60,7 +61,7 @@ def commit_files(
         if private and not there.private:
             raise InputError(
                 f"{repository} is public already: make it private in its settings, push to another "
-                "name, or leave out --private"
+                f"name, or leave out {Hint('private')}"
             )
         _refuse_other_weights(repository, [file.rfilename for file in there.siblings or ()], names)
         files = [CommitOperationAdd(name, folder / name) for name in names]
@@ -75,7 +76,7 @@ def _refuse_other_weights(repository: str, there: Sequence[str], names: Sequence
     if other:
         raise InputError(
             f"{repository} holds other weights ({', '.join(other[:3])}), which might be loaded in "
-            "place of these: delete them there, or push to another name or --revision"
+            f"place of these: delete them there, or push to another name or {Hint('revision')}"
         )
 
 

@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covmerge.base.cache import is_cache_named, user_cache
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.stores.address import OBJECTS, Address
 from covmerge.files.stores.disk import UNFINISHED, disk_errors, replace_file
@@ -219,7 +220,8 @@ class RemoteDestination:
                 return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
-                f"there broke off: wait for it, or go on with it there (--resume){self._unseen()}. If "
+                "there broke off: wait for it, or go on with it there "
+                f"({Hint('resume')}){self._unseen()}. If "
                 "nothing goes on, remove all that is in the folder"
             )
         return claim
@@ -240,7 +242,7 @@ class RemoteDestination:
         if new := sorted({*there} - self._seen):
             raise InputError(
                 f"{some(new)} appeared in {self}, and is not overwritten: move it away, and go on with "
-                "--resume"
+                f"{Hint('resume')}"
             )
 
     def _send(self, name: str) -> None:
@@ -255,7 +257,7 @@ class RemoteDestination:
             wrong = sorted({name for name, _ in {*found.items()} ^ {*sizes.items()}})
             raise InputError(
                 f"{self} does not hold what was sent ({some(wrong)}): does something else write there? "
-                "The work is kept: go on with --resume"
+                f"The work is kept: go on with {Hint('resume')}"
             )
 
     def _has(self, name: str) -> bool:
@@ -285,7 +287,7 @@ class RemoteDestination:
                     ": check the address and the credentials in the environment (docs/remote.md)"
                 )
             if self._taken:
-                then += " with --resume, which goes on with finished work"
+                then += f" with {Hint('resume')}, which goes on with finished work"
             raise InputError(f"{self} cannot be reached or written: {said}, {then}") from None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Module, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
@@ -202,7 +203,8 @@ def describe(
     if split and config is None:
         notes.append(
             f"{counted(len(split), 'matrix is', 'matrices are')} known by name for q, k and v in one "
-            f"({some(split, 1, quoted=True)}): merged whole, or apart with `tensors: {{fused: split}}`"
+            f"({some(split, 1, quoted=True)}): merged whole, or apart with "
+            f"{Hint('tensors', {'fused': 'split'})}"
         )
     outside, blocks = _outside(headers, skeleton), in_rows_of_blocks(headers)
     tied = _tied(headers, skeleton) if skeleton else {}

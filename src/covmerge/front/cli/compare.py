@@ -20,9 +20,9 @@ def compare(
         ),
     ] = None,
     base: options.Base = None,
-    expert: options.Experts = None,
-    weight: options.Weights = None,
-    stats: options.Stats = None,
+    experts: options.Experts = None,
+    weights: options.Weights = None,
+    statistics: options.Statistics = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -33,12 +33,10 @@ def compare(
             "what is given.",
         ),
     ] = "all",
-    parameter: Annotated[
+    parameters: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="METHOD.KEY=VALUE",
-            rich_help_panel=options.HOW,
+        options.setting(
+            *("parameters", options.HOW, "METHOD.KEY=VALUE"),
             help="A parameter of one of the methods.",
         ),
     ] = None,
@@ -93,31 +91,17 @@ def compare(
     covmerge compare --base B --expert code=./code --expert math=./math --methods auto,ties,iso_c
     --out DIR --score 'python eval.py {model}'
     """
+    given = options.given(locals())
     from covmerge.front.cli import comparing, flags
 
     comparing.compare(
-        flags.read_recipe(
-            recipe,
-            flags.RecipeFlags(
-                base=base,
-                experts=expert or (),
-                weights=weight or (),
-                statistics=stats or (),
-                before=before or (),
-                after=after or (),
-                tensors=tensors or (),
-                dtype=dtype,
-                allow=allow or (),
-            ),
-        ),
+        flags.read_recipe(recipe, {**given, "parameters": ()}),
         methods=flags.methods_to_compare(methods),
-        parameters=flags.method_parameters(parameter or ()),
+        parameters=flags.method_parameters(parameters or ()),
         out=out,
         score=score,
         bounds=bounds,
-        run=flags.run_options(
-            *(device, threads, max_memory), workers=workers, resume=resume, overwrite=overwrite
-        ),
+        run=flags.shown_options(given),
         verbose=verbose,
         as_json=as_json,
         as_csv=as_csv,

@@ -20,16 +20,12 @@ def extract(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     rank: Annotated[
         int,
-        typer.Option(
-            min=1, metavar="R", rich_help_panel=options.OUTPUT, help="Rank of the adapter."
-        ),
+        options.setting("rank", options.OUTPUT, "R", min=1, help="Rank of the adapter."),
     ],
     form: Annotated[
         str,
-        typer.Option(
-            "--as",
-            metavar="adapter|kohya|diffusers",
-            rich_help_panel=options.OUTPUT,
+        options.setting(
+            *("form", options.OUTPUT, "adapter|kohya|diffusers"),
             help="For PEFT, or a LoRA file of a part of a diffusion model.",
         ),
     ] = "adapter",
@@ -51,30 +47,10 @@ def extract(
 
     covmerge extract ./base ./code ./code-lora --rank 32
     """
+    given = options.given(locals())
     from covmerge.front.cli import flags, merging
 
-    recipe = flags.read_recipe(
-        None,
-        flags.RecipeFlags(
-            base=base,
-            experts=(f"expert={expert}",),
-            # Of one expert, the expert.
-            method="average",
-            tensors=tensors or (),
-            dtype=dtype,
-            allow=allow or (),
-            out_dtype=out_dtype,
-            form=form,
-            rank=rank,
-            whole=whole or None,
-        ),
-    )
-    merging.merge_to(
-        recipe,
-        out,
-        flags.run_options(
-            device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
-        ),
-        verbose=verbose,
-        as_json=as_json,
-    )
+    # Of one expert, the average is the expert.
+    given |= {"experts": [f"expert={expert}"], "method": "average"}
+    recipe = flags.read_recipe(None, given)
+    merging.merge_to(recipe, out, flags.shown_options(given), verbose=verbose, as_json=as_json)

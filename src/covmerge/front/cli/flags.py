@@ -3,63 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from covmerge.base.choice import UNNAMED
-from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.errors import RecipeError
+from covmerge.base.settings import flag_of
 from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import say, stderr
 from covmerge.front.cli.outcome import RECIPES
 from covmerge.front.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.maths.methods import registry
-from covmerge.plan.recipe import (
-    Recipe,
-    dump_recipe,
-    load_recipe,
-    output_as,
-    parse_recipe,
-    parse_size,
-)
+from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import load_stages
 from covmerge.plan.recipe.mergekit import Told
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.run.comparison import Wanted
-from covmerge.run.engine import AUTO, RunOptions, Workers, with_executor
+from covmerge.run.engine import RunOptions, run_options
 
 _ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
 
 
-@dataclass(frozen=True)
-class RecipeFlags:
-    """The flags that say what to merge, as given: pairs are still `NAME=VALUE`."""
-
-    base: str | None = None
-    experts: Sequence[str] = ()
-    weights: Sequence[str] = ()
-    run: str | None = None
-    last: int | None = None
-    run_weights: str | None = None
-    decay: float | None = None
-    statistics: Sequence[str] = ()
-    method: str | None = None
-    parameters: Sequence[str] = ()
-    before: Sequence[str] = ()
-    after: Sequence[str] = ()
-    tensors: Sequence[str] = ()
-    dtype: str | None = None
-    allow: Sequence[str] = ()
-    out_dtype: str | None = None
-    shard_size: str | None = None
-    form: str | None = None
-    rank: int | None = None
-    whole: bool | None = None
-    quantise: str | None = None
-    keep: Sequence[str] = ()
-    seed: int | None = None
-    lenient: bool = False
+# What a flag gives in pairs, with an example; values of some are those of a recipe, others text.
+_PAIRS = {
+    "weights": "code=0.5",
+    "statistics": "code=c.covstats.safetensors",
+    "tensors": "embeddings=base",
+}
+_ALONE = ("base", "method", "before", "after", "dtype", "allow")
+# Of what is written, and so of the last of several stages.
+_OF_OUTPUT = ("out_dtype", "form", "rank", "whole", "quantise", "keep")
 
 
 def place_paths(
@@ -108,42 +82,57 @@ def place_paths(
     )
 
 
-def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
+def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
     """Return the recipe in the file, if there is one, with the flags laid over it.
+
+    Args:
+        file: of the recipe.
+        flags: those that were given, by the settings' names; pairs are still `NAME=VALUE`.
 
     Raises:
         CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: the file or a flag is wrong.
     """
-    told = Told(flags.lenient)
+    told = Told(flags.get("lenient", False))
+    of_run = _check_source(file, flags)
+    said: dict[str, Any] = {"experts": {}}
+    if file is not None:
+        said = _said(load_recipe(file, told))
+    elif "run" in flags:
+        given = {"run": {"folder": flags["run"], **of_run}}
+        said = _said(parse_recipe(given, origin="command line", told=told))
+    elif "base" not in flags:
+        raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
+    _say(told)
+    return _laid_over(said, flags, file)
+
+
+def _check_source(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse flags that do not go together, and return what is said of a training run."""
     if file is not None and file.suffix.lower() == ".csv":
         raise RecipeError(
             f"{file} stands where a recipe is expected. --csv takes no file, and prints: leave {file} "
             f"out, and end the command with > {file}"
         )
-    of_run = _given(last=flags.last, weights=flags.run_weights, decay=flags.decay)
-    if file is not None:
-        data = dump_recipe(load_recipe(file, told))
-    elif flags.run is not None:
-        given = {"run": {"folder": flags.run, **of_run}}
-        data = dump_recipe(parse_recipe(given, origin="command line", told=told))
-    elif flags.base is not None:
-        data: dict[str, Any] = {"experts": {}}
-    else:
-        raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
-    if of_run and flags.run is None:
+    names = {"last": "last", "weights": "run_weights", "decay": "decay"}
+    of_run = {name: flags[flag] for name, flag in names.items() if flag in flags}
+    if of_run and "run" not in flags:
         raise RecipeError(
             f"--{next(iter(of_run))} is of the checkpoints of a training run: say --run DIR, or write it "
             "into the recipe's `run`. The weight of one expert is --weight NAME=NUMBER"
         )
-    if flags.run is not None and flags.experts:
+    if "run" in flags and "experts" in flags:
         raise RecipeError("--run and --expert both name experts: leave out one of them")
-    _say(told)
-    return _laid_over(data, flags, file)
+    return of_run
 
 
 def read_stages(
-    file: Path | None, flags: RecipeFlags, out: Path | None, stages: Path | None, *, report: bool
+    file: Path | None,
+    flags: Mapping[str, Any],
+    out: Path | None,
+    stages: Path | None,
+    *,
+    report: bool,
 ) -> list[tuple[Path, Recipe]]:
     """Return the recipes that make an output, in order, with the folder of each.
 
@@ -160,26 +149,28 @@ def read_stages(
         CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: a file or a flag is wrong.
     """
-    told = Told(flags.lenient)
+    told = Told(flags.get("lenient", False))
     if file is None and (out is None or stages is not None):
         raise RecipeError(
             "--stages is the folder of several recipes in one file: leave it out, and end the command with "
             "the output folder"
         )
-    found = [] if file is None else load_stages(file, out, told, stages)
-    if out is not None and len(found) < 2:
+    if file is None:
+        assert out is not None
         return [(out, read_recipe(file, flags))]
+    _check_source(file, flags)
+    found = load_stages(file, out, told, stages)
     _say(told)
+    if len(found) == 1:
+        return [(folder, _laid_over(_said(recipe), flags, file)) for folder, recipe in found]
     folders = [folder for folder, _ in found]
     for folder in folders:
         local_path(folder)
-    if flags.base or flags.weights or flags.statistics:
+    if {"base", "weights", "statistics"} & flags.keys():
         raise RecipeError(
             f"{file} has several recipes: --base, --weight and --stats are of one, and written there"
         )
-    of_stages = replace(
-        flags, out_dtype=None, form=None, rank=None, whole=None, quantise=None, keep=()
-    )
+    of_stages = {name: value for name, value in flags.items() if name not in _OF_OUTPUT}
     if out not in folders and (report or flags != of_stages):
         raise RecipeError(
             f"all recipes of {file} have names, and each is an output: --out-dtype, --as, --rank, --whole, "
@@ -187,8 +178,8 @@ def read_stages(
         )
     *before, (last, recipe) = found
     return [
-        *((folder, _laid_over(dump_recipe(own), of_stages, file)) for folder, own in before),
-        (last, _laid_over(dump_recipe(recipe), flags, file)),
+        *((folder, _laid_over(_said(own), of_stages, file)) for folder, own in before),
+        (last, _laid_over(_said(recipe), flags, file)),
     ]
 
 
@@ -198,81 +189,39 @@ def _say(told: Told) -> None:
             say(kind, message)
 
 
-def _laid_over(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> Recipe:
+def _said(recipe: Recipe) -> dict[str, Any]:
+    return {name: getattr(recipe, name) for name in recipe.model_fields_set}
+
+
+def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | None) -> Recipe:
     """Return a recipe with the flags over what it says."""
-    for name, source in pairs("--expert", flags.experts, "code=./code").items():
-        data["experts"][name] = {"source": source}
-    for name, weight in _values("--weight", flags.weights, "code=0.5").items():
-        if name not in data["experts"]:
-            raise RecipeError(
-                f"--weight {name}: there is no such expert." + did_you_mean(name, data["experts"])
-            )
-        data["experts"][name]["weight"] = weight
-    for name, path in pairs("--stats", flags.statistics, "code=c.covstats.safetensors").items():
-        if name not in data["experts"]:
-            raise RecipeError(
-                f"--stats {name}: there is no such expert." + did_you_mean(name, data["experts"])
-            )
-        data["experts"][name]["statistics"] = path
+    data = dict(said)
+    sources = pairs("--expert", flags.get("experts", ()), "code=./code").items()
+    data["experts"] = {**data["experts"], **{name: {"source": own} for name, own in sources}}
     _set_method(data, flags, file)
-    _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
-    if flags.seed is not None and registry.get(data.get("method") or "average").has("seed"):
-        _section(data, "parameters")["seed"] = flags.seed
-    _section(data, "tensors").update(pairs("--tensors", flags.tensors, "embeddings=base"))
-    _section(data, "output").update(
-        _given(
-            dtype=flags.out_dtype,
-            shard_size=flags.shard_size,
-            rank=flags.rank,
-            whole=flags.whole,
-            quantise=flags.quantise,
-        )
-        | ({"keep": list(flags.keep)} if flags.keep else {})
-        | output_as(flags.form)
-    )
-    data.update(_given(base=flags.base, dtype=flags.dtype))
-    data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})
-    data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
-    return parse_recipe(data, origin="command line")
+    settings = {
+        name: flags[name] for name in (*_ALONE, *_OF_OUTPUT, "shard_size") if flags.get(name)
+    }
+    for name, example in _PAIRS.items():
+        read = _values if name == "weights" else pairs
+        settings[name] = read(flag_of(name), flags.get(name, ()), example)
+    settings["parameters"] = _values("--set", flags.get("parameters", ()), "eps=1e-5")
+    method = settings.get("method") or data.get("method") or "average"
+    if "seed" in flags and registry.get(method).has("seed"):
+        settings["parameters"]["seed"] = flags["seed"]
+    return parse_recipe(lay_over(data, settings), origin="command line")
 
 
-def run_options(
-    device: str,
-    threads: int | None,
-    max_memory: str | None,
-    *,
-    workers: str = "1",
-    executor: str | None = None,
-    address: str | None = None,
-    patience: float = 120.0,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> RunOptions:
+def shown_options(flags: Mapping[str, Any]) -> RunOptions:
     """Return the options of a run; its progress is shown on standard error.
 
     Raises:
-        RecipeError: a size that is none.
-        InputError: an executor that is none, or does not go with the others.
+        InputError: as `covmerge.run.engine.run_options`.
     """
-    options = RunOptions(
-        device=device,
-        threads=threads,
-        workers=_workers(workers),
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        resume=resume,
-        overwrite=overwrite,
-        progress=BytesProgress(stderr()),
-        collecting=ExamplesProgress(stderr()),
-    )
-    return with_executor(options, executor, address=address, patience=patience)
-
-
-def _workers(given: str) -> Workers:
-    if given == AUTO:
-        return AUTO
-    if not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise RecipeError(f"--workers {given!r} is neither a number of processes nor '{AUTO}'")
-    return int(given)
+    workers = flags.get("workers", "1")
+    number = workers.isascii() and workers.isdigit()
+    shown = {"progress": BytesProgress(stderr()), "collecting": ExamplesProgress(stderr())}
+    return run_options({**flags, **shown, "workers": int(workers) if number else workers})
 
 
 def methods_to_compare(given: str) -> str | list[Wanted]:
@@ -322,25 +271,12 @@ def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def _set_method(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> None:
-    before: str | None = data.get("method")
+def _set_method(data: dict[str, Any], flags: Mapping[str, Any], file: Path | None) -> None:
+    before, now = data.get("method"), flags.get("method")
     # Parameters belong to a method: another one would refuse them, or mean something else by them.
-    if (
-        before not in (None, UNNAMED)
-        and flags.method not in (None, before)
-        and data.get("parameters")
-    ):
+    if before not in (None, UNNAMED) and now not in (None, before) and data.get("parameters"):
         dropped = ", ".join(data.pop("parameters"))
-        say("note", f"--method {flags.method} drops {before}'s parameters in {file}: {dropped}")
-    data.update(_given(method=flags.method))
-
-
-def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
-    return data.setdefault(key, {})
-
-
-def _given(**flags: str | float | None) -> dict[str, str | float]:
-    return {name: value for name, value in flags.items() if value is not None}
+        say("note", f"--method {now} drops {before}'s parameters in {file}: {dropped}")
 
 
 def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:

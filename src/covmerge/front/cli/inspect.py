@@ -16,7 +16,7 @@ def inspect(
         typer.Argument(metavar="RECIPE.yml", show_default=False, help="Recipe file."),
     ] = None,
     base: options.Base = None,
-    expert: options.Experts = None,
+    experts: options.Experts = None,
     tensors: options.Tensors = None,
     dtype: options.Dtype = None,
     spectra: options.Spectra = "some",
@@ -44,17 +44,15 @@ def inspect(
 
     Reads every tensor once and merges nothing. Exits with 1 if a merge would fail or be worthless.
     """
+    given = options.given(locals())
     from covmerge.front.cli import flags, inspecting
 
     inspecting.inspect(
-        flags.read_recipe(
-            recipe,
-            flags.RecipeFlags(base=base, experts=expert or (), tensors=tensors or (), dtype=dtype),
-        ),
+        flags.read_recipe(recipe, given),
         inspecting.Flags(
             spectra=spectra,
             html=html,
-            run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
+            run=flags.shown_options(given),
             as_json=as_json,
             as_csv=as_csv,
         ),

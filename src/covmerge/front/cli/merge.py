@@ -29,45 +29,40 @@ def merge(
         ),
     ] = None,
     base: options.Base = None,
-    expert: options.Experts = None,
-    weight: options.Weights = None,
+    experts: options.Experts = None,
+    weights: options.Weights = None,
     run: options.Run = None,
     last: options.Last = None,
     run_weights: options.RunWeights = None,
     decay: options.Decay = None,
-    stats: options.Stats = None,
+    statistics: options.Statistics = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=options.HOW,
+        options.setting(
+            *("method", options.HOW, "NAME"),
             help="Merge method, see `covmerge methods`. Without one, and without one in the recipe, "
             f"it is {TAKEN}.".replace("`", ""),
         ),
     ] = None,
-    parameter: Annotated[
+    parameters: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            rich_help_panel=options.HOW,
+        options.setting(
+            *("parameters", options.HOW, "KEY=VALUE"),
             help="A parameter of the method, see `covmerge methods NAME`.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
+        options.setting(
+            *("seed", options.HOW, "N"),
             min=0,
-            metavar="N",
-            rich_help_panel=options.HOW,
             help="Seed of methods that draw random numbers, as --set seed=N; others take no notice.",
         ),
     ] = None,
     lenient: Annotated[
         bool,
-        typer.Option(
-            "--lenient",
-            rich_help_panel=options.HOW,
+        options.setting(
+            *("lenient", options.HOW),
             help="Leave out unknown keys and parameters of a mergekit recipe, with a warning.",
         ),
     ] = False,
@@ -79,48 +74,13 @@ def merge(
     out_dtype: options.OutDtype = None,
     form: Annotated[
         str | None,
-        typer.Option(
-            "--as",
-            metavar="model|adapter|peft|kohya|diffusers",
-            rich_help_panel=options.OUTPUT,
-            help="Write merged weights, or one adapter of the base, in the experts' form or the one named.",
-        ),
+        options.setting("form", options.OUTPUT, "model|adapter|peft|kohya|diffusers"),
     ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="R",
-            rich_help_panel=options.OUTPUT,
-            help="Largest rank of the merged adapter; exact, of all ranks together, without it.",
-        ),
-    ] = None,
+    rank: Annotated[int | None, options.setting("rank", options.OUTPUT, "R", min=1)] = None,
     whole: options.Whole = False,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            rich_help_panel=options.OUTPUT,
-            help="Largest file, such as 5GB or 512MiB.",
-        ),
-    ] = None,
-    quantise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            rich_help_panel=options.OUTPUT,
-            help="Write linear layers quantised: same (as the base), fp8-block, nf4, gptq and others "
-            "(docs/quantised.md).",
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            rich_help_panel=options.OUTPUT,
-            help="Tensors that --quantise leaves plain, such as '*.down_proj.*'; may be given again.",
-        ),
-    ] = None,
+    shard_size: Annotated[str | None, options.setting("shard_size", options.OUTPUT, "SIZE")] = None,
+    quantise: Annotated[str | None, options.setting("quantise", options.OUTPUT, "FORMAT")] = None,
+    keep: Annotated[list[str] | None, options.setting("keep", options.OUTPUT, "PATTERN")] = None,
     stages: options.Stages = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
@@ -164,53 +124,18 @@ def merge(
 
     covmerge merge --run ./outputs --last 5 OUT
     """
+    given = options.given(locals())
     from covmerge.front.cli import flags, merging
     from covmerge.front.cli.stages import merge_stages
 
     file, out = flags.place_paths(
-        first, second, experts=bool(expert or run), dry_run=dry_run, stages=stages is not None
+        first, second, experts=bool(experts or run), dry_run=dry_run, stages=stages is not None
     )
-    said = flags.RecipeFlags(
-        base=base,
-        experts=expert or (),
-        weights=weight or (),
-        run=run,
-        last=last,
-        run_weights=run_weights,
-        decay=decay,
-        statistics=stats or (),
-        method=method,
-        parameters=parameter or (),
-        before=before or (),
-        after=after or (),
-        tensors=tensors or (),
-        dtype=dtype,
-        allow=allow or (),
-        out_dtype=out_dtype,
-        shard_size=shard_size,
-        form=form,
-        rank=rank,
-        whole=whole or None,
-        quantise=quantise,
-        keep=keep or (),
-        seed=seed,
-        lenient=lenient,
-    )
-    how = flags.run_options(
-        device,
-        threads,
-        max_memory,
-        workers=workers,
-        executor=executor,
-        address=address,
-        patience=patience,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    how = flags.shown_options(given)
     if dry_run:
-        merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)
+        merging.dry_run(flags.read_recipe(file, given), out, how, as_json=as_json)
     else:
-        recipes = flags.read_stages(file, said, out, stages, report=report)
+        recipes = flags.read_stages(file, given, out, stages, report=report)
         place, recipe = recipes[-1]
         if report:
             merging.check_report(recipe, place)

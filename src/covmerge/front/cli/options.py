@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from covmerge.base.cache import user_cache
 from covmerge.base.errors import InputError
+from covmerge.base.settings import flag_of
+from covmerge.front.keywords import descriptions
 
 WHAT, HOW, OUTPUT, SCORE, RUN = "What to merge", "How to merge", "Output", "Score", "Run"
+_HELP = descriptions()
+
+
+def setting(name: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
+    """Return the flag of a setting, with what Python says of it for its help.
+
+    Args:
+        name: of the setting, in Python.
+        panel: of the help.
+        metavar: what stands for its value.
+        **more: as `typer.Option` takes it.
+    """
+    told = _HELP.get(name, "").replace("`", "")
+    more.setdefault("help", told[:1].upper() + told[1:])
+    return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given of the flags of a command: neither nothing, nor off."""
+    found = {name: value for name, value in flags.items() if value is not None and value != []}
+    return {name: value for name, value in found.items() if value is not False}  # 0 is a number
+
 
 Base = Annotated[
     str | None,
-    typer.Option(
-        metavar="SOURCE",
-        rich_help_panel=WHAT,
+    setting(
+        *("base", WHAT, "SOURCE"),
         help="Folder, file, address (s3://, https://) or org/name@revision that the experts were "
         "fine-tuned from.",
     ),
 ]
 Experts = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=SOURCE", rich_help_panel=WHAT, help="One expert; once for each."),
+    setting("experts", WHAT, "NAME=SOURCE", help="One expert; once for each."),
 ]
-Weights = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=NUMBER",
-        rich_help_panel=WHAT,
-        help="Share of an expert, 1 is neutral; of an expert alone the share of its update.",
-    ),
-]
+Weights = Annotated[list[str] | None, setting("weights", WHAT, "NAME=NUMBER")]
 Run = Annotated[
     str | None,
     typer.Option(
@@ -44,12 +61,7 @@ Run = Annotated[
 ]
 Last = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        rich_help_panel=WHAT,
-        help="The run's last N checkpoints; all without it.",
-    ),
+    setting("last", WHAT, "N", min=1, help="The run's last N checkpoints; all without it."),
 ]
 RunWeights = Annotated[
     str | None,
@@ -62,82 +74,18 @@ RunWeights = Annotated[
     ),
 ]
 Decay = Annotated[
-    float | None,
-    typer.Option(metavar="D", rich_help_panel=WHAT, help="Decay of --weights ema, such as 0.8."),
+    float | None, setting("decay", WHAT, "D", help="Decay of --weights ema, such as 0.8.")
 ]
-Stats = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=FILE",
-        rich_help_panel=WHAT,
-        help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
-    ),
-]
-Before = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="STEP",
-        rich_help_panel=HOW,
-        help="A step before the method, see `covmerge methods`; several in order.",
-    ),
-]
-After = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STEP", rich_help_panel=HOW, help="A step after the method, likewise."),
-]
-Tensors = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        rich_help_panel=HOW,
-        help="What happens to tensors of a kind, such as embeddings=base.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(metavar="float32|float64", rich_help_panel=HOW, help="Dtype of the computation."),
-]
-OutDtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        rich_help_panel=OUTPUT,
-        help="Stored dtype: base (the base's), float32, float16, bfloat16 or float64.",
-    ),
-]
-Whole = Annotated[
-    bool,
-    typer.Option(
-        "--whole",
-        rich_help_panel=OUTPUT,
-        help="Have the adapter hold what full models changed outside their layers, as it is.",
-    ),
-]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FAULT",
-        rich_help_panel=HOW,
-        help="Go on in spite of a fault of the experts that makes a merge worthless: "
-        "not-a-fine-tune, swapped-tensors, unchanged-expert or changed-integers.",
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", rich_help_panel=OUTPUT, help="Go on with an interrupted merge."),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite", rich_help_panel=OUTPUT, help="Replace an earlier output of covmerge."
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="cpu|cuda[:i]|auto", rich_help_panel=RUN, help="Where the mathematics runs."
-    ),
-]
+Statistics = Annotated[list[str] | None, setting("statistics", WHAT, "NAME=FILE")]
+Before = Annotated[list[str] | None, setting("before", HOW, "STEP")]
+After = Annotated[list[str] | None, setting("after", HOW, "STEP")]
+Tensors = Annotated[list[str] | None, setting("tensors", HOW, "KEY=VALUE")]
+Dtype = Annotated[str | None, setting("dtype", HOW, "float32|float64")]
+Allow = Annotated[list[str] | None, setting("allow", HOW, "FAULT")]
+OutDtype = Annotated[str | None, setting("out_dtype", OUTPUT, "DTYPE")]
+Whole = Annotated[bool, setting("whole", OUTPUT)]
+Resume = Annotated[bool, setting("resume", OUTPUT)]
+Overwrite = Annotated[bool, setting("overwrite", OUTPUT)]
 Stages = Annotated[
     Path | None,
     typer.Option(
@@ -146,53 +94,13 @@ Stages = Annotated[
         help="Folder of the named ones of several recipes in a file; OUT.stages without it.",
     ),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="CPU threads."),
-]
-Workers = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        rich_help_panel=RUN,
-        help="Processes that share the work, with the same bytes. auto: as many as the work, the cores and "
-        "the memory are worth; it says why.",
-    ),
-]
-Executor = Annotated[
-    str | None,
-    typer.Option(
-        metavar="threads|processes|ranks|ray",
-        rich_help_panel=RUN,
-        help="What does the work. ranks: this command was started several times, by srun or torchrun, for "
-        "one output, and all share the work. ray: the nodes of a Ray cluster do it. By default threads, or "
-        "processes with --workers.",
-    ),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT|auto",
-        rich_help_panel=RUN,
-        help="The Ray cluster of --executor ray; within `ray job submit` it is known.",
-    ),
-]
-Patience = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        rich_help_panel=RUN,
-        help="How long a rank that is not heard of is taken to be there.",
-    ),
-]
-MaxMemory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        rich_help_panel=RUN,
-        help="Memory of the process, such as 8GB; obeyed, or refused before any work.",
-    ),
-]
+Device = Annotated[str, setting("device", RUN, "cpu|cuda[:i]|auto")]
+Threads = Annotated[int | None, setting("threads", RUN, "N", min=1)]
+Workers = Annotated[str, setting("workers", RUN, "N|auto")]
+Executor = Annotated[str | None, setting("executor", RUN, "threads|processes|ranks|ray")]
+Address = Annotated[str | None, setting("address", RUN, "HOST:PORT|auto")]
+Patience = Annotated[float, setting("patience", RUN, "SECONDS")]
+MaxMemory = Annotated[str | None, setting("max_memory", RUN, "SIZE")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", rich_help_panel=RUN, help="Print everything that is known.")
 ]

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from covmerge.base.errors import CovmergeError, InputError, ResourceError
-from covmerge.base.phrasing import Form, in_form
+from covmerge.base.settings import told_as
 from covmerge.front.cli.console import say, stderr
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -83,11 +83,11 @@ class ReportingGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
-        form: Form = "recipe" if ctx.meta[_RECIPE] else "flags"
         try:
-            return super().invoke(ctx)
+            with told_as("recipe" if ctx.meta[_RECIPE] else "flags"):
+                return super().invoke(ctx)
         except CovmergeError as error:
-            _fail(error, form)
+            _fail(error)
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
             raise typer.Exit(_interrupted()) from None
@@ -126,6 +126,6 @@ def _of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
 
 
-def _fail(error: CovmergeError, form: Form = "flags") -> NoReturn:
-    say("error", in_form(str(error), form))
+def _fail(error: CovmergeError) -> NoReturn:
+    say("error", str(error))
     raise typer.Exit(error.exit_code) from None

@@ -29,5 +29,5 @@ def plan(
     from covmerge.front.cli import flags, merging
     from covmerge.run.engine import RunOptions
 
-    read = flags.read_recipe(recipe, flags.RecipeFlags())
+    read = flags.read_recipe(recipe, {})
     merging.dry_run(read, out, RunOptions(), as_json=as_json)

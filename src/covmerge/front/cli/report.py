@@ -53,6 +53,7 @@ def report(
 
     Reads base, experts and output again. Exits with 1 if the output fails its verification.
     """
+    given = options.given(locals())
     from covmerge.front.cli import flags, reporting
 
     reporting.report(
@@ -60,7 +61,7 @@ def report(
         reporting.Flags(
             html=html,
             spectra=spectra,
-            run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
+            run=flags.shown_options(given),
             as_json=as_json,
             as_csv=as_csv,
         ),

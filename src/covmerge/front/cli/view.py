@@ -43,7 +43,7 @@ def view(
 
     Reads every matrix once and merges nothing. Only this machine can open the page. Ctrl-C ends it.
     """
+    given = options.given(locals())
     from covmerge.front.cli import flags, viewing
 
-    run = flags.run_options(device, threads, max_memory, overwrite=False)
-    viewing.view(path, run, port=port, browser=not no_browser)
+    viewing.view(path, flags.shown_options(given), port=port, browser=not no_browser)

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.files.stores.disk import replace_file
 from covmerge.front.reporting.data import Report
 
@@ -44,7 +45,7 @@ def check_page(path: Path, *, overwrite: bool = False) -> None:
         ours = _OURS in file.read(_HEAD)
     if not ours:
         raise InputError(
-            f"{path} exists and is no report of covmerge: pass --overwrite to replace it, or name "
+            f"{path} exists and is no report of covmerge: pass {Hint('overwrite')} to replace it, or name "
             "another file"
         )
 

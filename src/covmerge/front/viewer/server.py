@@ -22,6 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from covmerge.base.errors import CovmergeError, InputError
+from covmerge.base.settings import Hint
 from covmerge.front.reporting.colours import COLOURS
 from covmerge.front.viewer.choice import Choice, recipe_of
 from covmerge.front.viewer.scene import Scene
@@ -76,8 +77,8 @@ class Server:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"--port {port} cannot be listened on ({reason}): name another, or none for one that "
-                "is free"
+                f"{Hint('port', port)} cannot be listened on ({reason}): name another, or none for one "
+                "that is free"
             ) from error
         self._server.daemon_threads = True
         self.url = f"http://{HOST}:{self._server.server_port}/{token}/"

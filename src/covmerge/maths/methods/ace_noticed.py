@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from typing_extensions import Self
 
 from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.maths.covariance.gate import DEFAULT_TAU
@@ -37,7 +38,7 @@ class _Gate(Words):
             yield (
                 f"ACE's gate fired in {counted(len(names), 'tensor')} ({some(names, 2)}) whose "
                 "experts are alike in size: their norms are near 1, where the paper's γ has a pole. "
-                "--set gate=scale_free has none"
+                f"{Hint('parameters', {'gate': 'scale_free'})} has none"
             )
 
 
@@ -55,11 +56,16 @@ class _Ridge(Words):
         }
         if wanted:
             least = _rounded_down(min(wanted.values()))
-            smaller = f"a smaller one (--set eps={least:g}), or " if least >= _LEAST_EPS else ""
+            eps = float(f"{least:g}")
+            smaller = (
+                f"a smaller one ({Hint('parameters', {'eps': eps})}), or "
+                if least >= _LEAST_EPS
+                else ""
+            )
             yield (
                 f"ACE's ε outweighs an expert in {counted(len(wanted), 'tensor')} "
                 f"({some(list(wanted), 2)}): the merge follows ε there, not the expert, and may be "
-                f"lost. Take {smaller}another method (--method tsv_m)"
+                f"lost. Take {smaller}another method ({Hint('method', 'tsv_m')})"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from covmerge.base.errors import RecipeError, ResourceError, TensorError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.text import shown
 
 Parameters = Mapping[str, Any]
@@ -101,8 +102,8 @@ class Declared:
         except MemoryError as error:
             raise ResourceError(
                 f"{self.kind} '{self.name}' had no memory for {work} ({str(error) or 'refused'}): "
-                "free some, pass a smaller --max-memory and fewer --workers and --threads, or another "
-                f"{self.kind}"
+                f"free some, pass a smaller {Hint('max_memory')} and fewer {Hint('workers')} and "
+                f"{Hint('threads')}, or another {self.kind}"
             ) from error
 
     @property

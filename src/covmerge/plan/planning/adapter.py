@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import InputError, RecipeError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
@@ -76,7 +77,7 @@ def plan_adapter(
     if not factors:
         raise InputError(
             "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
-            "model (--as model)"
+            f"model ({Hint('form', 'model')})"
         )
     adapted = {own.module for own in merged.values() if own.has_factors}
     whole = _Whole(tensors, naming, adapted)
@@ -87,7 +88,7 @@ def plan_adapter(
     if held_whole and form != PEFT_FORM:
         raise RecipeError(
             f"'{next(iter(held_whole))}' is held whole, which a file of {form}'s form has no place for: "
-            "write PEFT's (--as peft), or leave it to the base by a rule"
+            f"write PEFT's ({Hint('form', 'peft')}), or leave it to the base by a rule"
         )
     forms: dict[str, Form] = {
         **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
@@ -117,8 +118,8 @@ def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
         if module is not None and isinstance(tensor.operation, Merge) and tensor.changed_by_experts:
             raise InputError(
                 f"'{tensor.name}' is of a module of sentence-transformers, and an adapter has no place for "
-                "it: merge to a full model (--as model), or leave the module to the base with the rule "
-                f"{{match: '{module.prefix}*', use: base}}"
+                f"it: merge to a full model ({Hint('form', 'model')}), or leave the module to the base "
+                f"with the rule {{match: '{module.prefix}*', use: base}}"
             )
 
 
@@ -138,7 +139,7 @@ def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) ->
     if place.embedding or place.transposed:
         raise RecipeError(
             f"'{tensor.name}': a file of {names.form}'s form has linear layers and convolutions alone: "
-            "write PEFT's (--as peft), or leave it to the base by a rule"
+            f"write PEFT's ({Hint('form', 'peft')}), or leave it to the base by a rule"
         )
     return replace(place, name=names.of(tensor), form=names.form)
 
@@ -204,7 +205,8 @@ class _Merged:
             raise RecipeError(
                 f"'{self.tensor.name}': expert '{expert}' has factors of "
                 + ("a stack of matrices" if factors.stacked else "a parameter that is no layer")
-                + ", which a merged adapter does not hold: merge to a full model (--as model), or add "
+                + ", which a merged adapter does not hold: merge to a full model "
+                f"({Hint('form', 'model')}), or add "
                 f"the rule {{match: '{of_all_layers(self.tensor.name)}', use: base}}"
             )
         self._factors.append(factors)
@@ -256,7 +258,7 @@ class _Merged:
         if self._merge.writes_masks:
             raise RecipeError(
                 f"'{name}': method '{self._merge.method}' makes a model per expert by masks, which "
-                "an adapter has no place for: merge to a full model (--as model)"
+                f"an adapter has no place for: merge to a full model ({Hint('form', 'model')})"
             )
         if limit is None and not self.thin:
             why = (
@@ -265,8 +267,8 @@ class _Merged:
                 else f"method '{self._merge.procedure.name}' does not keep to the span of the updates"
             )
             raise RecipeError(
-                f"'{name}': {why}, so the result has full rank. Say with `output.rank` (--rank) what "
-                "to truncate it to, or merge to a full model"
+                f"'{name}': {why}, so the result has full rank. Say with {Hint('rank')} "
+                "what to truncate it to, or merge to a full model"
             )
         sides = (shape[0], prod(shape[1:]))
         rank = (

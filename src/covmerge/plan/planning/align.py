@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from covmerge.base.errors import InputError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
@@ -480,8 +481,8 @@ def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[st
             f"expert '{expert_name}' ({expert.checkpoint.source}) has "
             f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(refused, 5, quoted=True)}. Is it a fine-tune of this base? "
-            "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
-            "task head, add a rule with `use: head`."
+            f"If these tensors may be left out, set {Hint('tensors', {'extra': 'ignore'})}; if they are a "
+            "task head, add a rule such as {match: NAME, use: head}."
         )
 
 
@@ -509,8 +510,8 @@ def _check_missing(
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
             f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
-            "If so choose what their absence means: `tensors: {missing: base}` (unchanged there) or "
-            "`tensors: {missing: present}` (merged over the experts that have them)."
+            f"If so choose what their absence means: {Hint('tensors', {'missing': 'base'})} (unchanged "
+            f"there) or {Hint('tensors', {'missing': 'present'})} (merged over the experts that have them)."
         )
 
 
@@ -522,6 +523,6 @@ def _check_resized(
         raise TensorError(
             f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
             f"'{expert_name}': the vocabularies differ in size. Merge them by token with `tokenizer: "
-            "{source: union}`; or, if the first rows mean the same tokens, set `tensors: {vocabulary: "
-            "base}` to merge the rows of the base."
+            "{source: union}`; or, if the first rows mean the same tokens, set "
+            f"{Hint('tensors', {'vocabulary': 'base'})} to merge the rows of the base."
         )

@@ -12,6 +12,7 @@ import torch
 
 from covmerge.base.choice import UNNAMED, UNNAMED_NOTE, choose
 from covmerge.base.errors import InputError, RecipeError, pattern_meant
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
@@ -158,7 +159,7 @@ def _draft(
             raise
         raise RecipeError(
             f"{error} No method is named, and {recipe.method} was chosen ({chosen}): name the method "
-            "that the parameters are for (--method)"
+            f"that the parameters are for ({Hint('method')})"
         ) from error
     key = recipe.model_dump_json(include={"tensors", "rules"})
     if key not in aligned:
@@ -207,7 +208,8 @@ def _check_without_base(tensors: Sequence[TensorPlan]) -> None:
         if merge.before or merge.after or not merge.procedure.without_base(merge.parameters):
             raise RecipeError(
                 f"method '{merge.method}' merges updates of a base ('{tensor.name}'), and the recipe has "
-                "none: write `base: SOURCE`, or take a method of the models themselves, such as `linear`"
+                f"none: pass {Hint('base', 'SOURCE')}, or take a method of the models themselves, such as "
+                "`linear`"
             )
 
 
@@ -757,7 +759,7 @@ def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[st
             yield (
                 f"{some(names, quoted=True)}: LoRA changes {'it' if len(names) == 1 else 'them'}, and "
                 f"{draft.recipe.method} does not merge such matrices by default: the updates are averaged. "
-                f"By `tensors: {{{setting}: method}}` it does"
+                f"By {Hint('tensors', {setting: 'method'})} it does"
             )
 
 
@@ -779,7 +781,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
     if double and dtype != "float64":
         yield (
             f"{counted(len(double), 'tensor is', 'tensors are')} stored in float64 and computed in float32 "
-            f"({some(double, 1)}): --dtype float64 keeps all digits"
+            f"({some(double, 1)}): {Hint('dtype', 'float64')} keeps all digits"
         )
     tied = [n for n, i in base.description.tensors.items() if i.tied_to in base.headers]
     if tied:
@@ -793,7 +795,8 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         ):
             yield (
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
-                "merged; if it is a task head, add a rule with `use: head` to keep one per expert"
+                "merged; if it is a task head, keep one per expert by the rule "
+                f"{{match: '{tensor.name}', use: head}}"
             )
     yield from _averaged_factors(draft, models)
     for name, alignment in draft.alignments.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from covmerge.base.errors import InputError, RecipeError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
@@ -46,8 +47,8 @@ def check_statistics(
             if expert not in statistics:
                 raise RecipeError(
                     f"method '{name}' needs the statistics of expert '{expert}': run "
-                    f"{_how_to_collect(recipe, method, expert)}, then name the file under `statistics:` of "
-                    f"the expert (--stats {expert}=FILE)."
+                    f"{_how_to_collect(recipe, method, expert)}, then name the file by "
+                    f"{Hint('statistics', {expert: 'FILE'})}."
                 )
             file = statistics[expert]
             if not file.names(method.data):
@@ -152,7 +153,7 @@ def _check(
             raise TensorError(
                 f"'{tensor.name}': {file.path} has the Fisher information of the rows of expert "
                 f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "
-                "tables, by `tensors: {embeddings: average, output_head: average}`"
+                f"tables, by {Hint('tensors', {'embeddings': 'average', 'output_head': 'average'})}"
             )
         rows = tensor.operands[expert].rows  # a table may have fewer than the output's
         wanted = tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])
@@ -168,7 +169,7 @@ def _check(
             raise TensorError(
                 f"'{tensor.name}': the Gram matrix of expert '{expert}' ({file.path}) comes from "
                 f"{rows} layer inputs of {d_in} dimensions, so it is singular. Collect more "
-                "examples, or allow it with `tensors: {few_rows: allow}`."
+                f"examples, or allow it with {Hint('tensors', {'few_rows': 'allow'})}."
             )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.text import keep_plain
 from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
@@ -449,7 +450,7 @@ def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
     except OverflowError as error:
         raise TensorError(
             f"'{output.name}': the {what} overflow {output.dtype} ({error}); store them in "
-            "another dtype (--out-dtype float32)"
+            f"another dtype ({Hint('out_dtype', 'float32')})"
         ) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from covmerge.base.errors import RecipeError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.adapter_layout import KOHYA_FORM, PEFT_FORM, LoraForm
 from covmerge.files.checkpoints.adapter_parts import flat_name, part_of, region_of
@@ -61,7 +62,8 @@ class LoraNames:
         if part is None:
             raise RecipeError(
                 f"'{tensor.name}': which part of a pipeline the base is, its config does not say, and no "
-                f"expert's file does: a file of {self.form}'s form needs that. Write PEFT's (--as peft)"
+                f"expert's file does: a file of {self.form}'s form needs that. Write PEFT's "
+                f"({Hint('form', 'peft')})"
             )
         flat, dotted = part
         inner = tensor.name.removeprefix(region)

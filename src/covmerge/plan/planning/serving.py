@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.files.checkpoints.adapter_layout import (
     KOHYA_FORM,
@@ -60,7 +61,7 @@ def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor])
     if largest.rank > _RANKS[-1]:
         yield (
             f"it takes ranks up to {_RANKS[-1]}, and {largest.module} has {largest.rank} "
-            f"(--rank {_RANKS[-1]} truncates it)"
+            f"({Hint('rank', _RANKS[-1])} truncates it)"
         )
     if windows := [tensor.module for tensor in factors if len(tensor.shape) != 2]:
         yield f"it has no LoRA of convolutions ({some(windows, 2)})"
@@ -68,5 +69,5 @@ def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor])
         yield (
             "it takes nothing but factors, and "
             f"{counted(len(held), 'tensor is', 'tensors are')} held whole ({some(held, 2)}): "
-            "merge to a full model (--as model), or leave them to the base by a rule"
+            f"merge to a full model ({Hint('form', 'model')}), or leave them to the base by a rule"
         )

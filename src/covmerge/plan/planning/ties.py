@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
@@ -103,7 +104,7 @@ def with_ties_undone(
             f'that its output is scaled. Store all of {apart} in the base, set "{TIED}" and, if it is '
             'there, "scale_decoder_outputs" to false in its config.json, and multiply its '
             "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
-            "merge to an adapter (--as adapter)"
+            f"merge to an adapter ({Hint('form', 'adapter')})"
         )
     return {
         **sources,

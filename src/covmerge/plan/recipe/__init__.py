@@ -3,6 +3,7 @@
 from covmerge.base.sizes import format_size, parse_size
 from covmerge.plan.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
 from covmerge.plan.recipe.moe import Mixture
+from covmerge.plan.recipe.overlay import lay_over
 from covmerge.plan.recipe.schema import (
     Expert,
     Output,
@@ -28,6 +29,7 @@ __all__ = [
     "dump_recipe",
     "format_size",
     "json_schema",
+    "lay_over",
     "load_recipe",
     "output_as",
     "parse_recipe",

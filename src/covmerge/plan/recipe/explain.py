@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.plan.recipe.moe import Mixture, Prompts
 from covmerge.plan.recipe.run import RUN, Run
@@ -86,7 +87,11 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
         return f"{where}: {_place(path)}: {detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
     given = detail["input"]
     stored = path == ("dtype",) and given in _STORED_DTYPES
-    hint = f", which is computed in; to store another pass --out-dtype {given}" if stored else ""
+    hint = (
+        f", which is computed in; to store another pass {Hint('out_dtype', given)}"
+        if stored
+        else ""
+    )
     return f"{where}: {_place(path)} is {_value(given)}; it must be {_wanted(detail)}{hint}"
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.identifiers import hub_id
+from covmerge.base.settings import Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
@@ -73,8 +74,8 @@ def load_stages(
     if len(documents) == 1:
         if out is None or folder is not None:
             raise RecipeError(
-                f"{path} has one recipe, and stages are of several: leave out --stages, and end the "
-                "command with the output folder"
+                f"{path} has one recipe, and stages are of several: leave out {Hint('stages')}, and end "
+                "the command with the output folder"
             )
         return [(out, load_recipe(path, told))]
     told = told or Told()
@@ -126,7 +127,7 @@ def _check_apart(last: Path, folders: Iterable[str]) -> None:
         if out == stage or out in stage.parents or stage in out.parents:
             raise RecipeError(
                 f"the output {last} and the stage {folder} overlap: choose an output elsewhere, or another "
-                "folder by --stages"
+                f"folder by {Hint('stages')}"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covmerge.base.errors import RecipeError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.trainer import SavedStep, last_steps
 from covmerge.plan.recipe.strict import StrictModel
 
@@ -46,8 +47,8 @@ class Run(StrictModel):
     def _decay_of_ema(self) -> Run:
         if self.weights == "ema" and self.decay is None:
             raise ValueError(
-                "'weights: ema' needs a 'decay' (--decay), such as 0.8: what a checkpoint counts for "
-                "beside the next one"
+                f"'weights: ema' needs a 'decay' ({Hint('decay')}), such as 0.8: what a checkpoint "
+                "counts for beside the next one"
             )
         if self.weights != "ema" and self.decay is not None:
             raise ValueError(f"'decay' belongs to 'weights: ema', and they are '{self.weights}'")

@@ -27,6 +27,7 @@ from covmerge.base.choice import TAKEN
 from covmerge.base.errors import InputError, RecipeError, did_you_mean
 from covmerge.base.findings import FAULTS, fault_name
 from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
+from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
 from covmerge.base.text import shown
 from covmerge.base.types import Role
@@ -467,7 +468,7 @@ def output_as(form: str | None) -> dict[str, str]:
         return {}
     names = get_args(LoraForm)
     if form not in (words := ("model", "adapter", *names)):
-        raise RecipeError(f"--as {form!r}: it is one of {', '.join(words)}")
+        raise RecipeError(f"{Hint('form')}: {form!r}: it is one of {', '.join(words)}")
     return {"format": "adapter", "names": form} if form in names else {"format": form}
 
 

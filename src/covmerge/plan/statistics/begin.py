@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.statistics.examples import Reading, longest_text, size_of
 from covmerge.plan.statistics.generated import Generated
@@ -48,7 +49,9 @@ def begin(
     """
     model = load_model(base, device, head=False, writing=True)
     if not writes(model.whole):
-        raise InputError(f"{base.source} is no language model that writes: leave out --start base")
+        raise InputError(
+            f"{base.source} is no language model that writes: leave out {Hint('start', 'base')}"
+        )
     tokenizer = model.tokenizer(reading)
     limit = reading.max_length or longest_text(tokenizer, model.whole.config)
     # Of short texts half, so that there is room to go on.

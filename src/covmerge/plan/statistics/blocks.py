@@ -16,6 +16,7 @@ from torch import nn
 
 from covmerge.base.errors import InputError
 from covmerge.base.memory import give_back
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.lockstep import in_lockstep
@@ -73,7 +74,7 @@ class Blocks:
         if len(batches) > _MOST_BATCHES:
             raise InputError(
                 f"{len(batches)} batches are more than the {_MOST_BATCHES} that go through a model side by "
-                "side: pass a larger --batch-size"
+                f"side: pass a larger {Hint('batch_size')}"
             )
         of_block, rest = self._layers()
 

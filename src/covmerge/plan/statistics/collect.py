@@ -13,6 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from covmerge.base.errors import InputError, ResourceError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.stores.address import local_path
@@ -43,15 +44,6 @@ from covmerge.plan.statistics.write import (
     write_statistics,
 )
 from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written
-
-_SHARED = (
-    "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
-    "by them, name --base and each --other expert, or, if these are classifiers, pass --by-confidence",
-)
-_RANDOM = (
-    "all models are shown these inputs: where C_t of all experts are equal, a merge by theirs is their "
-    "mean",
-)
 
 _NOTHING = "there is no example: pass one batch or more"
 
@@ -168,11 +160,11 @@ def collect(
     if generated:
         check_generated(reading)
         if source == "data":
-            raise InputError("what is generated has no labels: pass --labels model")
+            raise InputError(f"what is generated has no labels: pass {Hint('labels', 'model')}")
     if source == "data" and "fisher" not in chosen:
         raise InputError(
-            "--labels data is for Fisher information, and none is asked for: leave it out, or pass --kind "
-            "fisher"
+            f"{Hint('labels', 'data')} is for Fisher information, and none is asked for: leave it out, "
+            f"or pass {Hint('kinds', 'fisher')}"
         )
     begins = isinstance(examples, Generated) and examples.start == "base"
     _check_base(base, others, chosen, generated=generated, begins=begins)
@@ -284,7 +276,7 @@ def _block_by_block(
         notes += _on_shared(examples, made.shared, ("gram",))
     else:
         what = f"a block of {expert.source} and {seen} examples on their way"
-        otherwise = "pass fewer --max-examples, or a smaller --max-length"
+        otherwise = f"pass fewer {Hint('max_examples')}, or a smaller {Hint('max_length')}"
         check_memory(memory_of_batches(expert, batches), max_memory, what, otherwise)
     with (
         files_in(out.parent, overwrite=overwrite) as place,
@@ -308,7 +300,18 @@ def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tupl
     """What a user should know of Gram matrices of inputs that all models are shown."""
     if not shared or "gram" not in kinds:
         return ()
-    return _RANDOM if examples.start == "random" else _SHARED
+    if examples.start == "random":
+        told = (
+            "all models are shown these inputs: where C_t of all experts are equal, a merge by theirs is "
+            "their mean"
+        )
+    else:
+        told = (
+            "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To "
+            f"merge by them, name {Hint('base')} and each expert of {Hint('others')}, or, if these are "
+            f"classifiers, pass {Hint('by_confidence')}"
+        )
+    return (told,)
 
 
 def collected(path: Path, about: About, seconds: float) -> Collected:
@@ -367,7 +370,7 @@ def check_generated(reading: ReadingOptions) -> None:
     for name in ("text_column", "pair_column", "label_column"):
         if name in reading:
             raise InputError(
-                f"--{name.replace('_', '-')} is for a file of examples, and --inputs generated reads none: "
+                f"{Hint(name)} is for a file of examples, and {Hint('inputs', 'generated')} reads none: "
                 "leave it out"
             )
 
@@ -394,7 +397,9 @@ def fitting(
     wanted = min(how.batch_size or WRITTEN_AT_ONCE, how.wanted)
     most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
     if most < wanted and (how.batch_size or not most):
-        otherwise = f"pass --batch-size {most}, or fewer --tokens" if most else SMALLER
+        otherwise = (
+            f"pass {Hint('batch_size', most)}, or fewer {Hint('tokens')}" if most else SMALLER
+        )
         raise ResourceError(
             f"{model.source} and {wanted} texts that it writes at once do not fit the memory: "
             f"{otherwise}"
@@ -414,19 +419,22 @@ def _check_confidence(
     if not asked:
         return
     if not generated:
-        raise InputError("--by-confidence is for --inputs generated: leave it out, or pass that")
+        raise InputError(
+            f"{Hint('by_confidence')} is for {Hint('inputs', 'generated')}: leave it out, or pass that"
+        )
     if begins:
         raise InputError(
-            "--start base is for language models, and --by-confidence for classifiers, which write "
-            "nothing: leave out one of them"
+            f"{Hint('start', 'base')} is for language models, and {Hint('by_confidence')} for "
+            "classifiers, which write nothing: leave out one of them"
         )
     if base is not None:
         raise InputError(
-            "--base and --by-confidence weigh inputs, each its own way: pass one of them"
+            f"{Hint('base')} and {Hint('by_confidence')} weigh inputs, each its own way: pass one of them"
         )
     if "gram" not in kinds:
         raise InputError(
-            "--by-confidence weighs the inputs of Gram matrices, and none is asked for: pass --kind gram"
+            f"{Hint('by_confidence')} weighs the inputs of Gram matrices, and none is asked for: pass "
+            f"{Hint('kinds', 'gram')}"
         )
 
 
@@ -440,20 +448,27 @@ def _check_base(
 ) -> None:
     if begins:
         if base is None:
-            raise InputError("--start base needs --base, which begins the texts: name it")
+            raise InputError(
+                f"{Hint('start', 'base')} needs {Hint('base')}, which begins the texts: name it"
+            )
         if others:
             raise InputError(
-                "--other weighs inputs, and with --start base none is weighed: leave it out"
+                f"{Hint('others')} weighs inputs, and with {Hint('start', 'base')} none is weighed: "
+                "leave it out"
             )
         return
     if others and base is None:
-        raise InputError("--other needs --base, which reactions are measured from: name it")
+        raise InputError(
+            f"{Hint('others')} needs {Hint('base')}, which reactions are measured from: name it"
+        )
     if base is not None and not generated:
-        raise InputError("--base is for --inputs generated: leave it out, or pass that")
+        raise InputError(
+            f"{Hint('base')} is for {Hint('inputs', 'generated')}: leave it out, or pass that"
+        )
     if base is not None and "gram" not in kinds:
         raise InputError(
-            "--base weighs the inputs of Gram matrices, and none is asked for: leave it out, or pass "
-            "--kind gram"
+            f"{Hint('base')} weighs the inputs of Gram matrices, and none is asked for: leave it out, or "
+            f"pass {Hint('kinds', 'gram')}"
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.plan.statistics.examples import Batch, single
 from covmerge.plan.statistics.model import Layer, RunningModel
 
@@ -47,7 +48,7 @@ class Confidence:
         if not one or labels < 2:
             raise InputError(
                 f"{model.checkpoint.source} is a {type(model.whole).__name__} of {labels} labels, without "
-                "a head that is sure of one of several: leave out --by-confidence"
+                f"a head that is sure of one of several: leave out {Hint('by_confidence')}"
             )
         self._model = model
         self._weight = 1.0
@@ -67,12 +68,13 @@ class Confidence:
                 shape = list(logits.shape) if isinstance(logits, Tensor) else None
                 raise InputError(
                     f"the head of {self._model.checkpoint.source} gives {shape}, and not a number for each "
-                    "label: leave out --by-confidence"
+                    f"label: leave out {Hint('by_confidence')}"
                 )
             if not bool(logits.isfinite().all()):
                 raise InputError(
                     f"the head of {self._model.checkpoint.source} gives numbers that are not finite, by "
-                    "which nothing can be weighed: correct its weights, or leave out --by-confidence"
+                    "which nothing can be weighed: correct its weights, or leave out "
+                    f"{Hint('by_confidence')}"
                 )
             self._weight = confidence(logits[0])
             self._largest = max(self._largest, self._weight)
@@ -87,7 +89,7 @@ class Confidence:
         if self._largest <= ROUNDING:
             raise InputError(
                 f"to the head of {self._model.checkpoint.source} all labels of every example are alike, so "
-                "that none would count: leave out --by-confidence"
+                f"that none would count: leave out {Hint('by_confidence')}"
             )
 
     def of(self, layer: Layer, inputs: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from covmerge.base.errors import InputError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted
 from covmerge.files.checkpoints.json_file import is_text, shorten, unique_keys
 from covmerge.files.stores.regular_file import open_regular
@@ -207,7 +208,7 @@ def _text(record: object, where: str, reading: Reading) -> Text:
         raise InputError(
             f"{where} has no '{reading.text_column}'."
             + did_you_mean(reading.text_column, [str(key) for key in columns])
-            + " Name the column of the text with --text-column"
+            + f" Name the column of the text with {Hint('text_column')}"
         )
     text = columns[reading.text_column]
     pair, label = columns.get(reading.pair_column), columns.get(reading.label_column)
@@ -291,7 +292,7 @@ def _label_of(text: Text, config: Any) -> float:
     wanted = "a finite number" if one_number else "the whole number of a class, or its name"
     raise InputError(
         f"{text.where}: the label {shorten(text.label)} is not {wanted}: correct it, or take the "
-        "model's own labels (--labels model)"
+        f"model's own labels ({Hint('labels', 'model')})"
     )
 
 

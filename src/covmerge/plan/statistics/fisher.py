@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.plan.statistics.examples import LABELS, Batch, single
@@ -140,7 +141,7 @@ class FisherCollector:
             found = "no labels" if labels is None else f"labels {list(labels.shape)}"
             raise InputError(
                 f"an example has {found}, and the model's logits are {list(logits.shape)}: label the "
-                "examples, or take the model's own labels (--labels model)"
+                f"examples, or take the model's own labels ({Hint('labels', 'model')})"
             )
         return labels
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.plan.statistics.leaves import Leaves
 from covmerge.plan.statistics.sequences import LONG, Sequences
 from covmerge.plan.statistics.written import Begun, Start, Written, writes
@@ -53,7 +54,7 @@ class Generated:
             return
         given = self._asked("tokens", "temperature")
         if given:
-            raise InputError(f"random inputs are not written: leave out --{given[0]}")
+            raise InputError(f"random inputs are not written: leave out {Hint(given[0])}")
 
     def made_for(self, model: Any, source: str) -> Written | Sequences | Leaves:
         """Return how inputs of the kind that a model takes are made.
@@ -73,7 +74,7 @@ class Generated:
         given = [] if self.start == "random" else self._asked("start", "tokens", "temperature")
         if given:
             raise InputError(
-                f"{what}, no language model that writes: leave out --{given[0]}, or {otherwise}"
+                f"{what}, no language model that writes: leave out {Hint(given[0])}, or {otherwise}"
             )
         takes: str = model.main_input_name
         if takes == "input_ids":

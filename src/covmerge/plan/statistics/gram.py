@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.plan.statistics.confidence import ROUNDING
 from covmerge.plan.statistics.examples import Batch, masks_of
@@ -138,8 +139,8 @@ class GramCollector:
         to_mean_one = self._weights is not None and not self._weights.relative
         if to_mean_one and total.weight <= ROUNDING * total.rows:
             raise InputError(
-                f"all inputs of '{names[0]}' are of weight 0: pass more --max-examples, or leave out "
-                "--by-confidence"
+                f"all inputs of '{names[0]}' are of weight 0: pass more {Hint('max_examples')}, or leave "
+                f"out {Hint('by_confidence')}"
             )
         return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.plan.statistics.examples import Batch, Reading
 
@@ -57,7 +58,8 @@ class Leaves:
         source, folder = model.checkpoint.source, model.checkpoint.folder
         if reading.tokenizer is not None or reading.max_length is not None:
             raise InputError(
-                f"{source} takes pictures: leave out --tokenizer and --max-length, which are for texts"
+                f"{source} takes pictures: leave out {Hint('tokenizer')} and {Hint('max_length')}, which "
+                "are for texts"
             )
         shape = _shape(model.whole.config, source)
         low, high = _range(folder, shape[0])

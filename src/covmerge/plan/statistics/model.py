@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from covmerge.base.errors import InputError, panics_as_errors
+from covmerge.base.settings import Hint
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.base import refuse_adapter
@@ -158,7 +159,7 @@ class RunningModel:
         if tokenizer.pad_token is None and reading.at_once > 1:
             raise InputError(
                 f"the tokenizer of {self.checkpoint.source} has no token to pad with: pass "
-                "--batch-size 1"
+                f"{Hint('batch_size', 1)}"
             )
         try:
             yield from tokenized(texts, tokenizer, self.whole.config, reading, labels=labels)
@@ -222,7 +223,9 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
 def _tokenizer(folder: Path) -> Any:
     transformers = require_transformers()
     if not folder.is_dir():  # which transformers would take for a name on the Hub
-        raise InputError(f"{folder} is no folder: pass the folder of a tokenizer with --tokenizer")
+        raise InputError(
+            f"{folder} is no folder: pass the folder of a tokenizer with {Hint('tokenizer')}"
+        )
     try:
         with panics_as_errors():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -237,7 +240,7 @@ def _tokenizer(folder: Path) -> Any:
     if problem:
         raise InputError(
             f"{folder} has no tokenizer that transformers can load ({problem}): put its files there, or "
-            "pass the folder of one with --tokenizer to covmerge collect"
+            f"pass the folder of one with {Hint('tokenizer')} to covmerge collect"
         )
     return tokenizer
 

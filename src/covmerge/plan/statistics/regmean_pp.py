@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 from covmerge.base.errors import InputError, did_you_mean
 from covmerge.base.identifiers import expert_name
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import LinearGroup, Measured
 from covmerge.files.checkpoints import open_checkpoint
@@ -355,14 +356,14 @@ def _blocks(model: RunningModel) -> tuple[str, list[Any], list[str]]:
     if not outer:
         raise InputError(
             f"{source} ({model.skeleton.architecture}) has no list of blocks: RegMean++ goes block by "
-            "block; collect with --protocol inputs for the method regmean"
+            f"block; collect with {Hint('protocol', 'inputs')} for the method regmean"
         )
     path = max(outer, key=lambda name: len(outer[name]))
     depth = getattr(config, "num_hidden_layers", len(outer[path]))
     if depth > len(outer[path]):
         raise InputError(
             f"{source} runs {depth} layers over {len(outer[path])} blocks in '{path}': RegMean++ needs "
-            "blocks that are run once; collect with --protocol inputs for the method regmean"
+            f"blocks that are run once; collect with {Hint('protocol', 'inputs')} for the method regmean"
         )
     others = [name for name in outer if name != path]
     note = "a list of blocks beside those merged one by one, taken as one stage"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.types import TensorHeader
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Checkpoint
@@ -100,7 +101,7 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     if not (out.exists() or out.is_symlink()):
         return
     if not overwrite:
-        raise InputError(f"{out} exists: choose another output, or pass --overwrite")
+        raise InputError(f"{out} exists: choose another output, or pass {Hint('overwrite')}")
     try:
         StatisticsFile.open(out).close()
     except InputError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.tensors.skeleton import in_short
@@ -141,7 +142,7 @@ class Written:
         if room < 1:
             raise InputError(
                 f"{source}: the start '{self.start}' has {longest} tokens and a text at most {limit}: "
-                "pass another --start, or a larger --max-length"
+                f"pass another {Hint('start')}, or a larger {Hint('max_length')}"
             )
         reply = _reply(tokenizer, source) if self.start == "user" else None
         _check_tokens(model, tokenizer, reply or ())
@@ -258,10 +259,10 @@ def check_template(tokenizer: Any, source: str, start: Start) -> None:
     """
     problem = _lacks_template(tokenizer)
     if problem:
-        other = "a file of examples" if _first(tokenizer) is None else "--start bos"
+        other = "a file of examples" if _first(tokenizer) is None else f"{Hint('start', 'bos')}"
         raise InputError(
-            f"{source}: its tokenizer has {problem}, which --start {start} goes on from: pass {other}, or "
-            "with --tokenizer the folder of one that has it"
+            f"{source}: its tokenizer has {problem}, which {Hint('start', start)} goes on from: pass "
+            f"{other}, or with {Hint('tokenizer')} the folder of one that has it"
         )
 
 
@@ -288,7 +289,7 @@ def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
     if start == "bos":
         first = _first(tokenizer)
         if first is None:
-            other = "" if _lacks_template(tokenizer) else "--start chat, or "
+            other = "" if _lacks_template(tokenizer) else f"{Hint('start', 'chat')}, or "
             raise InputError(
                 f"the tokenizer of {source} has no token that a text begins with: pass {other}a file of "
                 "examples"
@@ -301,7 +302,7 @@ def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
         text = _turn(tokenizer, source)[0]
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise InputError(f"the chat template of {source} is empty: pass --start bos")
+        raise InputError(f"the chat template of {source} is empty: pass {Hint('start', 'bos')}")
     return ids
 
 
@@ -315,7 +316,7 @@ def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
     before, turn, _ = _filled(tokenizer, source, _SAID, prompting=False).partition(_SAID)
     if not turn:
         raise InputError(
-            f"the chat template of {source} leaves out what the user says: pass --start bos"
+            f"the chat template of {source} leaves out what the user says: pass {Hint('start', 'bos')}"
         )
     return before, _filled(tokenizer, source, _SAID, prompting=True).partition(_SAID)[2]
 
@@ -329,7 +330,7 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
     except Exception as error:  # a stranger's template may do anything
         raise InputError(
             f"the tokenizer of {source} has no chat template that works ({in_short(error)}): pass "
-            "--start bos"
+            f"{Hint('start', 'bos')}"
         ) from error
 
 
@@ -385,14 +386,14 @@ def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) ->
         raise InputError(
             f"{model.checkpoint.source} has an embedding of {rows} rows, and what its texts go on from has "
             f"the token {beyond} ({shorten(word)}) of its tokenizer: correct the tokenizer, or pass the "
-            "folder of another with --tokenizer"
+            f"folder of another with {Hint('tokenizer')}"
         )
 
 
 def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
     """Refuse what a base began in tokens that the model does not have, or that are others to it."""
     rows, source = rows_of(model), model.checkpoint.source
-    otherwise = "leave out --start base, or name the base that the expert was made of"
+    otherwise = f"leave out {Hint('start', 'base')}, or name the base that the expert was made of"
     beyond = max(max(text) for text in begun.texts)
     if beyond >= rows:
         raise InputError(

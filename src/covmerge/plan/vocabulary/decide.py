@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
@@ -60,8 +61,8 @@ class Text:
         if not self.vocabulary.keeps(None, own.rows):
             raise InputError(
                 "masks are laid over the base's own rows (covmerge.load_expert), and `tokenizer` gives it "
-                "others: leave embeddings and head to the base by `tensors: {embeddings: base, "
-                "output_head: base}`, or take another method"
+                "others: leave embeddings and head to the base by "
+                f"{Hint('tensors', {'embeddings': 'base', 'output_head': 'base'})}, or take another method"
             )
 
     def seen(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
@@ -201,7 +202,8 @@ def _of_first(
         raise InputError(
             f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
             f"{_called(first)} has {tables[first].rows}: save the model with its tokenizer, or leave out "
-            "`tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`"
+            "`tokenizer` and merge the rows of the base by "
+            f"{Hint('tensors', {'vocabulary': 'base'})}"
         )
     if tokenizer is None:
         raise InputError(

@@ -45,7 +45,7 @@ from covmerge.run.engine.inputs import Sizes, Sources, is_compared, read_inputs
 from covmerge.run.engine.layer import Change, Context, Layer
 from covmerge.run.engine.look import look_cost
 from covmerge.run.engine.losses import account_of_losses
-from covmerge.run.engine.options import RunOptions, with_executor
+from covmerge.run.engine.options import RunOptions, run_options
 from covmerge.run.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.run.engine.peak import peak_memory
 from covmerge.run.engine.processes import Opener, Processes
@@ -122,6 +122,7 @@ __all__ = [
     "read_inputs",
     "room_for",
     "run",
+    "run_options",
     "run_part",
     "seen_in",
     "tensor_entries",
@@ -129,6 +130,5 @@ __all__ = [
     "totals",
     "usable_device",
     "use_threads",
-    "with_executor",
     "work",
 ]

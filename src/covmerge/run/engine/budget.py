@@ -11,6 +11,7 @@ import torch
 
 from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
+from covmerge.base.settings import Hint
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import held_together
@@ -206,7 +207,7 @@ def _among(
         raise ResourceError(
             f"{workers} workers do not fit: this process and two of them take "
             f"{format_size(resident + 2 * (own + largest))}, and {format_size(limit)} may be taken: "
-            "leave out --workers"
+            f"leave out {Hint('workers')}"
         )
     in_flight = min(hands * largest, (limit - resident) // fitting - own)
     # What the workers hold beside is workspace to this process.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from covmerge.base.errors import ResourceError
+from covmerge.base.settings import Hint
 from covmerge.plan.planning import Copy, WorkItem
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import Batch
@@ -15,10 +16,6 @@ from covmerge.run.engine.executor import Batch
 # What a process takes of a GPU beside tensors of the plan: its context, what cuBLAS and cuSOLVER keep. A
 # guess.
 _BESIDE = 512 * 2**20
-
-_WAYS_OUT = (
-    "free more, compute on the CPU (--device cpu), or merge that tensor by `average` with a rule"
-)
 
 
 def check_room(
@@ -59,11 +56,11 @@ def check_room(
             f"'{name}' needs {format_size(needed)} of the memory of {device}, and "
             f"{format_size(room)} are free for it"
             + (
-                f" in each of {processes} processes: take fewer --workers, "
+                f" in each of {processes} processes: take fewer {Hint('workers')}, "
                 if processes > 1
                 else ": "
             )
-            + _WAYS_OUT
+            + _ways_out()
         )
     return room - needed
 
@@ -80,8 +77,15 @@ def naming_where_full(item: WorkItem, device: torch.device) -> Generator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise ResourceError(
             f"'{item.tensor.name}' found the memory of {device} full ({str(error).splitlines()[0]}): "
-            f"{_WAYS_OUT}"
+            f"{_ways_out()}"
         ) from error
+
+
+def _ways_out() -> str:
+    return (
+        f"free more, compute on the CPU ({Hint('device', 'cpu')}), or merge that tensor by `average` with "
+        "a rule"
+    )
 
 
 def _free_on(device: torch.device) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 
 AUTO_DEVICE = "auto"
 _TYPES = ("cpu", "cuda", "mps")
@@ -26,8 +27,8 @@ def named_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in _TYPES:
         raise InputError(
-            f"--device {name} cannot be used here: it is cpu, cuda, cuda:1, mps, or auto, which is cuda "
-            "where there is one and cpu else"
+            f"{Hint('device', name)} cannot be used here: it is cpu, cuda, cuda:1, mps, or auto, which "
+            "is cuda where there is one and cpu else"
         )
     try:
         return torch.device(name)
@@ -110,4 +111,4 @@ def is_one(device: torch.device) -> bool:
 def _unusable(name: str, error: Exception) -> InputError:
     # torch lists all that it knows of other devices after the first sentence.
     reason = str(error).splitlines()[0].partition(". ")[0]
-    return InputError(f"--device {name} cannot be used here: {reason}")
+    return InputError(f"{Hint('device', name)} cannot be used here: {reason}")

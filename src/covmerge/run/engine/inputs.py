@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import NotFiniteError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LowRank, Measured
 from covmerge.files.checkpoints import Checkpoint
@@ -349,7 +350,8 @@ def _check_not_lost(item: WorkItem, expert: str, stored: Tensor, dtype: torch.dt
     if 0.0 < largest < torch.finfo(dtype).tiny:
         raise TensorError(
             f"'{item.tensor.name}': the weights of expert '{expert}' are {largest:.2g} at most, which is "
-            f"nothing in {str(dtype).removeprefix('torch.')}: compute in float64 (--dtype float64)"
+            f"nothing in {str(dtype).removeprefix('torch.')}: compute in float64 "
+            f"({Hint('dtype', 'float64')})"
         )
 
 
@@ -393,5 +395,6 @@ def _name_what_is_not_finite(
         "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
         f"leave the tensor to the base with the rule {{match: '{name}', use: base}}."
         if dtype == torch.float64
-        else "gives an update that overflows the compute dtype; compute in float64 (--dtype float64).",
+        else "gives an update that overflows the compute dtype; compute in float64 "
+        f"({Hint('dtype', 'float64')}).",
     )

@@ -16,6 +16,7 @@ from math import sqrt
 from typing import Any
 
 from covmerge.base.noticed import Account
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.tensors import layer_name
@@ -87,7 +88,7 @@ def account_of_losses(totals: Mapping[str, Any]) -> Account:
         return Account(rows=(row,))
     warning = (
         f"rounding to the quantised format is more than the merged update in {some(eaten, 5)}: the "
-        "update is mostly lost where little of it is kept; keep these layers plain (--keep PATTERN), or "
-        "write a higher format"
+        "update is mostly lost where little of it is kept; keep these layers plain "
+        f"({Hint('keep', 'PATTERN')}), or write a higher format"
     )
     return Account(rows=(row,), warnings=(warning,))

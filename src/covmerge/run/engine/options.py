@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import psutil
 import torch
 
 from covmerge.base.errors import InputError, ResourceError, did_you_mean
+from covmerge.base.settings import Hint
+from covmerge.base.sizes import parse_size
 from covmerge.plan.planning import Merge, Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
@@ -26,12 +29,17 @@ from covmerge.run.engine.devices import (
 )
 from covmerge.run.engine.executor import Executor
 from covmerge.run.engine.processes import Opener, Processes
-from covmerge.run.engine.progress import Progress, Silent
+from covmerge.run.engine.progress import Progress, Silent, as_progress
 from covmerge.run.engine.ranks import Rank, find_rank
 from covmerge.run.engine.staging import pinned_bytes
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
 
+# What a caller says of a run; the rest follows from its executor.
+_GIVEN = (
+    *("device", "threads", "workers", "max_memory", "patience"),
+    *("resume", "overwrite", "progress", "collecting"),
+)
 EXECUTORS = ("threads", "processes", "ranks", "ray")
 
 
@@ -76,7 +84,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         workers = self.workers
         if workers != AUTO and not (type(workers) is int and workers > 0):
-            raise InputError(f"workers: {workers!r} is neither a number of processes nor '{AUTO}'")
+            raise InputError(
+                f"{Hint('workers')}: {workers!r} is neither a number of processes nor '{AUTO}'"
+            )
 
     @property
     def torch_device(self) -> torch.device:
@@ -192,32 +202,46 @@ class RunOptions:
         return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
 
 
-def with_executor(
-    options: RunOptions, name: str | None, *, address: str | None, patience: float
-) -> RunOptions:
-    """Return options with the executor of a name; None: threads, or processes where there are workers.
+def run_options(settings: Mapping[str, Any]) -> RunOptions:
+    """Return the options that keyword arguments or flags ask for; those that are of no run are left out.
+
+    Without an `executor` it is threads, or processes where there are workers.
 
     Raises:
-        InputError: there is none of this name, it does not go with the other options, or there is no
-            cluster whose nodes could be asked for their devices.
+        InputError: a size or an executor that is none, an executor that does not go with the others, or
+            there is no cluster whose nodes could be asked for their devices.
     """
+    own = {name: settings[name] for name in _GIVEN if name in settings}
+    for name, read in (("max_memory", parse_size), ("progress", as_progress)):
+        if own.get(name) is not None:
+            own[name] = read(own[name])
+    return _with_executor(RunOptions(**own), settings.get("executor"), settings.get("address"))
+
+
+def _with_executor(options: RunOptions, name: str | None, address: str | None) -> RunOptions:
     if name is not None and name not in EXECUTORS:
         raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
-    if not patience > 0:
-        raise InputError(f"--patience {patience:g}: give seconds above 0")
+    if not options.patience > 0:
+        raise InputError(f"{Hint('patience', options.patience)}: give seconds above 0")
     if name == "threads" and options.workers != 1:
-        raise InputError("--executor threads is one process: leave out --workers")
+        raise InputError(
+            f"{Hint('executor', 'threads')} is one process: leave out {Hint('workers')}"
+        )
     if name == "processes" and options.workers == 1:
         options = replace(options, workers=AUTO)
     if name == "ray" and options.workers != 1:
-        raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+        raise InputError(
+            f"{Hint('executor', 'ray')}: the cluster says how many work; leave out {Hint('workers')}"
+        )
     if name == "ray" and is_one(named_device(options.device)):
         raise InputError(
-            f"--device {options.device}: a task of a cluster computes on the GPU that Ray gives it: give "
-            "--device cuda"
+            f"{Hint('device', options.device)}: a task of a cluster computes on the GPU that Ray gives "
+            f"it: give {Hint('device', 'cuda')}"
         )
     if name != "ray" and address is not None:
-        raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
+        raise InputError(
+            f"{Hint('address', address)} is that of a Ray cluster: give {Hint('executor', 'ray')} too"
+        )
     cluster = cluster_address(address) if name == "ray" else None
     nodes_device = None
     if cluster is not None and options.device == AUTO_DEVICE:  # not as this machine has it
@@ -227,5 +251,4 @@ def with_executor(
         rank=find_rank() if name == "ranks" else None,
         cluster=cluster,
         nodes_device=nodes_device,
-        patience=patience,
     )

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from covmerge.base.errors import InputError, ResourceError
+from covmerge.base.settings import Form, Hint, form_told, told_as
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.run.engine.devices import usable_device
@@ -77,7 +78,9 @@ class Processes:
             InputError: a process could not start.
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
-            raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
+            raise InputError(
+                f"a merge in memory cannot be shared by processes: leave out {Hint('workers')}"
+            )
         ordered = largest_first(batches, _size, within=_LOOK_AHEAD)
         stage = _Stage(ordered, replace(task, sources=Sources({})))
         self._threads = torch.get_num_threads()
@@ -164,13 +167,13 @@ class Processes:
             if index in stage.retried:  # by itself, unless what it had counted was lost since
                 raise ResourceError(
                     f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
-                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
+                    f"{_ended(dead.process)}): is the memory used up? Take fewer {Hint('workers')}"
                 )
             stage.retried.update(load[0] for load in dead.loads)
         elif stage.lost_counts:
             raise ResourceError(
                 f"two worker processes ended while they handed over what they had counted (the last by "
-                f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
+                f"{_ended(dead.process)}): is the memory used up? Take fewer {Hint('workers')}"
             )
         else:
             stage.lost_counts = True
@@ -195,6 +198,7 @@ class Processes:
                 self._threads,
                 str(self._alone),
                 self._inner,
+                form_told(),
             ),
             daemon=True,
         )
@@ -305,6 +309,7 @@ def _serve(
     threads: int,
     alone: str,
     inner: Threads,
+    form: Form,
 ) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
@@ -314,7 +319,7 @@ def _serve(
     lock = FileLock(alone) if on_cpu else nullcontext()
     try:
         usable_device(str(device))
-        with opener() as sources:
+        with told_as(form), opener() as sources:
             while True:
                 task: Task = connection.recv()
                 context = replace(task.context, device=device)

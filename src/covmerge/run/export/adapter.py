@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.adapter import ADAPTER_CONFIG
@@ -84,9 +85,10 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
     for tensor in plan.tensors:
         if tensor.name in changed and not tensor.form.places(tensor.output, None):
             why = (
-                "PEFT would add factors of tied weights twice, so they are only held whole (--whole)"
+                "PEFT would add factors of tied weights twice, so they are only held whole "
+                f"({Hint('whole')})"
                 if tensor.ties
-                else "they are no layers with factors (--whole holds them where PEFT can)"
+                else f"they are no layers with factors ({Hint('whole')} holds them where PEFT can)"
             )
             reasons[why].append(tensor.name)
     for why, names in reasons.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError, TensorError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import MASKS_FOLDER, Checkpoint, fingerprint
 from covmerge.files.checkpoints.folder import open_file
@@ -117,7 +118,7 @@ def load_expert(
             except OverflowError as error:
                 raise TensorError(
                     f"'{name}': the weights of expert '{expert}' overflow the dtype of the merged model "
-                    f"({error}): merge to another dtype (--out-dtype float32)"
+                    f"({error}): merge to another dtype ({Hint('out_dtype', 'float32')})"
                 ) from error
         head = folder / "heads" / f"{expert}.safetensors"
         if head.is_file():

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.findings import Finding, Severity
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.plan.planning.align import Alignment, Model, align, check_same_architecture
@@ -99,7 +100,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
             Severity.FAULT if refused else Severity.WARNING,
             f"lacks {len(found.missing)} of the base's tensors ({some(found.missing, 3)})"
             + (
-                ": choose what that means by `tensors: {missing: base | present}`"
+                f": choose what that means by {Hint('tensors', {'missing': 'base'})}, or `present`"
                 if refused
                 else ""
             ),
@@ -112,7 +113,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         yield Finding(
             Severity.FAULT if refused else Severity.WARNING,
             f"has {counted(len(extra), 'tensor')} that the base lacks ({some(extra, 3)})"
-            + (": leave them out by `tensors: {extra: ignore}`" if refused else ""),
+            + (f": leave them out by {Hint('tensors', {'extra': 'ignore'})}" if refused else ""),
             name,
         )
     for tensor, rows in found.resized.items():
@@ -123,7 +124,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
             f"{base.headers[tensor].shape[0]}"
             + (
                 "; if the first rows mean the same tokens, merge the base's by "
-                "`tensors: {vocabulary: base}`"
+                f"{Hint('tensors', {'vocabulary': 'base'})}"
                 if refused
                 else "; the rows of the base are merged"
             )

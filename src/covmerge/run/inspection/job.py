@@ -14,6 +14,7 @@ import torch
 from covmerge.base.choice import PREFERRED, UNNAMED, choose
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.tensors import describe_checkpoint, matrix_shapes
 from covmerge.maths.measures.rounding import Lost
@@ -56,7 +57,6 @@ from covmerge.run.sources import OpenCheckpoints
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
 _SPECTRAL_FLOPS = 1e14
-_ALL = "--spectra all"
 _LEAST_SPECTRA = 4  # as many as are drawn
 
 
@@ -241,7 +241,9 @@ class InspectJob:
             return frozenset(names), []
         count = min(len(names), max(_LEAST_SPECTRA, int(len(names) * allowed / total)))
         chosen = frozenset(names[i * len(names) // count] for i in range(count))
-        how = _ALL if self.spectral_flops is None else f"`covmerge report OUT {_ALL}`"
+        how = Hint("spectra", "all")
+        if self.spectral_flops is not None:
+            how = "`covmerge report OUT --spectra all`"
         text = (
             f"singular values were taken of {count} of {len(names)} tensors, evenly from the first to "
             f"the last ({how} takes all)"

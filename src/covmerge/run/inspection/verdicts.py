@@ -10,6 +10,7 @@ from itertools import combinations
 from math import sqrt
 
 from covmerge.base.findings import Finding, Severity
+from covmerge.base.settings import Hint
 from covmerge.base.text import spread
 from covmerge.plan.vocabulary.tables import rows_of
 from covmerge.run.inspection.result import LayerView, lost_when_stored
@@ -48,7 +49,7 @@ def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
             Severity.NOTE,
             f"its updates have a low rank ({spread(ranks)} of "
             f"{min(min(layer.shape) for layer in seen)}): an adapter, or a model that an adapter was "
-            "merged into; such experts are merged exactly on their factors (--as adapter)",
+            f"merged into; such experts are merged exactly on their factors ({Hint('form', 'adapter')})",
             expert,
         )
 
@@ -117,7 +118,7 @@ def _rounding(layers: Sequence[LayerView], experts: Sequence[str], half: bool) -
                 f"storing the base with its update in bfloat16 would lose {sqrt(lost / whole):.0%} of "
                 "the update"
                 + (
-                    ": merge to float32 (--out-dtype float32), or keep it as an adapter"
+                    f": merge to float32 ({Hint('out_dtype', 'float32')}), or keep it as an adapter"
                     if half
                     else ""
                 ),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.tensors import describe_checkpoint
@@ -102,9 +103,8 @@ def _way_on(stopping: Sequence[Finding], experts: int) -> str:
         return stopped
     if sum(fault.name == UNCHANGED for fault in stopping) == experts:
         return f"{stopped}. No expert differs from the base: pass models that were trained from it"
-    names = dict.fromkeys(str(fault.name) for fault in stopping)
-    flags = " ".join(f"--allow {name}" for name in names)
-    return f"{stopped}; if this is meant, go on with {flags}"
+    names = list(dict.fromkeys(str(fault.name) for fault in stopping))
+    return f"{stopped}; if this is meant, go on with {Hint('allow', names)}"
 
 
 def _model(checkpoint: Checkpoint) -> Model:

@@ -8,6 +8,7 @@ from math import hypot
 from statistics import median
 
 from covmerge.base.findings import UNCHANGED, Finding, Severity
+from covmerge.base.settings import Hint
 from covmerge.run.judgement.layers import Layer
 from covmerge.run.judgement.names import block_of, ranges
 
@@ -69,8 +70,8 @@ def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
     return Finding(
         Severity.WARNING,
         f"has other rows than the base in {shown}: another vocabulary, or rows that were moved or "
-        "trained anew? Merged with the base's they mix tokens; leave them to the base by `tensors: "
-        "{embeddings: base}`",
+        "trained anew? Merged with the base's they mix tokens; leave them to the base by "
+        f"{Hint('tensors', {'embeddings': 'base'})}",
         expert,
         tuple(found),
     )

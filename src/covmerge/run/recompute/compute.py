@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError, TensorError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints import Checkpoint
@@ -143,7 +144,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     if recipe.output.format == "adapter":
         raise InputError(
             f"{folder} is an adapter, and only merged models are computed again: verify it without "
-            "--deep"
+            f"{Hint('deep')}"
         )
     with recorded_in(store.where(MANIFEST_NAME)), sources_of(recipe) as checkpoints:
         checkpoints.materialize()

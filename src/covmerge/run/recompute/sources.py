@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import fingerprint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
@@ -57,11 +58,11 @@ def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> 
     if decided is not None and manifest.get("vocabulary") != decided.as_json():
         raise InputError(
             "the sources' tokenizers are not what they were when they were merged: put them back, or "
-            "verify without --deep"
+            f"verify without {Hint('deep')}"
         )
     for key, content in now.items():
         if recorded.get(key, {}).get("content") != content:
             raise InputError(
                 f"{key} is not what was merged: its content has another hash than {MANIFEST_NAME} "
-                "records. Put the source back, or verify without --deep"
+                f"records. Put the source back, or verify without {Hint('deep')}"
             )

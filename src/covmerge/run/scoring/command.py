@@ -13,6 +13,7 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from covmerge.base.errors import CheckFailed, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import printable
 from covmerge.run.scoring.values import Scores, printed_scores
 
@@ -21,7 +22,7 @@ _LINES, _WIDTH = 10, 300  # of a failed command's output that are shown
 _MOST_BYTES = 2**26  # of a command's output; of a file whose content tells one scorer from another
 _SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "fish"})
-_BY_SHELL = '--score \'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
+_BY_SHELL = '\'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
 
 
 class Command:
@@ -47,21 +48,23 @@ class Command:
         try:
             self._words = shlex.split(text)
         except ValueError as error:
-            raise InputError(f"--score {text!r} cannot be split into words: {error}") from error
+            raise InputError(
+                f"{Hint('score')} {text!r} cannot be split into words: {error}"
+            ) from error
         if not any(MODEL in word for word in self._words):
             raise InputError(
-                f"--score {text!r} does not say where the model's folder goes: write {MODEL} there, as in "
-                f"--score 'python eval.py {MODEL}'; or name a scorer: {', '.join(known)}"
+                f"{Hint('score')} {text!r} does not say where the model's folder goes: write {MODEL} "
+                f"there, as in 'python eval.py {MODEL}'; or name a scorer: {', '.join(known)}"
             )
         shell = _SHELL_WORDS.intersection(self._words)
         if shell:
             raise InputError(
-                f"--score has {min(shell)!r}, and no shell runs it: call one, as in {_BY_SHELL}"
+                f"{Hint('score')} has {min(shell)!r}, and no shell runs it: call one, as in {_BY_SHELL}"
             )
         if _in_script(self._words):
             raise InputError(
-                f"--score has {MODEL} inside a script, where a shell would interpret the folder's name: "
-                f"pass it to the script, as in {_BY_SHELL}"
+                f"{Hint('score')} has {MODEL} inside a script, where a shell would interpret the "
+                f"folder's name: pass it to the script, as in {_BY_SHELL}"
             )
 
     @property
@@ -77,7 +80,8 @@ class Command:
     def check(self) -> None:
         if shutil.which(self._words[0]) is None:
             raise InputError(
-                f"--score: there is no program {self._words[0]!r}: name one that is installed, or its path"
+                f"{Hint('score')}: there is no program {self._words[0]!r}: name one that is installed, "
+                "or its path"
             )
 
     def words(self, model: Path) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import CheckFailed, InputError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.run.scoring.files import digest_of
 from covmerge.run.scoring.scorer import Scorer
@@ -25,8 +26,8 @@ def open_scorer(wanted: Sequence[str]) -> Scorer:
     tasks = [part for part in wanted if part not in folders]
     if len(folders) > 1 or not tasks:
         raise InputError(
-            f"--score lm-eval:{','.join(wanted)} names {len(folders)} folders and {len(tasks)} tasks: name "
-            "tasks, and one folder with definitions of your own at most"
+            f"{Hint('score')} lm-eval:{','.join(wanted)} names {len(folders)} folders and {len(tasks)} "
+            "tasks: name tasks, and one folder with definitions of your own at most"
         )
     return _LmEval(tasks, Path(folders[0]) if folders else None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 from covmerge.run.scoring.values import Scores, scores_of
 
 
@@ -96,11 +97,11 @@ def scorer_of(given: AnyScorer) -> Scorer:
 def _named(name: str, arguments: str) -> Scorer:
     named = NAMED[name]
     if importlib.util.find_spec(named.package) is None:
-        raise InputError(f"--score {name}: needs a package: pip install {named.install}")
+        raise InputError(f"{Hint('score')} {name}: needs a package: pip install {named.install}")
     wanted = [part.strip() for part in arguments.split(",") if part.strip()]
     if not wanted:
         raise InputError(
-            f"--score {name}: does not say what to score on: write --score {name}:{named.example}"
+            f"{Hint('score')} {name}: does not say what to score on: write {name}:{named.example}"
         )
     return import_module(f"covmerge.run.scoring.{named.module}").open_scorer(wanted)
 

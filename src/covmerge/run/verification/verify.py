@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints import Checkpoint, Content, at_once, open_store
@@ -329,7 +330,7 @@ class _Values:
         if any("quantised" in entry for entry in self._entries.values()):
             return (
                 "rounding to the quantised format leaves nothing of the update: write a higher format, or "
-                "keep layers plain (--keep)"
+                f"keep layers plain ({Hint('keep')})"
             )
         if "unchanged-expert" in self._allowed:
             return "what was allowed lets an expert be unchanged beside others, and none of these changed"
@@ -379,7 +380,7 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         "rounding",
         loss < 1.0,
         f"storing the result loses {loss:.2%} of the merged update's norm"
-        + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else "")
+        + (f": store it in float32 ({Hint('out_dtype', 'float32')})" if loss > 0.1 else "")
         + lost_before(totals),
         noted=totals.get("arithmetic_loss", 0.0) >= 1.0,
     )

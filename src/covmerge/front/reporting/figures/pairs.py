@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import isnan, nan
 from typing import Any
 
+from covmerge.base.settings import Hint
 from covmerge.front.reporting.extra import needed_for_reports
 from covmerge.front.reporting.figures.canvas import (
     LETTER,
@@ -88,7 +89,7 @@ def overlaps(look: Look) -> Figure:
     """
     found = pairs(look)
     known = {pair: own.overlap for pair, own in found.items() if own.overlap is not None}
-    require(known, "no spectra of two experts were taken; take some by --spectra some")
+    require(known, f"no spectra of two experts were taken; take some by {Hint('spectra', 'some')}")
     most = max(known, key=known.__getitem__)
     title = (
         f"{_both(most)} act most on the same inputs: {share(known[most])} of their leading "

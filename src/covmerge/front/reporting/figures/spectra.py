@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from covmerge.base.settings import Hint
 from covmerge.front.reporting.colours import BLUE, MUTED, ORANGE, RULE
 from covmerge.front.reporting.extra import needed_for_reports
 from covmerge.front.reporting.figures.canvas import SMALL, finished, panelled, require, style
@@ -40,7 +41,7 @@ def spectra(look: Look) -> Figure:
         NothingToDraw: no spectra were taken.
     """
     layers = shown_spectra(look)
-    require(layers, "no spectra were taken; take some by --spectra some")
+    require(layers, f"no spectra were taken; take some by {Hint('spectra', 'some')}")
     with style():
         sheet = panelled(
             _title([layer for layer in inspection_of(look).matrices if layer.spectra]),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.settings import Hint
 from covmerge.base.text import shown
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 
@@ -50,9 +51,11 @@ class Part:
     def leave_out(self, problem: str, *keys: str | int) -> None:
         """Refuse something that mergekit passes over, or warn of it if that is wanted."""
         if not self.told.lenient:
-            self.refuse(f"{problem} mergekit passes over it; --lenient does, with a warning", *keys)
+            self.refuse(
+                f"{problem} mergekit passes over it; {Hint('lenient')} does, with a warning", *keys
+            )
         self.told.warnings.append(
-            f"{self.origin.where((*self.path, *keys))}: {problem} It is left out (--lenient)"
+            f"{self.origin.where((*self.path, *keys))}: {problem} It is left out ({Hint('lenient')})"
         )
 
     def check_keys(self, known: Collection[str]) -> None:

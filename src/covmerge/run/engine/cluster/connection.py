@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 
 _ANSWERS_IN = 10  # seconds
 
@@ -23,13 +24,13 @@ def cluster_address(given: str | None, environment: Mapping[str, str] = os.envir
     address = given or environment.get("RAY_ADDRESS")
     if not address:
         raise InputError(
-            "--executor ray: which cluster? Give --address HOST:PORT, or --address auto on one of its "
-            "machines; within `ray job submit` it is known"
+            f"{Hint('executor', 'ray')}: which cluster? Give {Hint('address', 'HOST:PORT')}, or "
+            f"{Hint('address', 'auto')} on one of its machines; within `ray job submit` it is known"
         )
     if address.startswith(("ray://", "http://", "https://")):
         raise InputError(
-            f"--address {address}: this process reads and writes the folder that the nodes share, so it "
-            "runs on one of them. Start it by `ray job submit`, or give HOST:PORT"
+            f"{Hint('address', address)}: this process reads and writes the folder that the nodes share, "
+            "so it runs on one of them. Start it by `ray job submit`, or give HOST:PORT"
         )
     return address
 
@@ -43,7 +44,9 @@ def ray_module() -> Any:
     try:
         return import_module("ray")
     except ImportError as error:
-        raise InputError('--executor ray needs Ray: pip install "covmerge[ray]"') from error
+        raise InputError(
+            f'{Hint("executor", "ray")} needs Ray: pip install "covmerge[ray]"'
+        ) from error
 
 
 def connect(address: str) -> tuple[Any, bool]:
@@ -60,7 +63,9 @@ def connect(address: str) -> tuple[Any, bool]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"--address {address}: there is no Ray cluster ({first})") from error
+        raise InputError(
+            f"{Hint('address', address)}: there is no Ray cluster ({first})"
+        ) from error
     return ray, True
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import InputError, ResourceError
+from covmerge.base.settings import Hint, form_told, told_as
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.recipe import format_size
@@ -75,10 +76,10 @@ class Cluster:
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError(
-                "a merge in memory cannot be shared by machines: leave out --executor ray"
+                f"a merge in memory cannot be shared by machines: leave out {Hint('executor', 'ray')}"
             )
         ray, threads = self._ray, torch.get_num_threads()
-        setup = ray.put(Setup(replace(task, sources=Sources({})), threads))
+        setup = ray.put(Setup(replace(task, sources=Sources({})), threads, form_told()))
         given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
         loads = _loads(list(batches), cores)
@@ -204,10 +205,13 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
     opening, reference = given
     try:
         sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
-        _check_device(load, setup.task.context.device)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
-        done = [one for index, batch in load for one in serve(index, batch, task, setup.threads)]
+        with told_as(setup.form):
+            _check_device(load, setup.task.context.device)
+            done = [
+                one for index, batch in load for one in serve(index, batch, task, setup.threads)
+            ]
         counts = None if counted is None else counted.counted()
         node: str = ray_module().get_runtime_context().get_node_id()
         return _Answer(done, counts, node, time.perf_counter())
@@ -240,8 +244,9 @@ def needs_of(
     nodes = [node for node in nodes if node.get("GPU", 0) >= gpus]
     if gpus and not nodes:
         raise ResourceError(
-            f"'{name}' is to be computed by --device {task.context.device}, and no node of the cluster has "
-            "a GPU that Ray knows of: start one with `--num-gpus`, or leave out --device"
+            f"'{name}' is to be computed by {Hint('device', str(task.context.device))}, and no node of "
+            "the cluster has "
+            f"a GPU that Ray knows of: start one with `--num-gpus`, or leave out {Hint('device')}"
         )
     memory = PROCESS_HOLDS + _memory(largest)
     room = max((node.get("memory", 0) for node in nodes), default=0)
@@ -250,7 +255,7 @@ def needs_of(
         raise ResourceError(
             f"'{name}' needs {format_size(memory)} of memory in one process, and no "
             f"node of the cluster may give more than {format_size(int(allowed))} "
-            "(--max-memory, and what Ray was started with)"
+            f"({Hint('max_memory')}, and what Ray was started with)"
         )
     cores = max(cores_of(batch, task, threads) for _, batch in load)
     most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
@@ -272,7 +277,7 @@ def _check_device(load: _Load, device: torch.device) -> None:
         if isinstance(error, ResourceError):
             raise ResourceError(f"{where}: {error}") from error
         raise InputError(
-            f"{where}: {error}. Start Ray there with `--num-gpus 0`, or leave out --device"
+            f"{where}: {error}. Start Ray there with `--num-gpus 0`, or leave out {Hint('device')}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Form
 from covmerge.base.version import __version__
 from covmerge.run.engine.cluster.connection import ray_module
 from covmerge.run.engine.executor import Task
@@ -36,10 +37,12 @@ class Setup:
     Attributes:
         task: without sources.
         threads: of an item that is computed on all cores.
+        form: of the settings in messages.
     """
 
     task: Task
     threads: int
+    form: Form
 
 
 class Kept:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import Hint
 
 # Who started it: its variables of the number, of how many there are, of how many on this machine, and of
 # the number among these.
@@ -77,8 +78,8 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
             return rank
     names = " nor ".join(f"{number} and {world}" for number, world, *_ in _STARTERS)
     raise InputError(
-        f"--executor ranks: neither {names} is set. Start the merge by srun or torchrun, or set RANK "
-        "and WORLD_SIZE"
+        f"{Hint('executor', 'ranks')}: neither {names} is set. Start the merge by srun or torchrun, or "
+        "set RANK and WORLD_SIZE"
     )
 
 

@@ -22,6 +22,7 @@ from secrets import token_hex
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, CovmergeError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Entry
@@ -202,7 +203,7 @@ class Gathering:
             except FileExistsError:
                 raise InputError(
                     f"another rank leads in {folder} at the same time: the file system's locks do not "
-                    "work between machines. Start again with --resume"
+                    f"work between machines. Start again with {Hint('resume')}"
                 ) from None
         return Session(folder, self._rank, self._patience, None)
 
@@ -273,7 +274,7 @@ class Gathering:
             f"{self._rank} found no rank that leads the merge in {self._folder} for {patience:.0f} s: it "
             "did not start (then its own message says why), was killed, or the folder is not shared by "
             "all machines (of an output on a URL it lies in COVMERGE_CACHE). Start the merge again, with "
-            "--resume if it had begun"
+            f"{Hint('resume')} if it had begun"
         )
 
     def _sessions(self) -> list[Path]:
@@ -295,7 +296,7 @@ def _read(path: Path) -> dict[str, Any] | None:
             return parsed(line)
         except ValueError as error:
             raise CheckpointError(
-                f"{path} is damaged ({error}): start over with --overwrite"
+                f"{path} is damaged ({error}): start over with {Hint('overwrite')}"
             ) from error
     return None
 

@@ -1,0 +1,152 @@
+"""What messages call a setting: a flag of the command line, a key of a recipe, an argument in Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Form = Literal["flags", "recipe", "python"]
+Value: TypeAlias = "str | float | Sequence[str] | Mapping[str, str | float] | None"
+
+# Flags that are not the argument's name with hyphens.
+FLAGS = {
+    "experts": "expert",
+    "form": "as",
+    "kinds": "kind",
+    "others": "other",
+    "parameters": "set",
+    "statistics": "stats",
+    "weights": "weight",
+}
+# Keys of a recipe. How a run is done is no recipe's business.
+KEYS = {
+    "after": "after",
+    "allow": "allow",
+    "base": "base",
+    "before": "before",
+    "decay": "run.decay",
+    "dtype": "dtype",
+    "form": "output.format",
+    "keep": "output.keep",
+    "last": "run.last",
+    "method": "method",
+    "out_dtype": "output.dtype",
+    "parameters": "parameters",
+    "quantise": "output.quantise",
+    "rank": "output.rank",
+    "rules": "rules",
+    "shard_size": "output.shard_size",
+    "statistics": "experts.*.statistics",
+    "tensors": "tensors",
+    "weights": "experts.*.weight",
+    "whole": "output.whole",
+}
+LISTS = ("allow", "keep", "kinds")
+SWITCHES = ("by_confidence", "deep", "lenient", "overwrite", "private", "resume", "whole")
+# What a function, or the type of an argument, says in Python.
+IN_PYTHON = {"inputs": "examples=Generated()", "protocol": "covmerge.collect"}
+# Of the process, and not of a context: the threads of a run have none of their caller's.
+_form: Form = "python"
+
+
+@contextmanager
+def told_as(form: Form) -> Generator[None]:
+    """Have messages of this process name settings in this form."""
+    global _form
+    before, _form = _form, form
+    try:
+        yield
+    finally:
+        _form = before
+
+
+def form_told() -> Form:
+    """Return the form in which this process names settings."""
+    return _form
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A setting, and what to set it to; as text, in the words of whoever called covmerge.
+
+    Attributes:
+        setting: its name as an argument in Python.
+        value: what to set it to; None: whatever it is.
+
+    Example:
+        >>> hint = Hint("out_dtype", "float32")
+        >>> for form in ("flags", "recipe", "python"):
+        ...     with told_as(form):
+        ...         print(hint)
+        --out-dtype float32
+        `output: {dtype: float32}`
+        out_dtype="float32"
+    """
+
+    setting: str
+    value: Value = None
+
+    def __str__(self) -> str:
+        value = True if self.value is None and self.setting in SWITCHES else self.value
+        if _form == "python":
+            return _in_python(self.setting, value)
+        if _form == "recipe" and self.setting in KEYS:
+            return f"`{_in_recipe(self.setting, value)}`"
+        return _as_flag(self.setting, value)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting.
+
+    Example:
+        >>> flag_of("max_memory"), flag_of("form")
+        ('--max-memory', '--as')
+    """
+    return f"--{FLAGS.get(name, name).replace('_', '-')}"
+
+
+def _as_flag(name: str, value: Value) -> str:
+    flag = flag_of(name)
+    if isinstance(value, Mapping):
+        return " ".join(f"{flag} {key}={told}" for key, told in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(f"{flag} {told}" for told in value)
+    return flag if value is None or value is True else f"{flag} {value}"
+
+
+def _in_recipe(name: str, value: Value) -> str:
+    if value is None:
+        return KEYS[name]
+    *around, key = KEYS[name].split(".")
+    if name == "form" and value not in ("model", "adapter"):
+        value = f"adapter, names: {value}"
+    if "*" in around and isinstance(value, Mapping):
+        ((expert, value),) = value.items()
+        around[around.index("*")] = expert
+    told = f"{key}: {_yaml(value)}"
+    for outer in reversed(around):
+        told = f"{outer}: {{{told}}}"
+    return told
+
+
+def _in_python(name: str, value: Value) -> str:
+    if name in IN_PYTHON:
+        return IN_PYTHON[name]
+    if name == "parameters" and isinstance(value, Mapping):
+        return ", ".join(f"{key}={json.dumps(told)}" for key, told in value.items())
+    if value is None:
+        return name
+    if name in LISTS and isinstance(value, str):
+        value = [value]
+    return f"{name}={value if value is True else json.dumps(value)}"
+
+
+def _yaml(value: Value) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {told}' for key, told in value.items())}}}"
+    if isinstance(value, str):
+        return value
+    return f"[{', '.join(value)}]" if isinstance(value, Sequence) else json.dumps(value)

@@ -1,0 +1,24 @@
+"""What mypy sees of `merge`: 2.4 knows no `extra_items`, and would refuse parameters of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from covmerge.run.result import MergedFolder, MergedTensors
+from covmerge.run.sources import Source
+
+Experts = Mapping[str, Source] | Sequence[Source]
+
+
+@overload
+def merge(  # pyright: ignore[reportOverlappingOverload]
+    base: Source, experts: Experts, method: str = "", out: None = None, **options: Any
+) -> MergedTensors: ...
+@overload
+def merge(
+    base: Source, experts: Experts, method: str = "", out: str | Path = ..., **options: Any
+) -> MergedFolder: ...
+def merge(*_: Any, **__: Any) -> Any:
+    """Nobody calls it."""

@@ -1,0 +1,151 @@
+"""Keyword arguments of the public functions. Their descriptions are the flags' help and the reference page.
+
+Nothing here imports torch: the command line shows its help without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, cleandoc, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from typing_extensions import TypedDict
+
+if TYPE_CHECKING:
+    from covmerge.maths.steps import Steps
+    from covmerge.run.engine import AnyProgress, Workers
+
+Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
+
+
+class RunKeywords(TypedDict, total=False):
+    """How the work is done.
+
+    Attributes:
+        device: where the mathematics runs: `cpu`, `cuda`, `cuda:1`, `mps` or `auto`.
+        threads: CPU threads; torch's setting by default.
+        max_memory: memory of the process, such as 8GB; obeyed, or refused before any work.
+        progress: called for every finished piece of work: a function of the bytes done, the bytes in all
+            and the tensor last done, a `Progress`, or a class of bars such as `tqdm.auto.tqdm`.
+    """
+
+    device: str
+    threads: int | None
+    max_memory: int | str | None
+    progress: AnyProgress | None
+
+
+class AlignKeywords(RunKeywords, total=False):
+    """Which tensors are taken, and how they are computed.
+
+    Attributes:
+        tensors: what happens to tensors of a kind, such as `embeddings`; see `tensors` of a recipe.
+        rules: exceptions by tensor name or role; see `rules` of a recipe.
+        dtype: dtype of the computation: `float32`, by default, or `float64`.
+    """
+
+    tensors: Mapping[str, str] | None
+    rules: Sequence[Mapping[str, Any]]
+    dtype: str
+
+
+class ExtractKeywords(AlignKeywords, total=False):
+    """How tensors are stored, and what stops the work.
+
+    Attributes:
+        allow: faults of the experts in spite of which a merge goes on, though they make it worthless:
+            `not-a-fine-tune`, `swapped-tensors`, `unchanged-expert` or `changed-integers`.
+        out_dtype: stored dtype: `base` (the base's, by default), `float32`, `float16`, `bfloat16` or
+            `float64`.
+        workers: processes that share the work, with the same bytes; `auto`: as many as the work, the cores
+            and the memory are worth. Sources and output are files then.
+        overwrite: replace an earlier output of covmerge.
+    """
+
+    allow: Sequence[str]
+    out_dtype: str
+    workers: Workers
+    overwrite: bool
+
+
+class CompareKeywords(ExtractKeywords, total=False):
+    """What each expert counts for, and what is done beside the method.
+
+    Attributes:
+        weights: share of each expert; 1 is neutral. Of an expert alone it is the share of its update.
+        statistics: statistics files of experts, from `covmerge collect`, for methods that use data.
+        before: steps before the method, in order; see `covmerge methods`.
+        after: steps after the method, likewise.
+    """
+
+    weights: Mapping[str, float] | Sequence[float] | None
+    statistics: Mapping[str, str | Path] | None
+    before: Steps
+    after: Steps
+
+
+class MergeKeywords(CompareKeywords, total=False, extra_items=Any):
+    """How the output is written, and who shares the work. Other keywords are the method's parameters.
+
+    Attributes:
+        form: merged weights (`model`, by default), or one adapter of the base: in the experts' form
+            (`adapter`) or the one named.
+        rank: largest rank of the merged adapter; exact, of all ranks together, by default.
+        whole: have the adapter hold what full models changed outside their layers, as it is.
+        shard_size: largest file, such as 5GB (the default) or 512MiB.
+        quantise: quantised format of linear layers: `same` (as the base), `fp8-block`, `nf4`, `gptq` and
+            others (docs/quantised.md).
+        keep: patterns of tensor names that quantising leaves plain, such as '*.down_proj.*'.
+        executor: what does the work: `threads`, `processes`, `ranks` or `ray`. `ranks`: several processes,
+            which srun or torchrun started for one output, share it. `ray`: the nodes of a Ray cluster do
+            it; they share sources and output. By default threads, or processes where there are workers.
+        address: of the Ray cluster, as `ray.init` takes it; within `ray job submit` it is known.
+        patience: seconds for which a rank that is not heard of is taken to be there; 120 by default.
+        resume: go on with an interrupted merge.
+    """
+
+    form: Form
+    rank: int | None
+    whole: bool
+    shard_size: int | str
+    quantise: str
+    keep: Sequence[str]
+    executor: str | None
+    address: str | None
+    patience: float
+    resume: bool
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_ALL = (RunKeywords, AlignKeywords, ExtractKeywords, CompareKeywords, MergeKeywords)
+_ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
+
+
+def descriptions() -> dict[str, str]:
+    """Return what each keyword is for, as one sentence or more.
+
+    Example:
+        >>> descriptions()["whole"]
+        'have the adapter hold what full models changed outside their layers, as it is.'
+    """
+    found = (entry for own in _ALL for entry in _ENTRY.findall(cleandoc(own.__doc__ or "")))
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def takes(keywords: type[Mapping[str, Any]]) -> Callable[[_F], _F]:
+    """Have `help` and completion list the keywords of a function that takes them as `**options`."""
+
+    def listed(function: _F) -> _F:
+        known = signature(function)
+        own = [one for one in known.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        names = [name for name in keywords.__annotations__ if name not in known.parameters]
+        own += [Parameter(name, Parameter.KEYWORD_ONLY, default=...) for name in names]
+        function.__signature__ = known.replace(parameters=own)  # pyright: ignore[reportFunctionMemberAccess]
+        told = descriptions()
+        lines = "\n".join(f"    {name}: {told[name]}" for name in names)
+        function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}"
+        return function
+
+    return listed
