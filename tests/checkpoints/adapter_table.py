@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import logging
 import sys
 import tempfile
 import warnings
@@ -154,6 +155,7 @@ def of_lycoris() -> Iterator[Row]:
         lycoris: Any = importlib.import_module("lycoris")
     except ImportError:
         return
+    logging.disable()
     torch.manual_seed(0)
     base, inputs = Drawn(), torch.randn(3, 16)
     library = f"lycoris-lora {version('lycoris-lora')}"

@@ -41,6 +41,8 @@ class Small(nn.Module):
         self.point = nn.Conv2d(4, 8, 1)
         self.window = nn.Conv2d(4, 6, (3, 3))
         self.line = nn.Conv1d(4, 6, 3)
+        self.deep = nn.Conv2d(4, 4, 3, groups=4)
+        self.pair = nn.Conv2d(4, 8, 3, groups=2)
         self.norm = nn.LayerNorm(12)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -57,11 +59,13 @@ class Small(nn.Module):
                 self.norm(seen),
             ),
             *(self.point(image), self.window(image), self.line(image[..., 0])),
+            *(self.deep(image), self.pair(image)),
         )
 
 
 LINEAR = ["first", "second", "same"]
 CONVOLUTIONS = ["point", "window", "line"]
+GROUPED = ["deep", "pair"]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LORA", {"use_dora": True, "target_modules": [*LINEAR, "table", *CONVOLUTIONS], "r": 2}),
     ("LORA", {"use_dora": True, "target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
@@ -83,6 +87,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "LOHA",
         {"target_modules": LINEAR, "rank_pattern": {"same": 3}, "alpha_pattern": {"first": 5}},
     ),
+    ("LOHA", {"target_modules": GROUPED, "r": 2}),
+    ("LOKR", {"target_modules": GROUPED, "r": 2}),
     ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 8, "alpha": 3}),
     ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 1, "alpha": 3}),
     ("LOKR", {"target_modules": ["point", "window"], "r": 1, "use_effective_conv2d": True}),
@@ -95,6 +101,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("IA3", {"target_modules": ["turned"], "feedforward_modules": [], "fan_in_fan_out": True}),
+    ("IA3", {"target_modules": GROUPED, "feedforward_modules": ["deep"]}),
     ("LN_TUNING", {"target_modules": ["norm"]}),
     ("OFT", {"target_modules": LINEAR, "oft_block_size": 4, "r": 0}),
     ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "use_cayley_neumann": False}),
@@ -104,6 +111,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "coft": True, "eps": 0.3}),
     ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "num_cayley_neumann_terms": 3}),
+    ("OFT", {"target_modules": ["table"], "r": 0, "oft_block_size": 4}),
     ("BOFT", {"target_modules": [*LINEAR, "point"], "boft_block_size": 4}),
     ("BOFT", {"target_modules": ["window"], "boft_block_num": 3, "boft_block_size": 0}),
     ("HRA", {"target_modules": [*LINEAR, "point", "window"], "r": 3}),
@@ -155,7 +163,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("OSF", {"target_modules": LINEAR, "effective_rank": 3}),
     ("OSF", {"target_modules": LINEAR, "rank_pattern": {"first": 0.5}}),
     ("PVERA", {"target_modules": LINEAR, "r": 3}),
-    ("PVERA", {"target_modules": LINEAR, "r": 3, "save_projection": False, "randlora_alpha": 6}),
+    ("PVERA", {"target_modules": LINEAR, "r": 3, "save_projection": False}),
     ("RANDLORA", {"target_modules": LINEAR, "r": 3, "save_projection": False, "randlora_alpha": 6}),
     (
         "RANDLORA",
@@ -192,6 +200,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "WAVEFT",
         {"target_modules": LINEAR, "n_frequency": 30, "scaling": 2.0, "wavelet_family": "coif1"},
     ),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "velora_config": {"num_groups": 4}}),
+    ("LORA", {"target_modules": LINEAR, "r": 2, "monteclora_config": {}}),
     ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa"}),
     ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa", "use_dora": True}),
     ("LORA", {"target_modules": LINEAR, "r": 2, "lora_alpha": 3, "init_lora_weights": "olora"}),
@@ -305,6 +315,16 @@ def test_tensors_that_lost_numbers_are_refused(
         tensors[name] = tensors[name].narrow(axis, 0, tensors[name].shape[axis] - 1).contiguous()
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"first'? .*(is of shape|do not divide)"):
+        merged(base, tmp_path)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_lora_of_a_grouped_convolution_is_refused(
+    dora: bool, base: nn.Module, tmp_path: Path
+) -> None:
+    config = config_of("LORA", target_modules=["pair", "first"], r=4, use_dora=dora)
+    trained(base, config, tmp_path)
+    with pytest.raises(CheckpointError, match=r"pair.* with groups, whose update is no kernel"):
         merged(base, tmp_path)
 
 

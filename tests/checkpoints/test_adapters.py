@@ -760,8 +760,8 @@ def test_experts_of_an_older_unsloth_are_not_folded_without_a_word(tmp_path: Pat
     assert not stacks_of(made).notes
     regroup(tmp_path, experts=3)
     change(tmp_path, lora_B_layout=None)
-    said = advice('"lora_B_layout": "rank_major" in adapter_config.json takes them as PEFT\'s')
-    assert any(re.search(said, note) for note in stacks_of(made).notes)
+    said = '"lora_B_layout": "rank_major" in adapter_config.json takes them as PEFT\'s'
+    assert any(said in note for note in stacks_of(made).notes)
     change(tmp_path, lora_B_layout="mixed")
     with pytest.raises(
         CheckpointError, match="lora_B_layout = 'mixed', and rank_major and grouped"
@@ -821,7 +821,15 @@ def test_stacks_that_do_not_fit(tensors, message: str, tmp_path: Path) -> None:
         made.open().named_as(open_checkpoint(made.base).headers)
 
 
-def gguf_of(made: Made, file: Path, architecture: str, heads: tuple[int, int]) -> None:
+def gguf_of(
+    made: Made,
+    file: Path,
+    architecture: str = "llama",
+    heads: tuple[int, int] = (4, 2),
+    *,
+    alpha: float | None = 5.0,
+    quantised: bool = False,
+) -> None:
     """Write PEFT's factors as llama.cpp's convert_lora_to_gguf.py does: its names, and q's and k's rows."""
     gguf = pytest.importorskip("gguf")
     (kind,) = (own for own, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -829,7 +837,8 @@ def gguf_of(made: Made, file: Path, architecture: str, heads: tuple[int, int]) -
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 5.0)
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
     for key, value in load_file(made.folder / WEIGHTS).items():
         module, side = re.fullmatch(
             r"base_model\.model\.(.*)\.lora_(?:embedding_)?([AB]).*", key
@@ -839,7 +848,11 @@ def gguf_of(made: Made, file: Path, architecture: str, heads: tuple[int, int]) -
             value = value.view(heads["attn_k." in name], 2, -1, value.shape[1])
             value = value.transpose(1, 2).flatten(0, 2)
         turned = value.T if name == "token_embd.weight" and side == "A" else value
-        writer.add_tensor(f"{name}.lora_{side.lower()}", turned.contiguous().numpy())
+        stored, kind = turned.contiguous().numpy(), None
+        if quantised:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            stored = gguf.quantize(torch.zeros(3, 32).numpy(), kind)
+        writer.add_tensor(f"{name}.lora_{side.lower()}", stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -851,9 +864,38 @@ def test_a_lora_of_llama_cpp(build, architecture: str, tmp_path: Path) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
     config = lora(target_modules=targets, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 5})
     made = make(build, config, tmp_path / "peft", save_embedding_layers=False)
-    gguf_of(made, tmp_path / "lora.gguf", architecture, heads=(4, 2))
+    gguf_of(made, tmp_path / "lora.gguf", architecture)
     build().save_pretrained(tmp_path / "base")
     save_file(made.base, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     found = covmerge.merge(tmp_path / "base", {"a": tmp_path / "lora.gguf"}, "linear").tensors
     for name, value in made.merged.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_lora_of_llama_cpp_that_cannot_be_read(tmp_path: Path) -> None:
+    """Plain numbers, an alpha, the base's config, or the adapter before it was converted."""
+    made = make(llama, lora(target_modules=["q_proj"]), tmp_path / "peft")
+    file, base = tmp_path / "lora.gguf", tmp_path / "base"
+
+    def refused(said: str) -> None:
+        with pytest.raises(CheckpointError, match=said):
+            covmerge.merge(made.base, {"a": file}, "linear")
+
+    gguf_of(made, file, quantised=True)
+    refused(advice("is quantised: convert the adapter with --outtype f32"))
+    gguf_of(made, file, alpha=None)
+    refused(advice("and a LoRA with a number is read: convert it again"))
+    gguf_of(made, file, "qwen2")
+    file.write_bytes(file.read_bytes().replace(b"qwen2", b"qwenX"))
+    refused(
+        "'qwenX', and those that are read.*"
+        + advice("merge the adapter that it was converted from")
+    )
+    gguf_of(made, file)
+    refused(advice("pass the base with its config.json, or {}"))
+    llama().save_pretrained(base)
+    save_file(made.base, base / "model.safetensors", {"format": "pt"})
+    for adapter in (file, made.folder):
+        found = covmerge.merge(base, {"a": adapter}, "linear").tensors
+        for name, value in made.merged.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)

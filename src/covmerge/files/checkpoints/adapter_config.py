@@ -100,6 +100,7 @@ _WITHOUT_EFFECT = {  # on the weights that are stored
     "lora_ga_config",
     "megatron_core",
     "modules_to_save",
+    "monteclora_config",
     "orth_reg_weight",
     "peft_version",
     "qalora_group_size",
@@ -110,6 +111,7 @@ _WITHOUT_EFFECT = {  # on the weights that are stored
     "tfinal",
     "tinit",
     "total_step",
+    "velora_config",
 }
 _KNOWN_OFF = {
     "alora_invocation_tokens",
@@ -118,9 +120,7 @@ _KNOWN_OFF = {
     "layer_replication",
     "megatron_config",
     "merge_weights",
-    "monteclora_config",
     "use_qalora",
-    "velora_config",
 }
 _OFF: tuple[object, ...] = (None, False, [], {}, "")
 

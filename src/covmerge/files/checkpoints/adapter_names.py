@@ -18,6 +18,7 @@ from covmerge.files.checkpoints.adapter_types import OF_FILES, TYPES, AdapterTyp
 from covmerge.files.checkpoints.adapter_types.diff import DIFF, DIFFERENCE, OF_BIAS
 from covmerge.files.checkpoints.adapter_types.dora import MAGNITUDE
 from covmerge.files.checkpoints.adapter_types.kasa import DIAGONAL
+from covmerge.files.checkpoints.adapter_types.locon import OF_GROUPS, is_grouped
 from covmerge.files.checkpoints.adapter_types.tokens import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.checkpoints.mlx_adapter import MLX_ENDS, MLX_NAME
 
@@ -55,6 +56,8 @@ _OWN = re.compile(
     rf"(^|\.)(({'|'.join(sorted({'lora', *_BEGIN}))})_|"
     r"token_adapter\.|trainable_tokens|dora_scale$|diff$|diff_b$)"
 )
+# What VeLoRA and MonteCLoRA train by, and what runs is LoRA.
+_OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
 # A whole table under trained tokens, which PEFT saves where it was resized.
 _RESIZED = ".token_adapter.base_layer."
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
@@ -212,6 +215,8 @@ def read_names(
     for name, header in stored.items():
         if kind is not None and (part := kind.shared.get(name.removeprefix("base_model."))):
             shared[part] = header
+            continue
+        if config is not None and _OF_TRAINING.search(name):
             continue
         module, part = _split(name, stored, config, where)
         if part:
@@ -468,15 +473,8 @@ class _Reader:
                 self._refuse_shape(header, "which is no matrix of floating numbers")
         rank, d_out = first.shape[0], second.shape[0]
         fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
-        groups = rank // max(1, second.shape[1])
-        if second.shape[2:] and groups > 1 and groups * second.shape[1] == rank:
-            self._refuse_shape(
-                second,
-                f"of a convolution with {groups} groups, whose update is no kernel of such a convolution "
-                "(PEFT does not merge it either)",
-                "train without that layer, or remove its tensors from a copy of the adapter, and it from "
-                "target_modules",
-            )
+        if is_grouped(rank, second.shape):
+            raise CheckpointError(f"{self._where}: the layer of '{up}' {OF_GROUPS}")
         if not fits or any(size != 1 for size in second.shape[2:]):
             self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
         d_in = first.numel // rank if rank else first.shape[1]
@@ -569,9 +567,8 @@ class _Reader:
         self,
         header: TensorHeader,
         why: str,
-        step: str = "fetch it again, or save the adapter again from gathered weights",
     ) -> NoReturn:
         raise CheckpointError(
             f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
-            f"{why}: {step}"
+            f"{why}: fetch it again, or save the adapter again from gathered weights"
         )

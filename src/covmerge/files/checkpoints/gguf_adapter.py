@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
@@ -19,9 +19,17 @@ from covmerge.files.checkpoints.adapter_names import Update
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.view import View
 
-_LOADER = "transformers.modeling_gguf_pytorch_utils"
+# Of which it is known what llama.cpp's converter does to rows: to Llama's q and k, and to no other's.
+_ARCHITECTURES = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3"),
+        *("qwen3moe", "starcoder2"),
+    }
+)
+_HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _ENDS: Mapping[str, str] = {".weight.lora_a": ".lora_A.weight", ".weight.lora_b": ".lora_B.weight"}
 # Of the table, A is stored turned, and B as it is.
 _TABLE = "token_embd"
@@ -104,14 +112,13 @@ def named_by_base(
     """Return updates of llama.cpp's names and orders of rows as those of transformers' tensors.
 
     Raises:
-        CheckpointError: gguf or transformers does not know the architecture, or undoes what is no order.
+        CheckpointError: the architecture is not known here, or the base does not say its heads.
     """
     names = _names(updates, base, architecture, where)
-    undo = _undoing(config, architecture, where)
     found: dict[str, Update] = {}
     for name, update in updates.items():
         own = names.get(name, name)
-        order = None if update.table else undo(name, update.shape[0])
+        order = _order(name, update.shape[0], config, architecture, where)
         found[own] = replace(update, name=own, order=order, written=name)
     return found
 
@@ -122,9 +129,10 @@ def _names(
     """The base's names of tensors, by those of llama.cpp."""
     package: Any = importlib.import_module("gguf")
     known = {name: arch for arch, name in package.MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
+    if architecture not in _ARCHITECTURES or architecture not in known:
         raise CheckpointError(
-            f"{where} is of the architecture '{architecture}', which gguf does not know: {_STEP}"
+            f"{where} is of the architecture '{architecture}', and those that are read are "
+            f"{', '.join(sorted(_ARCHITECTURES))}: {_STEP}"
         )
     blocks = [int(name.split(".")[1]) for name in updates if name.startswith("blk.")]
     table = package.get_tensor_name_map(known[architecture], max(blocks, default=0) + 1)
@@ -132,37 +140,23 @@ def _names(
     return {own: name for own, name in pairs if own is not None}
 
 
-def _undoing(
-    config: Mapping[str, Any], architecture: str, where: str
-) -> Callable[[str, int], tuple[int, ...] | None]:
-    """What of llama.cpp's converter is undone to the rows of a tensor: by row, that of the stored one."""
-    try:
-        loader: Any = importlib.import_module(_LOADER)
-        made = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
-        processor = made(config=dict(config))
-    except Exception as error:  # transformers is missing, or a stranger's config makes it fail
+def _order(
+    name: str, rows: int, config: Mapping[str, Any], architecture: str, where: str
+) -> tuple[int, ...] | None:
+    """By row of a tensor, that of the stored one: Llama's q and k have pairs of rows beside each other."""
+    side = next((part for part in _HEADS if f".{part}." in name), None)
+    if architecture != "llama" or side is None:
+        return None
+    inner = config.get("text_config")
+    own = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    heads = own.get(_HEADS[side]) or own.get("num_attention_heads")
+    if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
-            f"{where}: transformers, by which its order of rows is known, fails ({error}): {_STEP}"
-        ) from error
-
-    def undo(name: str, rows: int) -> tuple[int, ...] | None:
-        places = torch.arange(rows, dtype=torch.float32).view(-1, 1).numpy()
-        kept: dict[str, Any] = {"tensors": {}}
-        try:
-            made = processor.process(weights=places, name=name, parsed_parameters=kept)
-        except Exception as error:  # its sizes, and those of the config, are a stranger's
-            raise CheckpointError(
-                f"{where}: the order of the {rows} rows of '{name}' is not known ({error}): pass the base "
-                f"with its config.json, or {_STEP}"
-            ) from error
-        order = [int(own) for own in made.weights.reshape(-1)]
-        if sorted(order) != list(range(rows)):
-            raise CheckpointError(
-                f"{where}: '{name}' is no layer with its rows in an order: {_STEP}"
-            )
-        return None if order == list(range(rows)) else tuple(order)
-
-    return undo
+            f"{where}: the order of the {rows} rows of '{name}' goes by the heads, of which the base has "
+            f"{shorten(heads)}: pass the base with its config.json, or {_STEP}"
+        )
+    order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    return tuple(int(own) for own in order)
 
 
 def _peft_name(header: TensorHeader, where: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape
@@ -13,7 +14,7 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
     window = tuple(1 for _ in layer.shape[2:])
     inputs = _of_inputs(layer)
     if window:
-        return {"l": (1, layer.d_in if inputs else layer.d_out, *window)}
+        return {"l": (1, layer.d_in * _groups(layer) if inputs else layer.d_out, *window)}
     return {"l": (1, layer.d_in) if inputs else (layer.d_out, 1)}
 
 
@@ -26,12 +27,19 @@ def _of_inputs(layer: Layer) -> bool:
     return layer.config.ends_in("feedforward_modules", layer.name)
 
 
+def _groups(layer: Layer) -> int:
+    """Of a convolution whose inputs are scaled: each group of outputs sees inputs of its own."""
+    groups = layer.size("l", 1) // layer.d_in
+    return groups if groups and layer.d_out % groups == 0 else 1
+
+
 def _weight(layer: Layer) -> Tensor:
     scale = layer["l"].flatten()
     if not _of_inputs(layer):
         return layer.weight * scale[layer.rows, None]
-    weight = layer.weight
-    return (weight.view(len(weight), layer.d_in, -1) * scale[:, None]).view(weight.shape)
+    weight, rows = layer.weight, torch.arange(layer.d_out)[layer.rows]
+    own = scale.view(-1, layer.d_in)[rows * (len(scale) // layer.d_in) // layer.d_out]
+    return (weight.view(len(weight), layer.d_in, -1) * own[:, :, None]).view(weight.shape)
 
 
 def _bias(layer: Layer) -> Tensor:

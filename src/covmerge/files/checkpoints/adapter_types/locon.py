@@ -11,11 +11,23 @@ from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, S
 from covmerge.files.checkpoints.adapter_types.loha import tucker
 
 MIDDLE = "mid"
+OF_GROUPS = (
+    "is a convolution with groups, whose update is no kernel of such a convolution (PEFT does not merge it "
+    "either): train without that layer, or remove its tensors from a copy of the adapter, and it from "
+    "target_modules"
+)
+
+
+def is_grouped(rank: int, up: Shape) -> bool:
+    """Whether B is that of a convolution with groups, each of which sees a part of the terms."""
+    return len(up) > 2 and 0 < up[1] < rank and rank % up[1] == 0
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, window = layer.size("down", 0), layer.shape[2:]
     ones = tuple(1 for _ in window)
+    if is_grouped(rank, layer.parts["up"].shape):
+        layer.refuse(OF_GROUPS)
     found = {"up": (layer.d_out, rank, *ones), **alpha_of(layer)}
     if MIDDLE in layer:
         return {**found, "down": (rank, layer.d_in, *ones), MIDDLE: (rank, rank, *window)}

@@ -17,6 +17,8 @@ from covmerge.files.checkpoints.adapter_types.layer import (
     lengths,
 )
 
+_OF_ROWS = "R of rows"
+
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     if prod(layer.shape[2:]) != 1:
@@ -24,7 +26,8 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
             "is a convolution with a window, and PEFT rotates all patches of its input before they are "
             "added up again, which no kernel of that window does: train without that layer"
         )
-    blocks, numbers = layer.size("R", 0), layer.size("R", 1)
+    part = _part(layer)
+    blocks, numbers = layer.size(part, 0), layer.size(part, 1)
     size = layer.d_in if not blocks else layer.d_in // (1 if _shared(layer) else blocks)
     if _shared(layer):
         size = (1 + _root(1 + 8 * numbers)) // 2
@@ -32,7 +35,12 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
         layer.refuse(
             f"has {layer.d_in} inputs, which are not {blocks} blocks: fetch the adapter again"
         )
-    return {"R": (1 if _shared(layer) else blocks, size * (size - 1) // 2)}
+    return {part: (1 if _shared(layer) else blocks, size * (size - 1) // 2)}
+
+
+def _part(layer: Layer) -> str:
+    """What the rotations are called: those of an embedding turn its rows, not what a layer sees."""
+    return _OF_ROWS if _OF_ROWS in layer else "R"
 
 
 def _root(number: int) -> int:
@@ -44,17 +52,17 @@ def _shared(layer: Layer) -> bool:
 
 
 def _weight(layer: Layer) -> Tensor:
-    """W · blockdiag(R)ᵀ, the wanted rows."""
+    """W · blockdiag(R)ᵀ, of an embedding W · blockdiag(R); the wanted rows."""
     weight = layer.weight
     blocks = _rotations(layer).to(weight.dtype)
     if _shared(layer):
         blocks = blocks.expand(layer.d_in // blocks.shape[-1], -1, -1)
-    return block_diagonal_times(weight, blocks.mT)
+    return block_diagonal_times(weight, blocks if _OF_ROWS in layer else blocks.mT)
 
 
 def _rotations(layer: Layer) -> Tensor:
     """R = (I + Q)(I − Q)⁻¹, or the first terms of its series, as the adapter was trained."""
-    numbers = layer["R"].double()
+    numbers = layer[_part(layer)].double()
     size = (1 + _root(1 + 8 * numbers.shape[1])) // 2
     if layer.flag("coft"):
         numbers = _projected(numbers, layer.number("eps", 6e-5))
@@ -97,7 +105,7 @@ def _projected(numbers: Tensor, eps: float) -> Tensor:
 OFT = AdapterType(
     name="OFT",
     equation="W·blockdiag(R)ᵀ, R of skew matrices by the Cayley transform or its series",
-    ends={".oft_R.weight": "R"},
+    ends={".oft_R.weight": "R", ".oft_embedding_R.weight": _OF_ROWS},
     shapes=_shapes,
     weight=_weight,
     fields=frozenset(
