@@ -421,7 +421,7 @@ class AdapterFactors(Form):
         except OverflowError as error:
             raise TensorError(
                 f"'{output.name}': the factors of the merged update overflow {self.dtype} ({error}); "
-                "store them in another dtype (--out-dtype float32)"
+                f"store them in another dtype ({Hint('out_dtype', 'float32')})"
             ) from error
         energy = sigma.double().square()
         total, kept = float(energy.sum()), float(energy[:rank].sum())
