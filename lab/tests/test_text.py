@@ -13,6 +13,7 @@ from covmerge_lab.run import open_suite
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite, tasks
 from covmerge_lab.text.corpora import Example
+from tests.cli.runs import covmerge
 
 # transformers' own, when PEFT wraps a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -111,9 +112,19 @@ def test_bench_from_the_command_line(suite, tmp_path):
     )
     pictures = [f"{what}-{kind}-2.png" for what in ("accuracy", "tasks") for kind in suite.kinds]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        *("results.json", "README.md", *pictures)
+        *("results.json", "README.md", "experts.yml", *pictures)
     }
     assert not list((suite.folder / "work").iterdir())
+    # The same table by `compare --score`.
+    score = f"{sys.executable} -m covmerge bench text --quick --kind full --cache {suite.cache}"
+    found = covmerge(
+        *("compare", tmp_path / "out" / "experts.yml", "--methods", "average,ace"),
+        *("--out", tmp_path / "study", "--score", f"{score} --score {{model}}", "--json"),
+    ).json["scores"]["scores"]
+    accuracy = {row["title"]: row["accuracy"] for row in results["groups"][0]["rows"]}
+    for method, scores in found.items():
+        for task, right in accuracy[method].items():
+            assert scores[task]["value"] == pytest.approx(right), (method, task)
 
 
 def test_as_many_experts_as_are_asked_for(tmp_path):

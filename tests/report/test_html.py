@@ -180,8 +180,8 @@ def test_what_is_bad_comes_first(without_pictures):
     assert said == [
         "Fault : the output fails its check 'finite': NaN in fc.weight. Do not use it",
         "Warning (code): is odd: look again In: layers.0.",
-        "Note (code, maths, prose): the same of all",
         "Note : a note of the plan",
+        "Note (code, maths, prose): the same of all",
     ]
     assert "1 of 2 checks failed" in root.text
     assert "finite FAILED : NaN in fc.weight" in root.text

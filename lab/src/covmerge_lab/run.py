@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -99,7 +100,16 @@ def run_bench(
     console.print(report.LEGEND, style="dim", highlight=False)
     asked = _command(f"bench {name}", kinds, seeds, methods, quick, counts)
     _save(bench, groups, out, asked)
+    recipe = _write_experts(suite, Variant(chosen[0], seeds[0]), out)
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
+    by = f"covmerge bench {name} --kind {chosen[0]} --cache {shlex.quote(str(cache))}"
+    console.print(
+        "To score these experts' merges yourself: "
+        f"covmerge compare {recipe} --out study --score {shlex.quote(f'{by} --score {{model}}')}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     return groups
 
 
@@ -224,6 +234,20 @@ def _command(
         *(["--quick"] if quick else []),
     ]
     return " ".join(["covmerge", of, *options])
+
+
+def _write_experts(suite: Suite, variant: Variant, out: Path) -> Path:
+    """Write a recipe of the experts, as `covmerge compare` takes it; return its path."""
+    path = out / "experts.yml"
+    lines = [
+        f"base: {json.dumps(str(suite.base))}",
+        "experts:",
+        *(f"  {t}: {json.dumps(str(suite.expert(t, variant)))}" for t in suite.tasks),
+        "method: average",
+        "tensors: {few_rows: allow}",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:

@@ -174,6 +174,7 @@ class Comparison(Tabular):
             [
                 paragraph(repr(self)),
                 *(paragraph(f"{label}: {text}") for label, text in said),
+                *([] if self.scores is None else [self.scores.html()]),
                 table_html(table, drawn=drawn, most=len(self.rows)),
             ]
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,49 +175,38 @@ def _legend(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def show_scores(console: Console, scores: ScoreTable) -> None:
-    """Print a column for each task; where that is too wide, a line for each."""
+    """Print a column for each task; where these are too wide, without intervals or in several tables."""
     if not scores.rows:
         return
     wide = max(_WIDTH, console.width if console.is_terminal else 0)
-    for inner in (True, False):
-        rows = _score_rows(scores, inner=inner)
-        widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
-        if sum(widths) <= wide:
-            break
-    else:
-        rows = _long_rows(scores)
-    head, *body = rows
-    shown = table(*map(printable, head), right=tuple(map(printable, head[1:])))
-    for row in body:
-        shown.add_row(*map(printable, row))
-    console.print(shown)
-    if any("[" in cell for row in body for cell in row):
+    columns = scores.columns
+    with_intervals = {column: _scores(scores, column, interval=True) for column in columns}
+    if _width(scores, with_intervals.values()) > wide:
+        with_intervals |= {c: _scores(scores, c, interval=False) for c in columns[:-1]}
+    parts: list[dict[str, list[str]]] = [{}]
+    for column, cells in with_intervals.items():
+        if parts[-1] and _width(scores, [*parts[-1].values(), cells]) > wide:
+            parts.append({})
+        parts[-1][column] = cells
+    for part in parts:
+        names = [printable(name) for name in part]
+        shown = table("model", *names, right=names)
+        for place, row in enumerate(scores.rows, start=1):
+            shown.add_row(printable(row.label), *(cells[place] for cells in part.values()))
+        console.print(shown)
+    if any("[" in cell for cells in with_intervals.values() for cell in cells[1:]):
         console.print("[ ]: 95 % of 2000 paired bootstrap draws of the examples")
 
 
-def _score_rows(scores: ScoreTable, *, inner: bool) -> list[list[str]]:
-    """A line for each model; `inner`: with the intervals of single tasks."""
-    columns = scores.columns
-    last = columns[-1:]
-    return [
-        ["model", *columns],
-        *(
-            [row.label, *(_score(scores, row, c, interval=inner or c in last) for c in columns)]
-            for row in scores.rows
-        ),
-    ]
+def _width(scores: ScoreTable, columns: Iterable[Sequence[str]]) -> int:
+    """How wide a table of these columns is, with the models before them."""
+    labels = [row.label for row in scores.rows]
+    return sum(max(map(len, column)) + 3 for column in [labels, *columns])
 
 
-def _long_rows(scores: ScoreTable) -> list[list[str]]:
-    """A line for each model and task."""
-    return [
-        ["model", "task", "score"],
-        *(
-            [row.label, column, _score(scores, row, column, interval=True)]
-            for row in scores.rows
-            for column in scores.columns
-        ),
-    ]
+def _scores(scores: ScoreTable, column: str, *, interval: bool) -> list[str]:
+    """The heading of a column, and its cells."""
+    return [column, *(_score(scores, row, column, interval=interval) for row in scores.rows)]
 
 
 def _score(scores: ScoreTable, row: Scored, column: str, *, interval: bool) -> str:

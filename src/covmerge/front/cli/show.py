@@ -152,6 +152,7 @@ def show_result(
         facts(
             [
                 ("taken", _taken(result)),
+                *_resumed(run),
                 *_heads(stats["heads"]),
                 *_look_at(result),
                 *(_details(result, run) if verbose else ()),
@@ -258,6 +259,7 @@ def show_adapter(
         facts(
             [
                 ("taken", _taken(result)),
+                *_resumed(run),
                 *_factors(result, verbose=verbose),
                 *_heads(result.stats["heads"]),
                 *_look_at(result),
@@ -383,14 +385,19 @@ def _time(plan: Plan, speed: Speed) -> str:
 
 
 def _run(run: Mapping[str, Any]) -> str:
-    resumed = run["resumed_items"]
     return (
         f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
         f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
         f"overlapping; {counted(run['threads'], 'thread')} on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _workers(run.get("workers", 1), run.get("workers_because", ""))
-        + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
+    )
+
+
+def _resumed(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    resumed, items = run["resumed_items"], run["items"]
+    return (
+        [("resumed", f"{resumed} of {items} items were done by an earlier run")] if resumed else []
     )
 
 

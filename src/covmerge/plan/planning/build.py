@@ -741,6 +741,21 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
             yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
 
 
+def _rebuilt(alignments: Mapping[str, Alignment]) -> Iterator[str]:
+    """Name buffers that the model makes again, once for all experts that have the same."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, alignment in alignments.items():
+        if alignment.rebuilt:
+            found.setdefault(tuple(alignment.rebuilt), []).append(name)
+    for names, experts in found.items():
+        who, have = ("expert", "has") if len(experts) == 1 else ("experts", "have")
+        yield (
+            f"{who} {some(experts, quoted=True)} {have} "
+            f"{counted(len(names), 'buffer')} not as the base has ({some(names, 1, quoted=True)}), no "
+            "weights, as the model makes them again when it is loaded: the output has the base's"
+        )
+
+
 def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[str]:
     """Name the vocabulary matrices that adapters have factors of, and that the method does not see."""
     for setting, role in (("embeddings", Role.EMBEDDING), ("output_head", Role.OUTPUT)):
@@ -799,6 +814,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
                 f"{{match: '{tensor.name}', use: head}}"
             )
     yield from _averaged_factors(draft, models)
+    yield from _rebuilt(draft.alignments)
     for name, alignment in draft.alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {
@@ -808,12 +824,6 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         }
         if dtypes:
             yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"
-        if alignment.rebuilt:
-            yield (
-                f"expert '{name}' has {counted(len(alignment.rebuilt), 'buffer')} not as the base has "
-                f"({some(alignment.rebuilt, 1, quoted=True)}), no weights, as the model "
-                "makes them again when it is loaded: the output has the base's"
-            )
         if alignment.missing:
             yield f"expert '{name}' lacks {counted(len(alignment.missing), 'tensor')} of the base"
         for resized, rows in alignment.resized.items():
