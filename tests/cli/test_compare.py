@@ -49,6 +49,10 @@ def test_one_method_several_times(models):
     for row in rows:
         assert row["folder"] == str(models / "out" / row["label"])
         covmerge("verify", row["folder"])
+    assert f"such as {models / 'out'}/task_arithmetic-scale=0.1" in words(
+        covmerge("verify", models / "out", code=2).stderr
+    )
+    covmerge(*given, "--overwrite")  # its folders are covmerge's own
     table = covmerge("compare", *flags(models), "--methods", f"{wanted},average").stdout
     assert "task_arithmetic-scale=0.7" in table
     assert max(map(cell_len, table.splitlines())) <= 80

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from covmerge.front import api
-from covmerge.front.cli.progress import BytesProgress
+from covmerge.front.cli.progress import BytesProgress, ScoringProgress
 from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import format_size, parse_recipe
 from tests.cli.runs import save_plain
@@ -101,3 +101,19 @@ def test_a_second_pass_says_what_it_is_for(plan):
     clock.now += 20
     advance(progress, plan.items[0])
     assert log.file.getvalue().startswith("report: ")
+
+
+def test_scoring_says_which_model_is_in_hand_and_how_long_the_others_take():
+    clock, shown = Clock(), console()
+    progress = ScoringProgress(shown, clock)
+    progress.start(3)
+    for label in ("ties", "auto", "iso_c"):
+        progress.begin(label)
+        clock.now += 60
+        progress.advance()
+    progress.finish()
+    assert shown.file.getvalue().splitlines() == [
+        "0 of 3 models scored, ties",
+        "1 of 3 models scored, about 2 min 00 s left, auto",
+        "2 of 3 models scored, about 1 min 00 s left, iso_c",
+    ]

@@ -102,7 +102,8 @@ def run_bench(
     _save(bench, groups, out, asked)
     recipe = _write_experts(suite, Variant(chosen[0], seeds[0]), out)
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
-    by = f"covmerge bench {name} --kind {chosen[0]} --cache {shlex.quote(str(cache))}"
+    smoke = " --quick" if quick else ""
+    by = f"covmerge bench {name} --kind {chosen[0]} --cache {shlex.quote(str(cache))}{smoke}"
     console.print(
         "To score these experts' merges yourself: "
         f"covmerge compare {recipe} --out study --score {shlex.quote(f'{by} --score {{model}}')}",
