@@ -90,8 +90,8 @@ def messages(report: Report) -> list[Message]:
     Of the notes those of the merge come first, then those of single experts, then those of the report.
     """
     checks = () if report.verification is None else report.verification.checks
-    totals = {} if report.manifest is None else report.manifest["totals"]
-    losses = () if report.manifest is None else account_of_losses(totals).warnings
+    manifest = report.manifest
+    losses = () if manifest is None else account_of_losses(manifest["totals"]).warnings
     said: list[tuple[Severity, str]] = [
         *(
             (Severity.FAULT, f"the output fails its check '{c.name}': {c.detail}. Do not use it")
@@ -102,7 +102,7 @@ def messages(report: Report) -> list[Message]:
             (Severity.WARNING, w)
             for w in (*account_of(tuple(report.noticed.values())).warnings, *losses)
         ),
-        *((Severity.NOTE, n) for n in (report.manifest["notes"] if report.manifest else ())),
+        *((Severity.NOTE, n) for n in (() if manifest is None else manifest["notes"])),
     ]
     found: dict[tuple[Severity, str], tuple[list[str], list[str]]] = {key: ([], []) for key in said}
     for finding in sorted(report.inspection.findings, key=lambda finding: finding.expert is None):

@@ -21,7 +21,6 @@ __all__ = [
     "CSV_NAME",
     "KEPT_NAME",
     "LATEX_NAME",
-    "NAMED",
     "AnyScorer",
     "Candidate",
     "Interval",
