@@ -103,7 +103,8 @@ FORMS = ("full", "adapters", "mixed")
 def test_rows_that_are_no_method_are_no_measure_of_regret() -> None:
     """Nor does `auto` with other constants, or a method with inputs, make the others look worse."""
     best = dict.fromkeys(
-        ("a + b", rules.TWO_SIDED, *rules.CONSTANTS, *informed.TITLES), (0.7, 0.7, 0.7)
+        ("a + b", rules.TWO_SIDED, *rules.CONSTANTS, *candidates.TITLES, *informed.TITLES),
+        (0.7, 0.7, 0.7),
     )
     found = table.rows([_set("x", auto=(0.5, 0.5, 0.5), **best)])
     assert {row.method: row.regret for row in found}["auto"] == pytest.approx(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from covmerge import LinearGroup
 from covmerge.methods import registry
-from covmerge_lab.bank import bases, pretraining, rules, scoring
+from covmerge_lab.bank import pretraining, rules, scoring
 from covmerge_lab.bank.cards import Card
 
 # Their annotations are partial.
@@ -83,6 +85,7 @@ LATEST: tuple[Mean, ...] = (
     Mean(("auto", "tsv_m", "iso_c")),
     Mean(("auto", "tsv_m", "dc_merge")),
 )
+TITLES = tuple(mean.title for mean in LATEST)
 _MATRICES = ("auto", "average")  # they differ in what a matrix method merges
 
 
@@ -95,14 +98,14 @@ def score(card: Card, cache: Path, means: Sequence[Mean]) -> None:
         return
     this = scoring.judge(card, cache)
     kept = _Kept.of(this, wanted)
-    net = bases.load(this.base, scoring.merged_folder(card, cache, wanted[0].methods[0])).float()
-    if not set(kept.base) <= set(net.state_dict()):
-        raise RuntimeError(f"{card.base}: stored names differ from the network's")  # never so far
     scores: dict[str, scoring.Scores] = {}
     halves: dict[str, scoring.Halves] = {}
     for mean in wanted:
-        net.load_state_dict(kept.mean(mean), strict=False)
-        scores[mean.title], halves[mean.title] = this.both(net)
+        with tempfile.TemporaryDirectory() as work:
+            like, out = scoring.merged_folder(card, cache, mean.methods[0]), Path(work) / "mean"
+            shutil.copytree(like, out, ignore=shutil.ignore_patterns("*.safetensors"))
+            _files.save_file(kept.mean(mean), out / WEIGHTS, {"format": "pt"})
+            scores[mean.title], halves[mean.title] = this.of_folder(out)
     found = json.loads(path.read_text())
     found["methods"] |= scores
     found["halves"] = {**found.get("halves", {}), **halves}

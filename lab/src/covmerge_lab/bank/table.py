@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from covmerge_lab.bank import informed, rules
+from covmerge_lab.bank import candidates, informed, rules
 
 # An expert that is not so much better than the base, and than one answer to all, is not counted.
 LEARNT = 0.05
@@ -50,8 +50,8 @@ def is_candidate(name: str) -> bool:
 
     The first rule of `auto` was a method, and the pages' regrets are measured with it.
     """
-    mean, tried = " + " in name, name.startswith(rules.PREFIX) or name in rules.CONSTANTS
-    return mean or tried or name in informed.TITLES
+    tried = name.startswith(rules.PREFIX) or name in (*rules.CONSTANTS, *candidates.TITLES)
+    return " + " in name or tried or name in informed.TITLES
 
 
 def counted(scored: Scored) -> list[str]:
