@@ -84,6 +84,8 @@ LATEST: tuple[Mean, ...] = (
     Mean(("auto", "task_arithmetic")),
     Mean(("auto", "tsv_m", "iso_c")),
     Mean(("auto", "tsv_m", "dc_merge")),
+    Mean(("auto",), length=0.8, others="others by lengths"),
+    Mean(("auto",), length=0.65),
 )
 TITLES = tuple(mean.title for mean in LATEST)
 _MATRICES = ("auto", "average")  # they differ in what a matrix method merges
