@@ -3,10 +3,10 @@
 A table stands between `<!-- results -->`, or `<!-- results: TITLE; TITLE -->` for some of its rows, and
 `<!-- end of results -->`.
 
-It is of the committed results: mean accuracy of every model, by suite and kind of experts. A row is of
-`text/lora-auto`, with `auto` as it is now, where that has it, then of `text/lora` and of `-newer`, the
-methods that came later; rows of all trainings go before those of one that was run on its own, of which
-`-measured`, with `auto_measured`, before `-first`. Experts that were trained once may have these only.
+It is of the committed results: mean accuracy of every model, by suite and kind of experts. The row of
+`auto` is of `text/lora-auto` alone: other folders have it by an earlier rule. Any other row is of the first
+of `FOLDERS` that has it; rows of all trainings go before those of one that was run on its own. Experts
+that were trained once may have these only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "results.md", DOCS / "auto-measured.md"]
 _TABLE = re.compile(r"(<!-- results(?:: (.*?))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
-# The committed results have `auto` by the rule before the present one.
-FIRST_RULE = "auto, first rule"
-_RENAMED = {"auto": FIRST_RULE, "auto, base's inputs": f"{FIRST_RULE}, base's inputs"}
-FOLDERS = ("-auto", "", "-newer", "-measured", "-first")  # the first that has a row gives it
+PRESENT = "-auto"  # has `auto` by its present rule
+FOLDERS = ("", "-newer", "-measured", "-first", PRESENT)  # the first that has a row gives it
+EARLIER = ("auto", "auto, base's inputs")  # in all folders but that one
 MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")
@@ -53,8 +52,8 @@ def columns(results: Path = RESULTS) -> list[Column]:
     for suite in SUITES:
         for kind, name in _KINDS.items():
             folder = results / suite
-            groups = [group for end in FOLDERS for group in _groups(folder / (kind + end))]
-            whole = _groups(folder / kind) or groups
+            groups = [g for end in FOLDERS for g in _groups(folder / (kind + end), end)]
+            whole = _groups(folder / kind, "") or groups
             for count in dict.fromkeys(len(group["tasks"]) for group in whole):
                 of = next(_trainings(group) for group in whole if len(group["tasks"]) == count)
                 marked = [
@@ -65,9 +64,7 @@ def columns(results: Path = RESULTS) -> list[Column]:
                 rows: dict[str, dict[str, Any]] = {}
                 for mark, group in sorted(marked, key=itemgetter(0)):
                     for row in group["rows"]:
-                        title: str = row["title"]
-                        title = _RENAMED.get(title, title)
-                        rows.setdefault(title, {**row, "mark": MARKS[mark]})
+                        rows.setdefault(row["title"], {**row, "mark": MARKS[mark]})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
 
@@ -84,9 +81,16 @@ def _trainings(group: dict[str, Any]) -> list[float]:
     return next(row["seeds"] for row in group["rows"] if row["title"] == _EXPERTS)
 
 
-def _groups(folder: Path) -> list[dict[str, Any]]:
+def _groups(folder: Path, end: str) -> list[dict[str, Any]]:
+    """Read the tables of a folder without rows of earlier rules."""
     path = folder / "results.json"
-    return json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
+    groups: list[dict[str, Any]] = (
+        json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
+    )
+    for group in groups:
+        if end != PRESENT:
+            group["rows"] = [row for row in group["rows"] if row["title"] not in EARLIER]
+    return groups
 
 
 def table(of: list[Column], titles: list[str] | None = None) -> str:

@@ -15,14 +15,14 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
-from benchmarks.overview import FIRST_RULE, Column, columns
+from benchmarks.overview import Column, columns
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 EXPERTS = "experts, each on its task"
 # From above: what is the limit, what needs nothing, what needs data.
 SHOWN = {
     EXPERTS: "#9a9a9a",
-    FIRST_RULE: "#1a5fb4",
+    "auto": "#1a5fb4",
     "tsv_m": "#62a0ea",
     "ace": "#62a0ea",
     "iso_c": "#62a0ea",
@@ -32,7 +32,7 @@ SHOWN = {
     "regmean": "#3d7f4d",
 }
 LINES = {
-    FIRST_RULE: "#1a5fb4",
+    "auto": "#1a5fb4",
     "tsv_m": "#9141ac",
     "ace": "#c64600",
     "iso_c": "#26a269",
