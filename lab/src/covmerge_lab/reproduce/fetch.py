@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.errors import CheckpointError
+from covmerge.files.checkpoints.file_formats import INDEX
 from covmerge.files.checkpoints.folder import choose_weights
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.hub import HubStore, is_offline
@@ -40,12 +41,12 @@ def _wanted(store: HubStore) -> dict[str, int]:
     """Return the files of a checkpoint with their sizes."""
     names = store.names()
     chosen = choose_weights(names, str(store))
-    stem, kind = chosen.name.split(".")[:2]
+    stem, kind = chosen.split(".")[:2]
     weights = [
         file
         for file in names
-        if file == chosen.name
-        or (chosen.is_index and file.startswith(stem) and file.endswith(f".{kind}"))
+        if file == chosen
+        or (chosen.endswith(INDEX) and file.startswith(stem) and file.endswith(f".{kind}"))
     ]
     beside = [file for file in store.companions() if "/" not in file]
     return {file: store.sizes[file] for file in dict.fromkeys([*beside, *weights])}
