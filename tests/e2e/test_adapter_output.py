@@ -63,6 +63,41 @@ def test_peft_loads_it_and_it_is_the_full_merge(family, method):  # noqa: F811
     assert config["r"] <= 4 + 2 + 3
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`|Input and output embeddings are no"
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_of_full_models_that_are_merged_in_parts_become_factors(tmp_path, whole):
+    # More than 2^18 entries: an elementwise merge to a model goes through them part by part.
+    sizes = {"hidden_size": 520, "num_attention_heads": 4, "intermediate_size": 8}
+    sizes |= {"vocab_size": 510, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(tie_word_embeddings=True, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    query, table = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
+    changes = []
+    for name in ("a", "b"):
+        expert = copy.deepcopy(model)
+        with torch.no_grad():
+            change = torch.outer(torch.randn(520), torch.randn(520)) / 100
+            expert.get_parameter(query).add_(change)
+            expert.get_parameter(table).add_(change[:510])
+        expert.save_pretrained(tmp_path / name)
+        changes.append(change.double())
+    given = {name: tmp_path / name for name in ("a", "b")}
+    covmerge.merge(
+        tmp_path / "base", given, "average", tmp_path / "out", form="adapter", rank=2, whole=whole
+    )
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "out")
+    found = adapted.merge_and_unload().state_dict()
+    change = sum(changes) / 2  # of rank 2, which the factors hold
+    close = {"rtol": 0, "atol": 1e-6}
+    expected = model.get_parameter(query).detach() + change
+    torch.testing.assert_close(found[query].double(), expected, **close)
+    expected = model.get_parameter(table).detach() + whole * change[:510]
+    torch.testing.assert_close(found[table].double(), expected, **close)
+
+
 @of_gpt2
 def test_truncated_to_a_rank(family):  # noqa: F811
     out = family / "small"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from covmerge.base.errors import CheckpointError
 from covmerge.files.checkpoints.base import WeightFile
@@ -13,6 +12,7 @@ from covmerge.files.checkpoints.fsdp_ranks import open_ranks
 from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.files.checkpoints.hf_slices import open_slices
 from covmerge.files.checkpoints.module_file import open_module
+from covmerge.files.checkpoints.pieces import PiecedFiles
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.files.checkpoints.zero3 import open_zero3
@@ -21,15 +21,6 @@ from covmerge.files.stores.store import Store, StoredFile
 SAFETENSORS = ".safetensors"
 TORCH = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = ".index.json"  # of a model in several files
-
-
-class DividedFiles(WeightFile, Protocol):
-    """What the processes of a training saved, each a part of the tensors, as one file of weights."""
-
-    @property
-    def files(self) -> tuple[StoredFile, ...]:
-        """All of them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class FileFormat:
     suffixes: tuple[str, ...] = ()
     open: Callable[[StoredFile], WeightFile] | None = None
     is_model: bool = False
-    find: Callable[[Store, Collection[str]], DividedFiles | None] | None = None
+    find: Callable[[Store, Collection[str]], PiecedFiles | None] | None = None
 
 
 def _open_torch(file: StoredFile) -> WeightFile:
@@ -89,7 +80,7 @@ def open_weights(file: StoredFile) -> WeightFile:
     )
 
 
-def open_divided(store: Store, names: Collection[str]) -> DividedFiles | None:
+def open_divided(store: Store, names: Collection[str]) -> PiecedFiles | None:
     """Open what the processes of a training left in a folder; None: there is no such thing.
 
     Raises:

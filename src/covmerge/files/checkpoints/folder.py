@@ -266,7 +266,7 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     for name in PREFERRED:
         if name in names:
             return name
-    present = [n for n in found if not _is_adapter(n)]
+    present = [n for n in found if not n.startswith("adapter_model.")]
     _refuse_slices(present, where)
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(TORCH)), where)
     if len(present) == 1:
@@ -557,10 +557,6 @@ def _existing(store: Store, name: str) -> StoredFile:
             "again"
         )
     return file
-
-
-def _is_adapter(name: str) -> bool:
-    return name.startswith("adapter_model.")
 
 
 def _stamp(file: StoredFile) -> Stamp:

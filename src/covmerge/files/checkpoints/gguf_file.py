@@ -96,15 +96,6 @@ class GgufFile(SlottedFile):
         self.settings: Mapping[str, Any] | None = settings
 
 
-def slots_of(file: StoredFile) -> Mapping[str, Slot]:
-    """Return where the tensors of a GGUF file lie, in the order of the data.
-
-    Raises:
-        CheckpointError: it is damaged, or the package gguf is missing.
-    """
-    return GgufFile(file).slots
-
-
 @dataclass(frozen=True)
 class _Entry:
     """A tensor of the file: where it lies, and what GGUF calls its type."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.gguf_file import GGUF, slots_of
+from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.files.checkpoints.layout import Slot
 from covmerge.files.stores.local import local_store
@@ -152,7 +152,7 @@ class _Reader:
 def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
     """The tensors of a file of weights, and what was read before them; nothing of any other file."""
     if file.file.suffix == GGUF:
-        return slots_of(file.file), b""
+        return GgufFile(file.file).slots, b""
     if file.file.suffix != ".safetensors":
         return {}, b""
     where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))

@@ -17,7 +17,7 @@ from covmerge.base.errors import InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
+from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.files.checkpoints.equivalent_names import respelled
 from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.quantised import dequantised
@@ -53,25 +53,20 @@ class Model:
         """Stored tensors by name."""
         return self.checkpoint.headers
 
-    @property
-    def low_rank(self) -> Mapping[str, FactorHeader]:
-        """Updates of an adapter by name; nothing for other checkpoints."""
-        return self.checkpoint.low_rank
-
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor, or the factors of its update, are stored."""
-        return self.low_rank[name].dtype if name in self.low_rank else self.headers[name].dtype
+        return (self.checkpoint.low_rank.get(name) or self.headers[name]).dtype
 
     def operand(self, source: str, name: str | None, weight: float = 1.0) -> Operand:
         """Return one of its tensors as an operand; the factors of an adapter are read whole."""
-        stored = None if name is None or name in self.low_rank else self.headers[name]
+        stored = None if name is None or name in self.checkpoint.low_rank else self.headers[name]
         rows = stored.shape[0] if stored is not None and stored.shape else None
         return Operand(source, name, rows, weight)
 
     def stored_bytes(self, name: str, elements: int) -> int:
         """Bytes that are read for so many elements of a tensor; factors are read whole."""
-        if name in self.low_rank:
-            elements = self.low_rank[name].elements
+        if name in self.checkpoint.low_rank:
+            elements = self.checkpoint.low_rank[name].elements
         else:
             elements = self.checkpoint.held(name, elements)
         return elements * self.dtype(name).itemsize
@@ -230,7 +225,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     head_bases: list[str] = []
     shapes = {
         **{name: header.shape for name, header in adapter.headers.items()},
-        **{name: header.shape for name, header in adapter.low_rank.items()},
+        **{name: header.shape for name, header in adapter.checkpoint.low_rank.items()},
     }
     prefixes = [base.description.prefix] if base.description.prefix else []
     known = names_in_base(base, shapes)
@@ -241,7 +236,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             continue
         shape = header.shape
         _check_adapted(expert_name, adapter, header, found, chosen(name, info.role))
-        if found in adapter.low_rank:
+        if found in adapter.checkpoint.low_rank:
             shape = (shape[0], prod(shape[1:])) if shape else shape
         if shape == shapes[found] and chosen(name, info.role) != "head":
             names[name] = found
@@ -268,7 +263,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
     taken = {*names.values(), *own_heads, *tied}
-    unknown = [name for name in adapter.low_rank if name not in taken]
+    unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
     if unknown:
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) updates "
@@ -375,7 +370,7 @@ def _check_reached(
     infos = expert.description.tensors
     lost = [name for name, why in ignored.items() if why == _IGNORED]
     lost += [name for name in extra_heads if not infos[name].outside_backbone]
-    sizes = {name: header.elements for name, header in expert.low_rank.items()}
+    sizes = {name: header.elements for name, header in expert.checkpoint.low_rank.items()}
     sizes |= {name: prod(header.shape) for name, header in expert.headers.items()}
     check_reached(
         base.checkpoint,

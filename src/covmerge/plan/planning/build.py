@@ -577,7 +577,7 @@ def _work_item(
     assert isinstance(tensor.operation, Merge)
     method = tensor.operation.procedure
     layout = tensor.operation.layout
-    dense = not any(name in models[expert].low_rank for expert, name in present)
+    dense = not any(name in models[expert].checkpoint.low_rank for expert, name in present)
     at_once = _rows_at_once(tensor, tensor.operation, shape) if alone and dense else None
     overview = at_once is None and alone and dense and _looks_over(tensor, shape)
     if overview:
@@ -655,7 +655,7 @@ def _thin_item(
     """The work on factors: their bases, the method on the cores, and factors again."""
     assert isinstance(tensor.operation, Merge)
     operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
-    rank = sum(models[expert].low_rank[name].rank for expert, name in operands) + 1
+    rank = sum(models[expert].checkpoint.low_rank[name].rank for expert, name in operands) + 1
     d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
     method, given = tensor.operation.procedure, tensor.operation.parameters
     sides = method.sides_for(given)

@@ -19,7 +19,6 @@ from covmerge.files.quantised import (
     DTYPE_KEYS,
     LAYOUTS,
     SAME,
-    Packing,
     as_stored,
     dtype_of,
     with_plain,
@@ -184,17 +183,10 @@ def _packed(
 ) -> TensorPlan:
     """The tensor with the form that it is packed in."""
     output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
-    as_base = wanted == SAME and output == base.headers[tensor.name]
-    form = PackedTensor(_packing(wanted, same, output), as_base, wanted)
-    return replace(tensor, output=output, form=form)
-
-
-def _packing(wanted: str, same: Quantisation | None, header: TensorHeader) -> Packing:
-    if same is not None:
-        return as_stored(same, header)
-    packing = LAYOUTS[wanted].packing(header)
+    packing = LAYOUTS[wanted].packing(output) if same is None else as_stored(same, output)
     assert packing is not None  # _check_sizes
-    return packing
+    as_base = same is not None and output == base.headers[tensor.name]
+    return replace(tensor, output=output, form=PackedTensor(packing, as_base, wanted))
 
 
 def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:

@@ -164,13 +164,13 @@ class Plan:
     @property
     def modules(self) -> dict[str, Module]:
         """The modules whose weights lie in folders of their own, by part."""
-        found: dict[str, Module] = {}
-        for tensor in self.tensors:
-            module, own = tensor.output.module, module_part(tensor.output)
-            places = () if module is None else tensor.form.places(tensor.output, None)
-            if module is not None and any(place.part == own for place in places):
-                found[own] = module
-        return found
+        return {
+            place.part: tensor.output.module
+            for tensor in self.tensors
+            if tensor.output.module is not None
+            for place in tensor.form.places(tensor.output, None)
+            if place.part == module_part(tensor.output)
+        }
 
     @property
     def masked(self) -> frozenset[str]:
