@@ -16,7 +16,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.undeclared import scales_of_codes
 from covmerge.files.tensors import describe_checkpoint, matrix_shapes
@@ -765,8 +765,7 @@ def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[st
             if tensor.role is role
             and tensor.rule == f"average ({setting}: auto)"
             and any(
-                isinstance(model := models[expert].checkpoint, AdapterCheckpoint)
-                and alignment.names.get(tensor.name) in model.low_rank
+                alignment.names.get(tensor.name) in models[expert].checkpoint.low_rank
                 for expert, alignment in draft.alignments.items()
             )
         ]
