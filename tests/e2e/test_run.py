@@ -233,7 +233,7 @@ def test_adapters_of_a_run_are_averaged_as_adapters(trained_adapter, tmp_path, r
     start = {name: weight.clone() for name, weight in base.state_dict().items()}
     merged = peft.PeftModel.from_pretrained(base, out).merge_and_unload().state_dict()
     assert json.loads((out / "adapter_config.json").read_text())["r"] == (rank or 6)
-    assert ("truncation none" in words(ran.stdout)) == (rank is None)
+    assert ("rank 6, exact" in words(ran.stdout)) == (rank is None)
     each = {step: weights_of(trained_adapter / "full", step) for step in STEPS}
     adapted = [n for n in start if n.endswith(("q_proj.weight", "down_proj.weight"))]
     for name in adapted:

@@ -33,6 +33,7 @@ from covmerge.run.result import MergeResult
 from covmerge.run.verification import Verification
 
 _LAYERS = 12  # of a table by layer
+_EXACT = 1e-12  # of an update's energy: lost to rounding, not to the rank
 _LOSS = 0.01  # of the update's norm to rounding, from which on everybody is told
 NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
@@ -286,10 +287,11 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
         (
             "adapter",
             f"{counted(len(merged), 'tensor')}, rank {spread([p['rank'] for p in merged.values()])}"
+            + ("" if lost > _EXACT else ", exact")
             + (f"; {counted(whole, 'tensor')} whole" if whole else ""),
         )
     ]
-    if lost > 1e-12:
+    if lost > _EXACT:
         told.append(
             (
                 "truncation",
@@ -297,8 +299,6 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
                 f"{lost:.2%} of a tensor's ({worst})",
             )
         )
-    elif verbose:
-        told.append(("truncation", "none: the updates are exact"))
     if verbose:
         told.append(("rank", _ranks_by_energy([tensors[name] for name in merged])))
     if left_out:

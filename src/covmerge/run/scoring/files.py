@@ -1,11 +1,13 @@
-"""Examples of a file: CSV with a head line, or JSON lines."""
+"""Examples of a file: CSV with a head line, or JSON lines; and transformers without its reports."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,21 @@ from covmerge.base.errors import InputError
 from covmerge.files.stores.regular_file import read_regular
 
 _MOST_BYTES = 2**30
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Keep transformers from reporting every model that it loads, and from drawing bars."""
+    told: Any = import_module("transformers.utils.logging")
+    level, bars = told.get_verbosity(), told.is_progress_bar_enabled()
+    told.set_verbosity_error()
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        told.set_verbosity(level)
+        if bars:
+            told.enable_progress_bar()
 
 
 def digest_of(paths: Iterable[Path]) -> str:

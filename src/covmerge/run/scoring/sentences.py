@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CheckFailed, InputError
-from covmerge.run.scoring.files import digest_of, read_columns
+from covmerge.run.scoring.files import digest_of, quiet_transformers, read_columns
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores
 
@@ -41,11 +41,12 @@ class _Sentences:
 
     def score(self, model: Path) -> Scores:
         transformer: Any = import_module("sentence_transformers").SentenceTransformer
-        try:
-            loaded = transformer(str(model), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckFailed(f"sentence-transformers cannot load {model}: {error}") from error
-        return {file.stem: _score(_evaluator(file), loaded) for file in self._files}
+        with quiet_transformers():
+            try:
+                loaded = transformer(str(model), local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise CheckFailed(f"sentence-transformers cannot load {model}: {error}") from error
+            return {file.stem: _score(_evaluator(file), loaded) for file in self._files}
 
 
 def _score(evaluator: Any, model: Any) -> Score:

@@ -214,18 +214,13 @@ def written(value: float) -> str:
     """Write a score.
 
     Example:
-        >>> written(0.71234), written(81.26), written(-1234.5), written(float("nan"))
-        ('0.712', '81.3', '-1234', 'not finite')
+        >>> written(0.71234), written(1.0), written(81.26), written(-1234.5), written(float("nan"))
+        ('0.712', '1.000', '81.3', '-1234', 'not finite')
     """
     if not isfinite(value):
         return "not finite"
-    return (
-        f"{value:.0f}"
-        if abs(value) >= 1000
-        else f"{value:.3g}"
-        if abs(value) >= 1
-        else f"{value:.3f}"
-    )
+    size = abs(value)
+    return f"{value:.{3 if size < 10 else 1 if size < 1000 else 0}f}"
 
 
 def _finite(value: float) -> float | None:

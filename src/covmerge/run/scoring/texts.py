@@ -16,7 +16,7 @@ import torch
 
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import some
-from covmerge.run.scoring.files import digest_of, read_columns
+from covmerge.run.scoring.files import digest_of, quiet_transformers, read_columns
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores, scores_of
 
@@ -43,7 +43,8 @@ class _Texts:
             read_columns(file, _COLUMNS)
 
     def score(self, model: Path) -> Scores:
-        return {file.stem: _score(model, file) for file in self._files}
+        with quiet_transformers():
+            return {file.stem: _score(model, file) for file in self._files}
 
 
 def _score(model: Path, file: Path) -> Score:
