@@ -1,6 +1,7 @@
 """Every flag of `covmerge merge` on tiny real checkpoints."""
 
 import json
+import shlex
 import shutil
 from collections import Counter
 
@@ -45,6 +46,20 @@ def test_from_flags(models):
     assert "from transformers" not in text  # there is no config.json
     assert "note there is no config.json" in text
     assert ran.stderr == ""
+
+
+def test_the_command_that_scores_it_beside_others_is_run(models, monkeypatch):
+    (models / "your_eval.py").write_text("print(0.5)")
+    monkeypatch.chdir(models)
+    given = ["--method=ties", "--set", "density=0.3", "--weight", "a=2", models / "an out"]
+    ran = covmerge("merge", *flags(models), "--tensors", "embeddings=base", *given)
+    (line,) = (line for line in ran.stdout.splitlines() if "--score" in line)
+    program, *asked = shlex.split(line)
+    assert program == "covmerge"
+    covmerge(*asked)
+    own = models / "an out-scored" / "ties"
+    for name in (UP, "embed_tokens.weight"):
+        assert torch.equal(merged(own, name), merged(models / "an out", name))
 
 
 def test_what_the_method_noticed(models):
