@@ -11,7 +11,7 @@ from typing import Any
 
 from covmerge.base.errors import InputError
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, read_object
+from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES, read_comparison
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.disk import replace_file
@@ -92,7 +92,7 @@ class Kept:
         """
         if not path.is_file():
             return cls()
-        found = read_object(path, _MOST_VALUES, size=MAX_JSON_BYTES).get("scores")
+        found = read_object(path, _MOST_VALUES, size=MAX_BYTES).get("scores")
         try:
             entries = {str(key): dict(entry) for key, entry in dict(found or {}).items()}
             for entry in entries.values():
@@ -126,7 +126,7 @@ class Kept:
     def write(self, path: Path) -> None:
         """Write the file, whole."""
         content: dict[str, Any] = {"covmerge": __version__, "scores": self._entries}
-        replace_file(path, dumps(content, what=path.name, indent=1) + "\n")
+        replace_file(path, dumps(content, what=path.name) + "\n")
 
 
 def _of(model: Candidate, key: str | None) -> str | None:
