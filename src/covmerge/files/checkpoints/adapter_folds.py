@@ -293,6 +293,7 @@ class Folds:
             base=of_base,
             base_bias=base_bias,
             widest=self._widest,
+            count=len(self._places),
             rows=rows,
         )
 

@@ -66,12 +66,11 @@ _KINDS = {  # what is refused, by a part of its name
     "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
     "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
 }
-# PEFT reads no such file, and scales some kinds otherwise.
+# PEFT reads no such file.
 _MERGE_FILE_FIRST = (
     "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
     "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
-    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE), 1.0). For LoHa pass "
-    "dim/alpha in place of the last 1.0, as LyCORIS 4.1.3 applies alpha/dim to it twice), save the model, "
+    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE), 1.0)), save the model, "
     "and merge full models"
 )
 
@@ -213,7 +212,7 @@ def read_names(
     kind = None if config is None else config.kind
     shared: dict[str, TensorHeader] = {}
     for name, header in stored.items():
-        if kind is not None and (part := kind.shared.get(name.removeprefix("base_model."))):
+        if kind is not None and (part := kind.shared_part(name)):
             shared[part] = header
             continue
         if config is not None and _OF_TRAINING.search(name):
@@ -386,7 +385,15 @@ class _Reader:
         found = {names.get(part, part): header for part, header in own.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
-        return Folded(name, owner, kind, {**shared, **found}, matrix, table, config=config)
+        return Folded(
+            name,
+            owner,
+            kind,
+            {**kind.of_layer(owner, shared), **found},
+            matrix,
+            table,
+            config=config,
+        )
 
     def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
         """The configuration that a module has, and what it calls the module."""

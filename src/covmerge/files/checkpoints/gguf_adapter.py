@@ -23,7 +23,7 @@ from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.view import View
 
 # Of which it is known what llama.cpp's converter does to rows: to Llama's q and k, and to no other's.
-_ARCHITECTURES = frozenset(
+ARCHITECTURES = frozenset(
     {
         *("gemma", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3"),
         *("qwen3moe", "starcoder2"),
@@ -129,10 +129,10 @@ def _names(
     """The base's names of tensors, by those of llama.cpp."""
     package: Any = importlib.import_module("gguf")
     known = {name: arch for arch, name in package.MODEL_ARCH_NAMES.items()}
-    if architecture not in _ARCHITECTURES or architecture not in known:
+    if architecture not in ARCHITECTURES or architecture not in known:
         raise CheckpointError(
             f"{where} is of the architecture '{architecture}', and those that are read are "
-            f"{', '.join(sorted(_ARCHITECTURES))}: {_STEP}"
+            f"{', '.join(sorted(ARCHITECTURES))}: {_STEP}"
         )
     blocks = [int(name.split(".")[1]) for name in updates if name.startswith("blk.")]
     table = package.get_tensor_name_map(known[architecture], max(blocks, default=0) + 1)

@@ -14,6 +14,7 @@ from covmerge.files.checkpoints.adapter_types.delora import DELORA
 from covmerge.files.checkpoints.adapter_types.diff import DIFF
 from covmerge.files.checkpoints.adapter_types.dora import MAGNITUDE, with_magnitude
 from covmerge.files.checkpoints.adapter_types.fourierft import FOURIERFT
+from covmerge.files.checkpoints.adapter_types.frod import FROD
 from covmerge.files.checkpoints.adapter_types.glora import GLORA
 from covmerge.files.checkpoints.adapter_types.gralora import GRALORA
 from covmerge.files.checkpoints.adapter_types.hira import HIRA
@@ -37,6 +38,7 @@ from covmerge.files.checkpoints.adapter_types.randlora import RANDLORA
 from covmerge.files.checkpoints.adapter_types.road import ROAD
 from covmerge.files.checkpoints.adapter_types.shira import SHIRA
 from covmerge.files.checkpoints.adapter_types.supertuning import SUPERTUNING
+from covmerge.files.checkpoints.adapter_types.tinylora import TINYLORA
 from covmerge.files.checkpoints.adapter_types.tokens import TRAINABLE_TOKENS
 from covmerge.files.checkpoints.adapter_types.unilora import UNILORA
 from covmerge.files.checkpoints.adapter_types.vblora import VBLORA
@@ -44,8 +46,36 @@ from covmerge.files.checkpoints.adapter_types.vera import VERA
 from covmerge.files.checkpoints.adapter_types.waveft import WAVEFT
 
 _ALL = (
-    *(BEFT, BOFT, C3A, DEFT, DELORA, FOURIERFT, GLORA, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA),
-    *(LOKR, MISS, OFT, OSF, PVERA, RANDLORA, ROAD, SHIRA, SUPERTUNING, TRAINABLE_TOKENS, UNILORA),
+    *(
+        BEFT,
+        BOFT,
+        C3A,
+        DEFT,
+        DELORA,
+        FOURIERFT,
+        FROD,
+        GLORA,
+        GRALORA,
+        HIRA,
+        HRA,
+        IA3,
+        LN_TUNING,
+        LOHA,
+    ),
+    *(
+        LOKR,
+        MISS,
+        OFT,
+        OSF,
+        PVERA,
+        RANDLORA,
+        ROAD,
+        SHIRA,
+        SUPERTUNING,
+        TINYLORA,
+        TRAINABLE_TOKENS,
+        UNILORA,
+    ),
     *(VBLORA, VERA, WAVEFT),
 )
 TYPES: Mapping[str, AdapterType] = {kind.name: kind for kind in _ALL}
@@ -75,11 +105,8 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
 # Weights that the file and the base do not determine, so that only the library that made it can merge it.
 NOT_READ: Mapping[str, str] = {
     "ADAMSS": "which rows its blocks are of is a clustering of the base by scikit-learn that is not stored",
-    "FROD": "which of its matrices a layer has is found by PEFT from the order of the model's modules",
     "PSOFT": "its numbers go by the base's singular vectors, whose signs are those of the library that "
     "computed them and are not stored",
-    "TINYLORA": "which of its vectors a layer has follows the order of the model's modules, which is not "
-    "stored",
 }
 
 

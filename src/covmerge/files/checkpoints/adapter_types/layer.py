@@ -35,6 +35,7 @@ class Layer:
         base: reads the rows of the base's weight, flattened to `(rows, d_in · window)`.
         base_bias: reads the base's bias.
         widest: the largest `d_out` and `d_in` of all layers of the adapter.
+        count: of all layers of the adapter.
         rows: of the weight that are wanted.
     """
 
@@ -47,6 +48,7 @@ class Layer:
     base: Callable[[slice], Tensor]
     base_bias: Callable[[], Tensor]
     widest: tuple[int, int] = (0, 0)
+    count: int = 0
     rows: slice = field(default_factory=lambda: slice(None))
 
     @property
@@ -147,6 +149,10 @@ def _nothing(_: Layer) -> Mapping[str, Shape]:
     return {}
 
 
+def _all(_: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
+    return shared
+
+
 def _always(_: Layer) -> bool:
     return True
 
@@ -171,7 +177,9 @@ class AdapterType:
         matrix: the shape of the weight as a matrix, by those of the parts, where these tell.
         fields: of `adapter_config.json` that change what the tensors mean.
         unused: fields that do not, once it is trained.
-        shared: names of tensors that all layers share, with what each is.
+        shared: names of tensors that layers share, with what each is; of names that end in a dot, the
+            rest is a part's name too.
+        of_layer: which of these a layer has, by its name.
         alpha: field of the number that is divided by the rank.
         leaf: the tensor of a layer that it changes.
         vectors: it may be one of a single axis.
@@ -200,6 +208,7 @@ class AdapterType:
     fields: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     shared: Mapping[str, str] = field(default_factory=dict[str, str])
+    of_layer: Callable[[str, Mapping[str, TensorHeader]], Mapping[str, TensorHeader]] = _all
     whole: Mapping[str, str] = field(default_factory=dict[str, str])
     by_rows: bool = True
     integers: frozenset[str] = frozenset()
@@ -214,6 +223,14 @@ class AdapterType:
     alpha: str = ""
     leaf: str = "weight"
     vectors: bool = False
+
+    def shared_part(self, name: str) -> str | None:
+        """Return what a tensor that layers share is; None: it is none."""
+        name = name.removeprefix("base_model.")
+        for key, part in self.shared.items():
+            if name == key or (key.endswith(".") and name.startswith(key)):
+                return part + name.removeprefix(key)
+        return None
 
     @property
     def needs_base(self) -> bool:

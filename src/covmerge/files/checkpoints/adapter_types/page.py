@@ -13,6 +13,7 @@ from covmerge.files.checkpoints.adapter_types import (
     WITHOUT_WEIGHTS,
 )
 from covmerge.files.checkpoints.adapter_types.layer import AdapterType
+from covmerge.files.checkpoints.gguf_adapter import ARCHITECTURES
 
 _LORA = {
     "LORA": "W + s·B·A; with `use_dora` m ⊙ V / ‖V‖ by rows of V = W + s·B·A",
@@ -42,8 +43,8 @@ the weight too:
 ## Files by themselves
 
 Kohya's, ComfyUI's, diffusers' and LyCORIS's files have no configuration. The scale is the alpha of the file
-over the rank. A LoKr of two whole matrices has the scale 1 there, as LyCORIS has it, and alpha / r with an
-`adapter_config.json`, as PEFT has it.
+over the rank, or what diffusers' `lora_adapter_metadata` say. A LoKr of two whole matrices has the scale 1
+there, as LyCORIS has it, and alpha / r with an `adapter_config.json`, as PEFT has it.
 
 | algorithm | the weight becomes | depends on the base |
 |---|---|---|
@@ -51,6 +52,21 @@ over the rank. A LoKr of two whole matrices has the scale 1 there, as LyCORIS ha
 
 With `dora_scale` the weight becomes m ⊙ V / ‖V‖, V what it would be without: by rows, or by columns where
 the file's vector lies so. That depends on the base.
+
+## Other layouts
+
+| layout | what is read |
+|---|---|
+| mlx-lm's folders | LoRA and DoRA of layers and embeddings, and `full`; no stacks of experts |
+| LoRA in GGUF, over a base with its `config.json` | plain numbers; {architectures}; no stacks of experts |
+| Unsloth's experts | by `lora_B_layout`; where an older one has none, a note says how it was taken |
+
+## Errors
+
+`python -m tests.checkpoints.adapter_table` compares each type and layout with what its own library computes
+unmerged, in float32. The largest error over the largest output was below 1e-6, in
+`lab/benchmarks/results/adapter_types.json` with those of the libraries' own merges. LyCORIS 4.1.3 merges
+its LoHa, and its LoKr of products, with the scale squared, and cannot load its (IA)³.
 
 ## Refused by name
 
@@ -77,6 +93,7 @@ def markdown() -> str:
         read=read,
         types="\n".join(rows),
         fields="\n".join(_row(name, kind) for name, kind in _fields()),
+        architectures=", ".join(sorted(ARCHITECTURES)),
         files="\n".join(_row(kind.name, kind) for kind in OF_FILES),
         refused="\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())),
     )
