@@ -753,9 +753,15 @@ def test_experts_as_unsloth_lays_them(fields, by_expert: bool, tmp_path: Path) -
     stacks_of(made)
 
 
-def test_experts_of_an_older_unsloth_are_not_folded_without_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "library",
+    ["transformers.models.mixtral.modeling_mixtral", "unsloth_compiled_module_mixtral"],
+)
+def test_experts_of_an_older_unsloth_are_not_folded_without_a_word(
+    library: str, tmp_path: Path
+) -> None:
     made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS[1:]), tmp_path)
-    told = {"unsloth_fixed": True, "parent_library": "transformers.models.mixtral.modeling_mixtral"}
+    told = {"unsloth_fixed": True, "parent_library": library}
     change(tmp_path, auto_mapping=told, lora_B_layout="rank_major")
     assert not stacks_of(made).notes
     regroup(tmp_path, experts=3)

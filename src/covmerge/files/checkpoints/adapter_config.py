@@ -242,7 +242,8 @@ class AdapterConfig:
     def _is_of_old_unsloth(self) -> bool:
         """Whether an Unsloth wrote it that packed experts otherwise than PEFT and did not say so."""
         mapping = _object(self.fields.get("auto_mapping"))
-        library = str(mapping.get("parent_library")).split(".")
+        parts = str(mapping.get("parent_library")).split(".")
+        library = [part.removeprefix("unsloth_compiled_module_") for part in parts]
         stacked = bool(self.fields.get("target_parameters"))
         return (
             stacked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, T
 def _weight(layer: Layer) -> Tensor:
     """U (diag(l) + S) Vᵀ, U the columns of W V⁻ᵀ at the length 1; whole."""
     shared, weight = layer["V"].double(), layer.weight
-    columns = cast("Tensor", _solved(shared, weight.T.double())).T
+    columns = _solved(shared, weight.T.double()).T
     sizes = lengths(columns, 0)
     left = torch.where(sizes > _NONE, columns / sizes, 0.0)
     rows, others = layer["places"].long()
