@@ -278,7 +278,7 @@ LINES = {
     ),
     "a classifier that writes": (
         f"collect m {OUT} --inputs generated --tokens 6",
-        advice("{}, no language model that writes: leave out --{}, or {}"),
+        advice("{}, no language model that writes: leave out --{}"),
         f"collect m {OUT} --inputs generated --max-examples 4",
     ),
     "an adapter beside": (

@@ -22,6 +22,7 @@ from covmerge.plan.statistics.needed import (
     memory_needed,
     memory_of_batches,
 )
+from tests.advised import advice
 from tests.e2e.models import TEXT, build
 from tests.forked import run as forked
 from tests.statistics.models import save, write_texts
@@ -263,8 +264,10 @@ def test_blocks_that_are_run_again_are_refused(tmp_path, monkeypatch):
 def test_too_many_batches_are_refused(tmp_path):
     build("llama").save_pretrained(tmp_path)
     batches = 334 * batches_for(transformers.AutoConfig.from_pretrained(tmp_path))
-    with pytest.raises(InputError, match=r"1002 batches .* pass a larger --batch-size"):
+    with pytest.raises(InputError, match=advice("by side: pass a larger --batch-size")):
         by_block(open_checkpoint(tmp_path), batches)
+    joined = {name: torch.cat([one[name] for one in batches[::3]]) for name in batches[0]}
+    by_block(open_checkpoint(tmp_path), [joined])
 
 
 def test_runs_that_skip_a_module_or_end_early_wait_for_nobody():

@@ -14,7 +14,8 @@ from covmerge.files.checkpoints.hashes import hash_file
 from covmerge.run.recompute import recompute
 from tests.advised import advice
 from tests.cli.runs import covmerge as cli
-from tests.cli.runs import words
+from tests.cli.runs import save_plain, words
+from tests.e2e.following import told
 from tests.verification.test_files import save_models
 
 
@@ -147,3 +148,19 @@ def test_what_cannot_be_computed_again(merged, tmp_path):
     covmerge.merge(state, {"a": {"w": 2 * torch.eye(3)}}, "average", tmp_path / "out")
     with pytest.raises(InputError, match="state dict"):
         recompute(tmp_path / "out")
+
+
+def test_what_cannot_be_computed_again_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(save_plain(tmp_path))
+    given = ["--base", "base.safetensors", "--expert", "a=a.safetensors", "--method", "average"]
+    cli("merge", *given, "--as", "adapter", "--rank", "2", "adapter")
+    said = advice("and only merged models are computed again: verify it without --deep")
+    told(said, "verify", "--deep", "adapter")
+    cli("verify", "adapter")
+    cli("merge", *given, "out")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    said = advice("as they were given to it: run this in the folder of the merge. {}")
+    told(said, "verify", "--deep", "../out")
+    monkeypatch.chdir(tmp_path)
+    cli("verify", "--deep", "out")

@@ -25,7 +25,7 @@ from covmerge.plan.statistics.file import About, Kind
 from covmerge.plan.statistics.fisher import FisherCollector, Labels
 from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import RunningModel, check_start, load_model
+from covmerge.plan.statistics.model import Layer, RunningModel, check_start, load_model
 from covmerge.plan.statistics.needed import (
     check_memory,
     fits,
@@ -224,7 +224,7 @@ def collect(
             weights = Confidence(model)
         elif base is not None and not begins:
             weights = Reactions(model, opening(base), [opening(other) for other in others])
-        grams = GramCollector(model.layers(), weights) if "gram" in chosen else None
+        grams = GramCollector(_layers(model), weights) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
         if isinstance(weights, Confidence):
@@ -261,7 +261,7 @@ def _block_by_block(
     """
     blocks = Blocks(expert, device)
     model = blocks.model
-    layers = model.layers()
+    layers = _layers(model)
     grams = GramCollector(layers)
     batches = list(model.batches(examples, how)[0])
     seen = sum(map(size_of, batches))
@@ -288,6 +288,16 @@ def _block_by_block(
                 file.add("gram", statistic)
         notes = [*grams.notes(), *packed_note(model), *notes]
         return file.finish(seen, generated=generated, notes=notes)
+
+
+def _layers(model: RunningModel) -> list[Layer]:
+    layers = model.layers()
+    if not layers:
+        raise InputError(
+            f"{model.checkpoint.source} has no linear layers, whose inputs Gram matrices are of: pass "
+            "--kind fisher, or merge it by a method without data"
+        )
+    return layers
 
 
 def _on_ends(model: RunningModel, generated: Generated, how: Reading) -> list[str]:

@@ -68,20 +68,21 @@ class Generated:
         """
         if writes(model) and self.start != "random":
             return self._written()
-        what, otherwise = f"{source} is a {type(model).__name__}", "pass a file of examples"
+        what, takes = f"{source} is a {type(model).__name__}", str(model.main_input_name)
         if getattr(model.config, "is_encoder_decoder", False):
-            raise InputError(f"{what}, for which covmerge makes no inputs: {otherwise}")
+            raise InputError(
+                f"{what}, for which covmerge makes no inputs: pass batches from Python"
+            )
         given = [] if self.start == "random" else self._asked("start", "tokens", "temperature")
         if given:
-            raise InputError(
-                f"{what}, no language model that writes: leave out {Hint(given[0])}, or {otherwise}"
-            )
-        takes: str = model.main_input_name
+            raise InputError(f"{what}, no language model that writes: leave out {Hint(given[0])}")
         if takes == "input_ids":
             return Sequences(self.seed, LONG) if writes(model) else Sequences(self.seed)
         if takes == "pixel_values":
             return Leaves(seed=self.seed)
-        raise InputError(f"{what} and takes '{takes}', which covmerge does not make: {otherwise}")
+        raise InputError(
+            f"{what} and takes '{takes}', which covmerge does not make: pass batches from Python"
+        )
 
     def _asked(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]

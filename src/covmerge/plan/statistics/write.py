@@ -181,7 +181,7 @@ class GrowingFile:
         if found != self._totals.keys():
             raise InputError(
                 f"{self._checkpoint.source}: none of its layers was called with an input, so there "
-                "is nothing to write: are the examples of the kind that the model takes?"
+                "is nothing to write"
             )
         about = About(
             source=self._checkpoint.source,
