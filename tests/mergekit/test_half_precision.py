@@ -1,6 +1,7 @@
 """What steps in half precision lose of an update is measured and said, against sums in float64."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 
 from covmerge import verify
 from covmerge.front.cli import app
+from tests.advised import advice
+from tests.cli.runs import words
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 WEIGHTS = {"a": 0.7, "b": 0.4}
@@ -25,20 +28,19 @@ def merge(tmp_path, monkeypatch):
 
     def merged(tensors, recipe):
         for model, tensor in tensors.items():
-            (tmp_path / model).mkdir()
+            (tmp_path / model).mkdir(exist_ok=True)
             save_file({NAME: tensor}, tmp_path / model / "model.safetensors")
         models = ", ".join(
             f"{{model: ./{n}, parameters: {{weight: {w}}}}}" for n, w in WEIGHTS.items()
         )
         (tmp_path / "their.yml").write_text(f"{recipe}\nbase_model: ./base\nmodels: [{models}]\n")
-        ran = CliRunner().invoke(app, ["merge", "their.yml", "out"])
+        ran = CliRunner().invoke(app, ["merge", "their.yml", "out", "--overwrite"])
         assert ran.exit_code == 0, ran.output
         manifest = json.loads((tmp_path / "out" / "covmerge.json").read_text())
         made = load_file(tmp_path / "out" / "model.safetensors")[NAME]
-        words = " ".join(ran.output.split())
         (said,) = [own.detail for own in verify(tmp_path / "out").checks if own.name == "rounding"]
         card = (tmp_path / "out" / "README.md").read_text()
-        return made, manifest, [words, said, card]
+        return made, manifest, [words(ran.output), said, card]
 
     return merged
 
@@ -77,7 +79,17 @@ def test_it_is_said_where_it_was_not_measured(merge):
     recipe = "merge_method: ties\nparameters: {density: 0.5}\ndtype: bfloat16"
     _, manifest, texts = merge(tensors, recipe)
     assert "arithmetic_loss" not in manifest["totals"]
-    assert all("what computing in bfloat16 lost before was not measured" in said for said in texts)
+    said = advice(
+        "{}. Each step rounded the weights. To lose less, merge with `dtype: float32` in the"
+    )
+    for text in map(words, texts):
+        assert "was not measured: the tensors are so large that they are read twice" in text
+        assert re.search(said, text)
+    _, manifest, texts = merge(
+        tensors, recipe.replace("dtype: bf", "dtype: float32\nout_dtype: bf")
+    )
+    assert not any("computing in" in said for said in texts)
+    assert manifest["totals"]["rounding_loss"] > 0.0
 
 
 def test_nothing_is_said_of_float32(merge):

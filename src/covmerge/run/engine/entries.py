@@ -130,9 +130,9 @@ def lost_before(totals: Mapping[str, Any]) -> str:
         >>> lost_before(
         ...     {"arithmetic": ["bfloat16"], "arithmetic_loss": 0.1, "arithmetic_tensors": [7, 8]}
         ... )[:80]
-        '; before that, computing in bfloat16 lost 10.00% (measured in 7 of 8 tensors), a'
-        >>> lost_before({"arithmetic": ["bfloat16"]})[:57]
-        '; what computing in bfloat16 lost before was not measured'
+        '; before that, computing in bfloat16 lost 10.00% (measured in 7 of 8 tensors). E'
+        >>> lost_before({"arithmetic": ["bfloat16"]})[:58]
+        '; what computing in bfloat16 lost before was not measured:'
     """
     dtypes = totals.get("arithmetic", ())
     if not dtypes:
@@ -140,7 +140,10 @@ def lost_before(totals: Mapping[str, Any]) -> str:
     computed = f"computing in {' and '.join(dtypes)}"
     loss: float | None = totals.get("arithmetic_loss")
     if loss is None:
-        said = f"; what {computed} lost before was not measured"
+        said = (
+            f"; what {computed} lost before was not measured: the tensors are so large that they are "
+            "read twice"
+        )
     else:
         measured, merged = totals["arithmetic_tensors"]
         where = f" (measured in {measured} of {merged} tensors)" if measured < merged else ""
@@ -148,7 +151,7 @@ def lost_before(totals: Mapping[str, Any]) -> str:
     if loss == 0.0:
         return said
     return (
-        f"{said}, as each step rounded the weights. To lose less, merge with `dtype: float32` in the "
+        f"{said}. Each step rounded the weights. To lose less, merge with `dtype: float32` in the "
         f"mergekit recipe, and `out_dtype: {dtypes[0]}` to store as now"
     )
 
