@@ -96,9 +96,6 @@ REASONS = {
     "the intact adapter over its own base: tests/checkpoints/test_adapter_types.py": [
         r"^files/checkpoints/(adapter_types/\w+|adapter_folds|adapter_config)\.py: ",
     ],
-    "the intact folder of a trainer, or its own program: tests/checkpoints/test_distributed.py": [
-        r"^files/checkpoints/(fsdp_ranks|hf_slices|zero3)\.py: ",
-    ],
     "an interrupted merge: tests/checkpoints/test_writer_journal.py": [
         r"^files/checkpoints/(journal|writer|staging)\.py: .*(--overwrite|--resume)",
         r"run again with --resume",

@@ -30,6 +30,7 @@ from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.trainer import last_steps
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
+from tests.advised import advice
 from tests.checkpoints.shards import MATRIX, write_ranks, write_shards
 from tests.forked import SERVER
 
@@ -398,3 +399,157 @@ def test_zero3_of_deepspeed(tmp_path: Path) -> None:
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(CheckpointError, match="holds no weights"):
         open_checkpoint(folder)
+
+
+SLICE = "shard-0000{}-model-0000{}-of-0000{}.safetensors"
+RANK, OPTIM = "model_world_size_3_rank_2.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def write_slices(folder: Path) -> None:
+    folder.mkdir()
+    for rank, part in enumerate(MATRIX.split(4), 1):
+        write_slice(folder / SLICE.format(rank, 1, 1), part, [4 * (rank - 1), 0])
+
+
+def write_slice(file: Path, part: torch.Tensor, offset: list[int] | None) -> None:
+    about = json.dumps({"w": {"saved_offsets": offset}})
+    save_file(
+        {"w": part.contiguous()},
+        file,
+        metadata=None if offset is None else {"DCP_SHARDING_INFO": about},
+    )
+
+
+def write_zero3(folder: Path) -> None:
+    zero3(folder.parent / "zero3", 3, {"w": MATRIX})
+    shutil.copytree(folder.parent / "zero3" / "global_step2", folder)
+
+
+def loaded(folder: Path, name: str) -> Any:
+    return torch.load(folder / name, weights_only=True)
+
+
+def other_shapes(folder: Path) -> None:
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    torch.save(loaded(folder, name) | {"param_shapes": [{"v": torch.Size([35])}]}, folder / name)
+
+
+def other_ranks(folder: Path) -> None:
+    state = loaded(folder, OPTIM)["optimizer_state_dict"] | {"partition_count": 4}
+    torch.save({"optimizer_state_dict": state}, folder / OPTIM)
+
+
+def no_flat_tensor(folder: Path) -> None:
+    state = loaded(folder, OPTIM)["optimizer_state_dict"] | {"fp32_flat_groups": [3]}
+    torch.save({"optimizer_state_dict": state}, folder / OPTIM)
+
+
+AGAIN = [
+    (
+        RANK,
+        lambda f: torch.save([1], f / RANK),
+        advice("{} holds no state dict: fetch it again, or {}"),
+    ),
+    (
+        RANK,
+        lambda f: torch.save({"v": torch.ones(1)}, f / RANK),
+        advice("they are of different checkpoints, fetch them again"),
+    ),
+    (
+        RANK,
+        lambda f: torch.save({"w": MATRIX.double(), "same": torch.ones(1)}, f / RANK),
+        advice("{}: the files are of different checkpoints, fetch them again"),
+    ),
+    (
+        RANK,
+        lambda f: (f / RANK).unlink(),
+        advice("fetch the missing files, every rank has a part of the model"),
+    ),
+    (
+        RANK,
+        lambda f: shutil.copy(f / RANK, f / "model_world_size_4_rank_3.pt"),
+        advice("ranks: they are of different checkpoints, move one of these to another folder"),
+    ),
+    (
+        RANK,
+        lambda f: torch.save({"w": MATRIX, "same": nn.Linear(2, 2)}, f / RANK),
+        advice(
+            "gather the model where it was trained (verl: python -m verl.model_merger merge), and pass that"
+        ),
+    ),
+    (
+        SLICE,
+        lambda f: write_slice(f / SLICE.format(2, 2, 2), MATRIX, [0, 0]),
+        advice("and {}: they are of different checkpoints, move one of these to another folder"),
+    ),
+    (
+        SLICE,
+        lambda f: write_slice(f / SLICE.format(2, 1, 1), MATRIX[4:], None),
+        advice("fetch it again, or save it again with torch's HuggingFaceStorageWriter"),
+    ),
+    (
+        SLICE,
+        lambda f: write_slice(f / SLICE.format(2, 1, 1), MATRIX[4:], [4]),
+        advice("not an offset for each axis: save the checkpoint again"),
+    ),
+    (
+        SLICE,
+        lambda f: write_slice(f / SLICE.format(2, 1, 1), MATRIX[4:].double(), [4, 0]),
+        advice(
+            "number of axes than in the files before it: the files are of different checkpoints, fetch"
+        ),
+    ),
+    (
+        OPTIM,
+        other_shapes,
+        advice("{} has other parameters or shapes than {}: they are of different"),
+    ),
+    (
+        OPTIM,
+        other_ranks,
+        advice("files are missing, or of different checkpoints, fetch them again"),
+    ),
+    (
+        OPTIM,
+        lambda f: (f / OPTIM).unlink(),
+        advice("fetch the missing files, as every rank has a part of the model"),
+    ),
+    (
+        OPTIM,
+        lambda f: shutil.copy(f / OPTIM, f / OPTIM.replace("rank_00", "rank_01")),
+        advice("load it where it was trained, and save the model there"),
+    ),
+    (
+        OPTIM,
+        no_flat_tensor,
+        advice("own script: python zero_to_fp32.py FOLDER NEW, and pass NEW"),
+    ),
+]
+
+
+def test_the_shards_of_trainers_as_they_are_advised(tmp_path: Path) -> None:
+    """Fetched again, moved away, or gathered to one file: each ends with the model."""
+    process = SERVER.Process(target=write_ranks, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    write_slices(tmp_path / "slices")
+    write_zero3(tmp_path / "zero")
+    intact = {RANK: tmp_path / "rows", SLICE: tmp_path / "slices", OPTIM: tmp_path / "zero"}
+    for number, (kind, damage, said) in enumerate(AGAIN):
+        folder = shutil.copytree(intact[kind], tmp_path / f"spoilt{number}")
+        damage(folder)
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(folder)
+        if "another\\ folder" in said:
+            for path in folder.iterdir():
+                if not (intact[kind] / path.name).exists():
+                    path.rename(tmp_path / path.name)
+        elif "gather" in said or "own\\ script" in said or "there" in said:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            same = {"same": torch.ones(1)} if kind == RANK else {}
+            torch.save({"w": MATRIX, **same}, folder / "pytorch_model.bin")
+        else:
+            shutil.rmtree(folder)
+            shutil.copytree(intact[kind], folder)
+        assert torch.equal(open_checkpoint(folder).read("w"), MATRIX), said
