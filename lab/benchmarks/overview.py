@@ -4,9 +4,8 @@ A table stands between `<!-- results -->`, or `<!-- results: TITLE; TITLE -->` f
 `<!-- end of results -->`.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. The row of
-`auto` is of `text/lora-auto` alone: other folders have it by an earlier rule. Any other row is of the first
-of `FOLDERS` that has it; rows of all trainings go before those of one that was run on its own. Experts
-that were trained once may have these only.
+`auto` is of the folders of `PRESENT` alone: others have it by an earlier rule. Any other row is of the
+first of `FOLDERS` that has it; rows of all trainings go before those of one that was run on its own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "results.md", DOCS / "auto-measured.md"]
 _TABLE = re.compile(r"(<!-- results(?:: (.*?))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 PRESENT = "-auto"  # has `auto` by its present rule
-FOLDERS = ("", "-newer", "-measured", "-first", PRESENT)  # the first that has a row gives it
+FOLDERS = (PRESENT, "-newer", "-measured", "-first", "")  # the later first
 EARLIER = ("auto", "auto, base's inputs")  # in all folders but that one
 MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"
