@@ -423,6 +423,24 @@ def singular_values(matrix: Tensor) -> Tensor:
     return eigvalsh(float64_gram(wide_of(matrix))).clamp_min(0.0).sqrt()
 
 
+def has_above(matrix: Tensor, count: int, floor: float) -> bool:
+    """Whether so many singular values of a matrix `(d_out, d_in)` are above `floor`.
+
+    Of a float32 matrix a Cholesky factor tells where all are, at a small part of the price of their values.
+
+    Example:
+        >>> diagonal = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
+        >>> has_above(diagonal, 2, 1.0), has_above(diagonal, 3, 1.0)
+        (True, False)
+    """
+    if matrix.dtype == torch.float64:
+        return int((svdvals(matrix) > floor).sum()) >= count
+    gram = float64_gram(wide_of(matrix))
+    if count <= len(gram) and all_above(gram, floor**2):
+        return True
+    return int((eigvalsh(gram) > floor**2).sum()) >= count
+
+
 def residual(top: TruncatedSvd) -> float:
     """Return max |WᵀW − I|, W `(max(d_out, d_in), k)` the singular vectors that follow from the others.
 

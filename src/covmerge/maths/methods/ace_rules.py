@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.base.types import Rounding
 from covmerge.maths.covariance.estimate import TRACE_FLOOR, Covariance
 from covmerge.maths.linalg.joint import joint_directions
-from covmerge.maths.linalg.spectral import rank_tolerance, singular_values
+from covmerge.maths.linalg.spectral import has_above, rank_tolerance
 from covmerge.maths.methods.closed_form import Active
 
 # Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
@@ -62,8 +62,7 @@ def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough:
     # Updates of norm 1 have no singular value together that is more than √T.
     floor = max(rtol * sqrt(len(errors)), Rounding.together(errors).edge)
     longest = max(range(len(errors)), key=active.norms.__getitem__)
-    own = singular_values(active.updates[longest]) / active.norms[longest]
-    if int((own > floor).sum()) >= enough:
+    if has_above(active.updates[longest], enough, floor * active.norms[longest]):
         return enough
     units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
     return max(1, len(joint_directions(units, rtol=rtol, rounding=errors).sigma))
