@@ -61,9 +61,9 @@ class FilterNoticed(Noticed):
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve, matrix = pinv_cost(d_out, d_in, count), d_out * d_in * 8
-    # All updates once for the sums and once for Θ₀, unless they are of float64 as they come.
-    copies = 0 if itemsize == 8 else 2 * count
-    return Cost(solve.flops, solve.workspace + (2 + copies) * matrix, solve.eigen)
+    # Θ₀, what it lacks, and one update in float64, unless it is that as it comes.
+    copies = 3 if itemsize == 8 else 4
+    return Cost(solve.flops, solve.workspace + copies * matrix, solve.eigen)
 
 
 def _replicas(parameters: Parameters, count: int) -> float:
@@ -211,12 +211,13 @@ def _filtered(
     values, vectors = values.flip(0), vectors.flip(1)
     k, filtered = choose(values)
 
-    theta = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
+    theta = stack_weighted(active.updates, active.weights, dtype=torch.float64)
     if start == "mean":
         theta /= len(active.updates)
     # Coordinates of D − Θ₀ΣĈ_t: what the normal equations lack at Θ₀.
-    residual = normal.image(theta).neg_().add_(normal.numerator)
+    residual = normal.numerator.sub_(normal.image(theta))
     along = vectors[:, :k]
-    theta += normal.lift(((residual @ along) * (filtered / values[:k])) @ along.mT)
+    coordinates = (residual @ along).mul_(filtered / values[:k])
+    theta += normal.lift(coordinates @ along.mT)
     noticed = replace(noticed, route=normal.route, rank=len(values), k=k)
     return Merged(theta.mul_(scale).to(first.dtype), noticed)

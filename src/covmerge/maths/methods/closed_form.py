@@ -197,9 +197,11 @@ def stack_average(group: LinearGroup) -> Tensor:
     return stack_weighted(group.updates, [weight / total for weight in group.weights])
 
 
-def stack_weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ_t w_t · values_t, without a stacked copy."""
-    total = values[0] * weights[0]
+def stack_weighted(
+    values: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Σ_t w_t · values_t in their dtype, or a wider one, without a stacked copy."""
+    total = values[0].to(dtype or values[0].dtype) * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total.add_(value, alpha=weight)
     return total

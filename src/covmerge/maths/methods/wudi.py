@@ -136,7 +136,7 @@ def wudi(
         normal = normal_equations(active.unit_grams(exact=True))
         # One expert alone is its own minimum; Adam would blow up the rounding of its gradient.
         steps = iterations if len(active.updates) > 1 else 0
-        start = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
+        start = stack_weighted(active.updates, active.weights, dtype=torch.float64)
         merged = _adam(normal, start, steps, learning_rate)
         noticed = CutOff(normal.route, unchanged=active.unchanged)
     else:
