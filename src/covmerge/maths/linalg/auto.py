@@ -295,7 +295,7 @@ def solve_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> 
     flops = side**3 / 3 + 2.0 * d_out * side * side
     if route == "dual":
         flops += 2.0 * d_out * side * d_in  # back from the row space
-    return Cost(flops, (side * side + 2 * d_out * side) * itemsize)
+    return Cost(flops, 2 * d_out * side * itemsize)
 
 
 def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import TensorError
-from covmerge.maths.linalg.lapack import cholesky, solve_triangular, square_norm
+from covmerge.maths.linalg.lapack import (
+    cholesky,
+    divide_triangular,
+    solve_triangular,
+    square_norm,
+)
 
 # Columns that LAPACK factorises at once; the rest of the work is products, which run faster than
 # its own blocked factorisation. Devices that are not the CPU have a good one.
@@ -36,9 +42,27 @@ class Cholesky:
 
     def solve_right(self, rows: Tensor) -> Tensor:
         """Return X with X (L Lᵀ) = rows, for rows `(m, n)`, in their dtype."""
-        # The rows of a row-major matrix are the columns LAPACK wants: no transposed copy.
-        columns = rows.to(self.factor.dtype).mT
-        return torch.cholesky_solve(columns, self.factor).mT.to(rows.dtype)
+        return self.solve_right_(rows.clone())
+
+    def solve_right_(self, rows: Tensor) -> Tensor:
+        """Return X as `solve_right`, in the place of the rows if they have the dtype of L.
+
+        Block by block, by products: torch's solver copies the factor.
+        """
+        solved, factor = rows.to(self.factor.dtype), self.factor
+        if factor.device.type != "cpu":
+            return torch.cholesky_solve(solved.mT, factor).mT.to(rows.dtype)
+        for block in _blocks(factor):
+            own, known = solved[:, block], slice(block.start)
+            if block.start:
+                own.addmm_(solved[:, known], factor[block, known].mT, alpha=-1.0)
+            own.copy_(solve_triangular(factor[block, block], own.mT).mT)
+        for block in reversed(list(_blocks(factor))):
+            own, known = solved[:, block], slice(block.stop, None)
+            if block.stop < len(factor):
+                own.addmm_(solved[:, known], factor[known, block], alpha=-1.0)
+            own.copy_(divide_triangular(own, factor[block, block]))
+        return solved.to(rows.dtype)
 
     def square_norm_of_inverse(self) -> float:
         """Return ‖(L Lᵀ)⁻¹‖²_F.
@@ -51,7 +75,7 @@ class Cholesky:
 
 
 def factorize(system: Tensor, *, ridge: float) -> Cholesky:
-    """Factorise A + ridge·I for A `(n, n)` symmetric, which stays as it is.
+    """Factorise A + ridge·I for A `(n, n)` symmetric, which is used up: L takes its place.
 
     A float32 breakdown is repeated in float64; if the matrix is indefinite there as well, a jitter
     climbs a ladder relative to the mean diagonal and is reported, never hidden.
@@ -60,20 +84,28 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
         TensorError: the matrix stays indefinite at the top of the ladder (1e-4).
         OverflowError: it holds NaN or Inf.
     """
-    mean_diagonal = float(system.diagonal().mean())
+    diagonal = system.diagonal().clone()
+    mean_diagonal = float(diagonal.mean())
     if not isfinite(mean_diagonal):
         raise OverflowError("the sums of this layer overflow")
+    factor = system
     for dtype in dict.fromkeys((system.dtype, torch.float64)):
-        factor = torch.empty_like(system, dtype=dtype)
         for step in _LADDER if dtype == torch.float64 else _LADDER[:1]:
             jitter = step * mean_diagonal
-            factor.copy_(system).diagonal().add_(ridge + jitter)
+            factor.diagonal().copy_(diagonal).add_(ridge + jitter)
             if _factor_in_place(factor):
                 return Cholesky(factor, jitter, _rcond(factor))
+            factor = _from_above(system)
     raise TensorError(
         f"the {list(system.shape)} system of this layer stays indefinite with a ridge of "
         f"{ridge:g} and a jitter of {_LADDER[-1]:g} of its mean diagonal; raise `eps`"
     )
+
+
+def _from_above(system: Tensor) -> Tensor:
+    """A in float64, without its diagonal, by what is above it: below it was overwritten."""
+    upper = system.triu(1).to(torch.float64)
+    return upper.add_(upper.mT.clone())
 
 
 def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
@@ -133,23 +165,29 @@ def log_det(system: Tensor) -> float:
 def _factor_in_place(matrix: Tensor) -> bool:
     """Replace the lower triangle by L; False if the matrix is not positive definite.
 
-    Column block by column block, left-looking: what the earlier blocks say of this one is taken off
-    by one product.
+    What is above the diagonal stays as it is. Column block by column block, left-looking: what the earlier
+    blocks say of this one is taken off by one product.
     """
-    n = len(matrix)
-    step = _BLOCK if matrix.device.type == "cpu" else n
-    for start in range(0, n, step):
-        block, below = slice(start, start + step), slice(start + step, n)
-        if start:
-            known = matrix[block, :start]
-            matrix[start:, block].addmm_(matrix[start:, :start], known.mT, alpha=-1.0)
-        corner = cholesky(matrix[block, block])
+    for block in _blocks(matrix):
+        own, below = matrix[block, block], slice(block.stop, None)
+        known = matrix[block, : block.start]
+        corner = cholesky(own if not block.start else torch.addmm(own, known, known.mT, alpha=-1.0))
         if corner is None:
             return False
-        matrix[block, block] = corner
-        if start + step < n:
-            matrix[below, block] = solve_triangular(corner, matrix[below, block].mT).mT
+        own.copy_(own.triu(1).add_(corner))
+        if block.stop < len(matrix):
+            rest = matrix[below, block]
+            if block.start:
+                rest.addmm_(matrix[below, : block.start], known.mT, alpha=-1.0)
+            rest.copy_(solve_triangular(corner, rest.mT).mT)
     return True
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    n = len(matrix)
+    step = _BLOCK if matrix.device.type == "cpu" else max(1, n)
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
 
 
 def _rcond(factor: Tensor) -> float:

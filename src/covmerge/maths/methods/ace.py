@@ -28,6 +28,7 @@ from covmerge.maths.linalg.auto import (
 from covmerge.maths.linalg.cholesky import Cholesky
 from covmerge.maths.linalg.condition import condition_number
 from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.linalg.pinv import largest_eigenvalue
 from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.ace_noticed import AceNoticed
@@ -294,8 +295,9 @@ def _solve(
         prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
     # Before the solve, so that the system and its factor are gone when the spectrum is taken.
     residual = _structural_residual(active, covariances, normal) if refine else None
+    largest = largest_eigenvalue(normal.gram)
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
-    condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
+    condition = condition_number(largest, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
     return _Preliminary(merged, residual, factor, condition, normal.route)
 
 
@@ -345,6 +347,7 @@ def _structural_residual(
     count = len(covariances)
     total = stack_weighted(active.updates, [1.0] * count).to(normal.gram.dtype)
     residual = normal.apply(total).mul_(-1.0 / count)
+    del total
     residual.add_(normal.lift(normal.numerator))
     for covariance in covariances:
         root, mean = covariance.root(), covariance.mean

@@ -140,10 +140,11 @@ def solve_ridge(
 ) -> tuple[Tensor, Cholesky]:
     """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side.
 
-    `ones` is 𝟏 in the coordinates of the layer's inputs, where it is not literally that.
+    `ones` is 𝟏 in the coordinates of the layer's inputs, where it is not literally that. The sums are used
+    up.
     """
     factor = factorize(normal.gram, ridge=normal.ridge)
-    solved = normal.lift(factor.solve_right(normal.numerator))
+    solved = normal.lift(factor.solve_right_(normal.numerator))
     if prior_row is not None:
         solved_row = normal.lift(factor.solve_right(prior_row.unsqueeze(0)))
         add_rank_one_(solved, solved_row[0], ones)
