@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,6 +83,15 @@ def gpus_of(name: str, count: int | None = None) -> int:
     if device.type != "cuda" or is_one(device):
         return 0
     return torch.cuda.device_count() if count is None else count
+
+
+def precision_of_products(device: torch.device) -> str:
+    """What the caller's process lets torch do to float32 products there; "highest": nothing."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by `torch.backends`, as torch 2.9 and newer has it
+        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        return str(backend.matmul.fp32_precision)
 
 
 def processor_of(device: torch.device) -> str:

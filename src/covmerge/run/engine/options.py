@@ -24,6 +24,7 @@ from covmerge.run.engine.devices import (
     is_one,
     named_device,
     own_device,
+    precision_of_products,
     processor_of,
     usable_device,
 )
@@ -164,7 +165,7 @@ class RunOptions:
 
         A run is gone on with in the same way: else the output would have some of each.
         """
-        precision = torch.get_float32_matmul_precision()
+        precision = precision_of_products(self.torch_device)
         products = "" if precision == "highest" else f", float32 products in {precision} precision"
         return f"on {self.torch_device.type}{products}"
 
