@@ -10,7 +10,7 @@ from covmerge.maths.linalg.cholesky import factorize, factorize_above
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.linalg.pinv import pinv_right
 from covmerge.maths.linalg.rank_one import add_rank_one_
-from covmerge.maths.linalg.spectral import leading_directions
+from covmerge.maths.linalg.spectral import has_above, leading_directions
 
 
 def spd(n, seed=0, dtype=torch.float64):
@@ -58,6 +58,19 @@ def test_what_a_breakdown_overwrote_is_found_above_the_diagonal():
     whole.diagonal().add_(factor.jitter)
     lower = factor.factor.tril()
     assert torch.allclose(lower @ lower.mT, whole, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (30, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_above_a_floor_are_counted(shape, dtype):
+    left, sigma = torch.linalg.qr(rows(shape[0], 20)).Q, 2.0 ** -torch.arange(20.0)
+    matrix = ((left * sigma) @ torch.linalg.qr(rows(shape[1], 20, 2)).Q.mT).to(dtype)
+    for count in (1, 10, 11, 20, 24, 30):
+        assert has_above(matrix, count, 0.75 * 2.0**-9) == (count <= 10)
+    # The first rows have fewer directions than all have.
+    matrix[1:4] = matrix[0]
+    kept = int((torch.linalg.svdvals(matrix) > 1e-4).sum())
+    assert has_above(matrix, kept, 1e-4) and not has_above(matrix, kept + 1, 1e-4)
 
 
 def test_an_indefinite_system_is_refused():

@@ -426,7 +426,8 @@ def singular_values(matrix: Tensor) -> Tensor:
 def has_above(matrix: Tensor, count: int, floor: float) -> bool:
     """Whether so many singular values of a matrix `(d_out, d_in)` are above `floor`.
 
-    Of a float32 matrix a Cholesky factor tells where all are, at a small part of the price of their values.
+    It has them if so many of its rows, or columns of a high one, have: theirs are no larger than its own.
+    Where a Cholesky factor shows that, no spectrum is asked for.
 
     Example:
         >>> diagonal = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
@@ -435,10 +436,10 @@ def has_above(matrix: Tensor, count: int, floor: float) -> bool:
     """
     if matrix.dtype == torch.float64:
         return int((svdvals(matrix) > floor).sum()) >= count
-    gram = float64_gram(wide_of(matrix))
-    if count <= len(gram) and all_above(gram, floor**2):
+    wide = wide_of(matrix)
+    if count <= len(wide) and all_above(float64_gram(wide[:count]), floor**2):
         return True
-    return int((eigvalsh(gram) > floor**2).sum()) >= count
+    return int((eigvalsh(float64_gram(wide)) > floor**2).sum()) >= count
 
 
 def residual(top: TruncatedSvd) -> float:
