@@ -202,6 +202,8 @@ def _with_criteria(base: str, better: float, worse: float) -> dict[str, Any]:
     scored["criteria"] = {m: dict.fromkeys(criteria.CRITERIA, v) for m, v in values.items()}
     scored["features"] = dict.fromkeys(criteria.FEATURES, 0.1)
     scored["lengths"] = {"a": 1.0, "b": 1.0, "c": 3.0}
+    halves = {"one": (better, better), "two": (worse, worse)}
+    scored["halves"] = {m: dict.fromkeys("abc", half) for m, half in halves.items()}
     scored["card"] |= {
         "form": "full",
         "experts": [
@@ -217,6 +219,7 @@ def test_ways_of_choosing_are_fitted_on_other_bases() -> None:
     sets = [_with_criteria("x", 0.7, 0.4), _with_criteria("y", 0.4, 0.7)]
     lines = choosing.markdown(sets).splitlines()
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines}
+    assert rows["half of the test examples"][0] == "1.00"
     assert rows["retention"][0] == "1.00" and rows["retention"][5] == "0.0"
     for way in ("other bases", "selector", "neighbours"):
         assert rows[way][0] == "-1.00" and rows[way][5] == "30.0"

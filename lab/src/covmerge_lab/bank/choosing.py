@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from covmerge_lab.bank import table
+from covmerge_lab.bank import candidates, rules, table
 from covmerge_lab.bank.criteria import CRITERIA, FEATURES
 from covmerge_lab.bank.table import Scored
 
@@ -27,11 +27,14 @@ def markdown(sets: Sequence[Scored]) -> str:
     """Return a row for each way of choosing: rank correlations, and the regret of its choice.
 
     A set whose merges differ in no matrix has no criteria, and is left out. The choice is among published
-    methods; `auto` is the row to compare with.
+    methods, in one row among candidates for `auto`. `auto` is the row to compare with.
     """
     kept = [scored for scored in table.usable(sets) if scored.get("criteria")]
     lines = [_line(name, way, kept) for name, way in WAYS.items()]
     lines.sort(key=lambda line: line[0])
+    lines.insert(
+        0, (0.0, f"| half of the test examples | {_correlated(_halves(kept), kept)} | | | |")
+    )
     head = [
         "way",
         "rank correlation",
@@ -62,7 +65,6 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _line(name: str, way: Way | None, sets: Sequence[Scored]) -> tuple[float, str]:
     bases = [scored["card"]["base"] for scored in sets]
-    forms = [scored["card"]["form"] for scored in sets]
     correlations: list[float] = []
     regrets: list[float] = []
     for scored in sets:
@@ -70,7 +72,7 @@ def _line(name: str, way: Way | None, sets: Sequence[Scored]) -> tuple[float, st
         if way is not None:
             others = [s for s in sets if s["card"]["base"] != scored["card"]["base"]]
             values = way(scored, others)
-            names = published(scored)
+            names = list(values)
             found = [table.accuracy(scored, scored["methods"][n]) for n in names]
             correlations.append(rank_correlation([values[n] for n in names], found))
             chosen = max(names, key=values.__getitem__)
@@ -79,21 +81,37 @@ def _line(name: str, way: Way | None, sets: Sequence[Scored]) -> tuple[float, st
     lost = f"{fmean(regrets):.1f} | {low:.1f} to {high:.1f} | {max(regrets):.1f}"
     if way is None:
         return fmean(regrets), f"| {name} | | | | | | {lost} |"
-    own = [
-        f"{fmean(c for c, f in zip(correlations, forms, strict=True) if f == form):.2f}"
-        if form in forms
-        else ""
+    return fmean(regrets), f"| {name} | {_correlated(correlations, sets)} | {lost} |"
+
+
+def _correlated(values: Sequence[float], sets: Sequence[Scored]) -> str:
+    """Return the mean, its interval, and the means of full fine-tunes, adapters and mixed sets."""
+    low, high = table.over_bases(values, [scored["card"]["base"] for scored in sets])
+    by_form = {
+        form: [v for v, s in zip(values, sets, strict=True) if s["card"]["form"] == form]
         for form in ("full", "adapters", "mixed")
-    ]
-    low, high = table.over_bases(correlations, bases)
-    said = f"{fmean(correlations):.2f} | {low:.2f} to {high:.2f} | {' | '.join(own)}"
-    return fmean(regrets), f"| {name} | {said} | {lost} |"
+    }
+    own = [f"{fmean(found):.2f}" if found else "" for found in by_form.values()]
+    return f"{fmean(values):.2f} | {low:.2f} to {high:.2f} | {' | '.join(own)}"
+
+
+def _halves(sets: Sequence[Scored]) -> list[float]:
+    """Return the rank correlation of accuracies on the even and on the odd examples: what labels tell."""
+    found: list[float] = []
+    for scored in sets:
+        halves = [scored["halves"][name] for name in published(scored)]
+        one, other = (
+            [fmean(model[e][half] for e in table.counted(scored)) for model in halves]
+            for half in (0, 1)
+        )
+        found.append(rank_correlation(one, other))
+    return found
 
 
 # --- Ways of choosing.
 def _criterion(name: str) -> Way:
     def way(scored: Scored, others: Sequence[Scored]) -> Values:
-        return {method: found[name] for method, found in scored["criteria"].items()}
+        return {method: scored["criteria"][method][name] for method in published(scored)}
 
     return way
 
@@ -149,6 +167,18 @@ def _neighbours(scored: Scored, others: Sequence[Scored]) -> Values:
     }
 
 
+def _candidates(scored: Scored, others: Sequence[Scored]) -> Values:
+    """Return how much better than `auto` each of its latest candidates is on other bases."""
+    names = [n for n in ("auto", *rules.OF_AUTO, *candidates.TITLES) if n in scored["methods"]]
+    having = [other for other in others if set(names) <= set(other["methods"])]
+    if not having:
+        return {"auto": 0.0}
+    return {
+        name: fmean(table.regret(other, "auto") - table.regret(other, name) for other in having)
+        for name in names
+    }
+
+
 def _features(scored: Scored) -> list[float]:
     experts, lengths = scored["card"]["experts"], list(scored["lengths"].values())
     adapters = fmean(expert["kind"] != "full" for expert in experts)
@@ -180,5 +210,6 @@ WAYS: Mapping[str, Way | None] = {
     "all criteria": _all_criteria,
     "selector": _selector,
     "neighbours": _neighbours,
+    "candidates for `auto`": _candidates,
     "`auto`": None,
 }

@@ -197,15 +197,15 @@ def _rows(table: str, columns: Mapping[str, list[str]]) -> Tensor:
 
 def _binned(values: Sequence[str], bins: int) -> Tensor:
     """Return the number of each value's bin: by its rank if values are many numbers, else by its name."""
-    names = sorted(set(values))
-    if len(names) <= bins:
-        return torch.tensor([names.index(value) for value in values])
+    places = {name: place for place, name in enumerate(sorted(set(values)))}
+    if len(places) <= bins:
+        return torch.tensor([places[value] for value in values])
     try:
         numbers = np.array(
             [float(value) if value not in ("", "NA") else np.nan for value in values]
         )
     except ValueError:
-        return torch.tensor([names.index(value) * bins // len(names) for value in values])
+        return torch.tensor([places[value] * bins // len(places) for value in values])
     numbers = np.nan_to_num(numbers, nan=float(np.nanmedian(numbers)))
     edges = np.quantile(numbers, np.linspace(0, 1, bins + 1)[1:-1])
     return torch.as_tensor(np.searchsorted(edges, numbers, side="right"))
