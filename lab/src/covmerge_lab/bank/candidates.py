@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import covmerge
 from covmerge import LinearGroup
 from covmerge.methods import registry
 from covmerge_lab.bank import pretraining, rules, scoring
@@ -35,7 +36,7 @@ class Mean:
     Attributes:
         methods: whose merges are averaged.
         equal_length: scale each tensor's mean update to the mean length of the updates.
-        length: what the mean of matrices is multiplied by.
+        length: what the mean of matrices is multiplied by; 0: by less, the fewer directions updates have.
         others: what becomes of tensors that no matrix method merges.
     """
 
@@ -48,7 +49,7 @@ class Mean:
     def title(self) -> str:
         """What its row is called."""
         said = " + ".join(self.methods) + (", equal length" if self.equal_length else "")
-        said += f", length {self.length}" if self.length != 1.0 else ""
+        said += {1.0: "", 0.0: ", length by rank"}.get(self.length, f", length {self.length}")
         return said if self.others == "averaged" else f"{said}, {self.others}"
 
 
@@ -86,6 +87,8 @@ LATEST: tuple[Mean, ...] = (
     Mean(("auto", "tsv_m", "dc_merge")),
     Mean(("auto",), length=0.8, others="others by lengths"),
     Mean(("auto",), length=0.65),
+    Mean(("auto",), length=0.0),
+    Mean(("auto",), length=0.0, others="others by lengths"),
 )
 TITLES = tuple(mean.title for mean in LATEST)
 _MATRICES = ("auto", "average")  # they differ in what a matrix method merges
@@ -99,15 +102,21 @@ def score(card: Card, cache: Path, means: Sequence[Mean]) -> None:
     if not wanted:
         return
     this = scoring.judge(card, cache)
-    kept = _Kept.of(this, wanted)
+    kept = _Kept.of(this, wanted, found.get("features", {}).get("rank", 1.0))
     scores: dict[str, scoring.Scores] = {}
     halves: dict[str, scoring.Halves] = {}
     for mean in wanted:
+        (first, *more), title = mean.methods, mean.title
+        if not more and mean.length == 1.0 and not kept.updates and first in found["halves"]:
+            # It is the merge itself: an adapter has no other tensors.
+            scores[title] = {name: found["methods"][first][name] for name in this.tests}
+            halves[title] = found["halves"][first]
+            continue
         with tempfile.TemporaryDirectory() as work:
             like, out = scoring.merged_folder(card, cache, mean.methods[0]), Path(work) / "mean"
             shutil.copytree(like, out, ignore=shutil.ignore_patterns("*.safetensors"))
             _files.save_file(kept.mean(mean), out / WEIGHTS, {"format": "pt"})
-            scores[mean.title], halves[mean.title] = this.of_folder(out)
+            scores[title], halves[title] = this.of_folder(out)
     found = json.loads(path.read_text())
     found["methods"] |= scores
     found["halves"] = {**found.get("halves", {}), **halves}
@@ -122,14 +131,16 @@ class _Kept:
         base: W₀ by name.
         merges: by method.
         updates: each expert's update of every tensor that `auto` averages, float64.
+        by_rank: 1 − 0.4 (1 − e)², e the updates' mean effective rank as a share.
     """
 
     base: Mapping[str, Tensor]
     merges: Mapping[str, Mapping[str, Tensor]]
     updates: Mapping[str, Sequence[Tensor]]
+    by_rank: float
 
     @classmethod
-    def of(cls, judge: scoring.Judge, means: Sequence[Mean]) -> _Kept:
+    def of(cls, judge: scoring.Judge, means: Sequence[Mean], rank: float) -> _Kept:
         base = _files.load_file(pretraining.folder_of(judge.base, judge.cache) / WEIGHTS)
         names = dict.fromkeys([*_MATRICES, *(name for mean in means for name in mean.methods)])
         folders = {name: scoring.merged_folder(judge.card, judge.cache, name) for name in names}
@@ -142,7 +153,7 @@ class _Kept:
             if tensor.is_floating_point() and "running_" not in name
             if torch.equal(one[name], other[name]) and not torch.equal(one[name], tensor)
         ]
-        return cls(base, merges, _updates(judge, base, same))
+        return cls(base, merges, _updates(judge, base, same), 1 - 0.4 * (1 - rank) ** 2)
 
     def mean(self, mean: Mean) -> dict[str, Tensor]:
         """Return the tensors of a mean."""
@@ -155,7 +166,7 @@ class _Kept:
             one, other = (self.merges[name] for name in _MATRICES)
             for name, base in self.base.items():
                 if not torch.equal(one[name], other[name]):
-                    found[name] = torch.lerp(base, found[name], mean.length)
+                    found[name] = torch.lerp(base, found[name], mean.length or self.by_rank)
         if mean.others != "averaged":
             for name, updates in self.updates.items():
                 merged = _OTHERS[mean.others](name, updates)
@@ -167,11 +178,15 @@ class _Kept:
 def _updates(
     judge: scoring.Judge, base: Mapping[str, Tensor], names: Sequence[str]
 ) -> dict[str, list[Tensor]]:
-    """Return each expert's update of some tensors, in float64; an adapter has none of them."""
+    """Return each expert's update of some tensors, in float64."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
-    for folder in scoring.models(judge.card, judge.cache).values():
-        path = folder / WEIGHTS
-        weights = _files.load_file(path) if path.exists() else base
+    for label, folder in scoring.models(judge.card, judge.cache).items() if names else ():
+        with tempfile.TemporaryDirectory() as work:
+            whole, start = folder, pretraining.folder_of(judge.base, judge.cache)
+            if not (folder / WEIGHTS).exists():  # an adapter, which may be of convolutions
+                whole = Path(work) / "whole"
+                covmerge.merge(start, {label: folder}, "average", whole, allow=["unchanged-expert"])
+            weights = _files.load_file(whole / WEIGHTS)
         for name in names:
             found[name].append(weights[name].double() - base[name].double())
     return found
