@@ -365,7 +365,10 @@ def test_rows_that_no_model_has_are_refused(tokens, said, models):
 
 
 def test_masks_over_other_rows_than_the_bases_are_refused(models, tmp_path):
-    with pytest.raises(InputError, match=advice("output_head=base, or take another method")):
+    with pytest.raises(
+        InputError,
+        match=advice("by --tensors embeddings=base --tensors output_head=base, or take another"),
+    ):
         plan_recipe(recipe(models, method="emr"))
     kept = {"embeddings": "base", "output_head": "base"}
     run_recipe(recipe(models, method="emr", tensors=kept), tmp_path / "out")

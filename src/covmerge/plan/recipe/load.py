@@ -44,11 +44,15 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
-    data, origin = _read(Path(path))
+    return _recipe(Path(path), *_read(Path(path)), told)
+
+
+def _recipe(path: Path, data: Any, origin: Origin, told: Told | None) -> Recipe:
+    """Return the recipe that a file holds."""
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
-        ours = compile_mergekit(theirs, origin, told or Told(), Places(Path(path).parent))
+        ours = compile_mergekit(theirs, origin, told or Told(), Places(path.parent))
         return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
-    folder = Path(path).parent
+    folder = path.parent
     return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
 
 
@@ -77,7 +81,7 @@ def load_stages(
                 f"{path} has one recipe, and stages are of several: leave out {Hint('stages')}, and end "
                 "the command with the output folder"
             )
-        return [(out, load_recipe(path, told))]
+        return [(out, _recipe(Path(path), *documents[0], told))]
     told = told or Told()
     stages = in_order([Document(data, origin, told) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
