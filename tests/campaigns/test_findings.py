@@ -148,7 +148,7 @@ def test_a_range_of_layers_without_an_end():
 def test_messages_have_an_end(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"plan": "1f", "format": [' + "0," * 100_000 + "0]}\n")
-    with pytest.raises(CheckpointError, match=r"start over with --overwrite$") as caught:
+    with pytest.raises(CheckpointError, match=r"start over with overwrite=True$") as caught:
         Journal.resume(path, plan_hash="1f")
     assert "journal.jsonl has format" in str(caught.value)
     assert len(str(caught.value)) < 3100

@@ -78,7 +78,7 @@ def test_an_output_is_replaced_on_demand_only(makes: Makes) -> None:
     make(makes(), "first")
     there = makes().occupant()
     for options in ({}, {"resume": True}):
-        with pytest.raises(InputError, match=r"merged exists: pass --overwrite"):
+        with pytest.raises(InputError, match=r"merged exists: pass overwrite=True"):
             make(makes(), "second", **options)
     assert makes().occupant() == there
     make(makes(), "second", overwrite=True)
@@ -97,7 +97,9 @@ def test_what_covmerge_did_not_write_is_not_deleted(makes: Makes) -> None:
 def test_an_unfinished_merge_waits_for_a_decision(makes: Makes) -> None:
     interrupt(makes(), "half")
     assert makes().occupant() is None
-    with pytest.raises(InputError, match=r"unfinished merge .*--resume to go on, --overwrite"):
+    with pytest.raises(
+        InputError, match=r"unfinished merge .*resume=True to go on, overwrite=True"
+    ):
         make(makes(), "x")
     with Staging(makes(), resume=True) as staging:
         assert staging.resuming
@@ -117,7 +119,7 @@ def test_overwrite_starts_an_unfinished_merge_again(makes: Makes) -> None:
 
 
 def test_what_appears_while_the_merge_runs_is_not_deleted(makes: Makes) -> None:
-    with pytest.raises(InputError, match="--overwrite"), Staging(makes()) as staging:
+    with pytest.raises(InputError, match="overwrite=True"), Staging(makes()) as staging:
         Journal.create(staging.journal, "plan")
         put(makes(), "merged")
         (folder := makes().output.folder) and folder.mkdir()

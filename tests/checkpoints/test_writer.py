@@ -126,7 +126,7 @@ def test_files_of_another_layout_are_refused(store: Store, tensors: dict[str, Te
     ShardWriter(store, layout_of(tensors))
     before = content(store)
     renamed = {("A" if name == "a" else name): tensor for name, tensor in tensors.items()}
-    with pytest.raises(CheckpointError, match=r"00001-of-00002.*header differs.*--overwrite"):
+    with pytest.raises(CheckpointError, match=r"00001-of-00002.*header differs.*overwrite=True"):
         ShardWriter(store, layout_of(renamed))
     first = "model-00001-of-00002.safetensors"
     store.truncate(first, 100)

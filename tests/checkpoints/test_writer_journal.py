@@ -92,7 +92,7 @@ def test_a_damaged_line_is_an_error_that_names_it(
         line = line[:-1] + f',"crc":"{zlib.crc32(line):08x}"}}'.encode()
     lines = file.read(2**20).splitlines(keepends=True)
     put(file, b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
-    with pytest.raises(CheckpointError, match=f"line {number} of the journal .*--overwrite"):
+    with pytest.raises(CheckpointError, match=f"line {number} of the journal .*overwrite=True"):
         finished(file)
 
 
@@ -111,7 +111,7 @@ def test_a_flipped_bit_anywhere_is_an_error_that_names_the_line(file: StoredFile
             number = content[:place].count(b"\n") + 1
             told = str(caught.value)
             assert f"line {number} of the journal" in told or (place < head and "format" in told)
-            assert "--overwrite" in told
+            assert "overwrite=True" in told
 
 
 def test_statistics_that_were_changed_do_not_reach_a_manifest(file: StoredFile) -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_regular_file_is_no_journal(tmp_path: Path) -> None:
         path.mkdir,
     ):
         make()
-        with pytest.raises(CheckpointError, match=r"cannot read the journal .*--overwrite"):
+        with pytest.raises(CheckpointError, match=r"cannot read the journal .*overwrite=True"):
             Journal.resume(path, "plan")
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -145,7 +145,7 @@ def test_of_two_lines_for_the_same_rows_the_later_counts(file: StoredFile) -> No
 
 
 def test_another_plan_is_refused(file: StoredFile) -> None:
-    with pytest.raises(InputError, match=r"another merge: the recipe, .*--overwrite"):
+    with pytest.raises(InputError, match=r"another merge: the recipe, .*overwrite=True"):
         Journal.resume(file, "other")
 
 
@@ -163,7 +163,7 @@ def test_a_journal_without_its_first_line_is_damaged(file: StoredFile, content: 
 
 
 def test_a_journal_is_neither_replaced_nor_invented(file: StoredFile) -> None:
-    with pytest.raises(InputError, match="--resume"):
+    with pytest.raises(InputError, match="resume=True"):
         Journal.create(file, "plan")
     assert finished(file) == ENTRIES
     with pytest.raises(CheckpointError, match="cannot read the journal"):

@@ -87,7 +87,7 @@ def test_a_killed_merge_locks_until_it_is_dead_and_resumes_to_the_same_bytes(
         assert child.wait() == -signal.SIGKILL, "the child ended before it was killed"
     hold.unlink()
     assert not out.exists()
-    with pytest.raises(InputError, match="--resume to go on"):
+    with pytest.raises(InputError, match="resume=True to go on"):
         merge(out)
 
     finished = journal.read_bytes().count(b"\n") - 1
@@ -121,7 +121,7 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path, hold: Path) ->
     finally:
         child.kill()
         child.wait()
-    with pytest.raises(InputError, match="exists: pass --overwrite"):
+    with pytest.raises(InputError, match="exists: pass overwrite=True"):
         merge(out)
     assert merge(out, overwrite=True) == len(NAMES) * ROWS // BLOCK
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]

@@ -87,9 +87,9 @@ def test_the_output_appears_at_the_commit_and_nothing_else_stays(out: Path) -> N
 
 def test_an_output_is_replaced_on_demand_only(out: Path) -> None:
     make(out, "first")
-    with pytest.raises(InputError, match=f"{out} exists: pass --overwrite"):
+    with pytest.raises(InputError, match=f"{out} exists: pass overwrite=True"):
         make(out, "second")
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="overwrite=True"):
         make(out, "second", resume=True)
     assert found(out)["weights"] == "first"
     make(out, "second", overwrite=True)
@@ -196,7 +196,7 @@ def test_a_mount_point_is_refused_before_the_work() -> None:
 
 
 def test_what_appears_while_the_merge_runs_is_not_deleted(out: Path) -> None:
-    with pytest.raises(InputError, match="--overwrite"), Staging(out) as staging:
+    with pytest.raises(InputError, match="overwrite=True"), Staging(out) as staging:
         Journal.create(staging.journal, "plan")
         (staging.folder / "weights").write_text("merged")
         out.mkdir()
@@ -226,7 +226,7 @@ def test_a_link_goes_on_to_point_to_the_output(out: Path) -> None:
 def test_an_unfinished_merge_waits_for_a_decision(out: Path) -> None:
     interrupt(out, "half")
     assert not out.exists()
-    with pytest.raises(InputError, match=r"--resume to go on, --overwrite to start again"):
+    with pytest.raises(InputError, match=r"resume=True to go on, overwrite=True to start again"):
         make(out, "x")
     with Staging(out, resume=True) as staging:
         assert staging.resuming and staging.notes == []
@@ -251,7 +251,7 @@ def test_overwrite_starts_an_unfinished_merge_again(out: Path) -> None:
 def test_resume_and_overwrite_go_on_and_replace(out: Path) -> None:
     make(out, "first")
     interrupt(out, "half", overwrite=True)
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="overwrite=True"):
         Staging(out, resume=True).__enter__()
     with Staging(out, resume=True, overwrite=True) as staging:
         assert staging.resuming
@@ -288,7 +288,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(out: Path) -> None:
     make(out, "first")
     interrupt(out, "half", overwrite=True)
     out.rename(out.parent / ".merged.covmerge-partial" / "replaced")  # as `commit` does
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="overwrite=True"):
         make(out, "x", resume=True)
     assert found(out)["weights"] == "first"
     out.rename(out.parent / ".merged.covmerge-partial" / "replaced")
@@ -307,7 +307,7 @@ def test_a_kill_after_the_renames_leaves_a_finished_output(out: Path) -> None:
     partial = out.parent / ".merged.covmerge-partial"
     out.rename(partial / "replaced")
     (partial / "output").rename(out)
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="overwrite=True"):
         make(out, "x")
     assert found(out)["weights"] == "second"
     make(out, "third", resume=True, overwrite=True)

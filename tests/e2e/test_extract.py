@@ -119,7 +119,7 @@ def test_what_is_lost_is_said(pair):
     total = sum(energy.values())
     assert result.stats["totals"]["discarded_energy"] == pytest.approx(lost / total, rel=1e-4)
     assert result.stats["totals"]["left_out_energy"] == pytest.approx(outside / total, rel=1e-4)
-    assert any("--whole" in note for note in result.notes)
+    assert any("whole=True" in note for note in result.notes)
     peft.PeftModel.from_pretrained(base_of(pair), out)
 
 

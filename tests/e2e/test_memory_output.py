@@ -125,10 +125,10 @@ def test_an_interrupted_merge_is_gone_on_with(tmp_path: Path) -> None:
         merge(store, base, experts, progress=InterruptAfter(2))
     assert not any(name.startswith("merged/") for name in store.contents())
     with pytest.raises(
-        InputError, match=r"lies in memory/\.merged\.covmerge-partial: pass --resume"
+        InputError, match=r"lies in memory/\.merged\.covmerge-partial: pass resume=True"
     ):
         merge(store, base, experts)
-    with pytest.raises(InputError, match="--overwrite"):  # another recipe destroys nothing
+    with pytest.raises(InputError, match="overwrite=True"):  # another recipe destroys nothing
         merge(store, base, experts, "ties", resume=True)
     result = merge(store, base, experts, resume=True)
     assert result.run["resumed_items"] >= 1
@@ -140,7 +140,7 @@ def test_an_output_is_replaced_on_demand_only(tmp_path: Path) -> None:
     store = MemoryStore()
     merge(store, base, experts)
     first = store.contents()
-    with pytest.raises(InputError, match="memory/merged exists: pass --overwrite"):
+    with pytest.raises(InputError, match="memory/merged exists: pass overwrite=True"):
         merge(store, base, experts, "ties")
     assert store.contents() == first
     merge(store, base, experts, "ties", overwrite=True)

@@ -465,7 +465,7 @@ def test_a_late_rank_finds_the_work_done(plain, tmp_path):
     assert late.run["own_items"] == 0 and "another rank has published" in late.notes[0]
     with pytest.raises(InputError, match="is of another recipe"):
         merge_rank(plain, "ties", tmp_path / "out", 1, 2)
-    with pytest.raises(InputError, match="--overwrite to replace it"):
+    with pytest.raises(InputError, match="overwrite=True to replace it"):
         merge_rank(plain, "ace", tmp_path / "out", 0, 2)
 
 
@@ -522,7 +522,7 @@ def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path
     with pytest.raises(KeyboardInterrupt):
         merge_rank(plain, "ace", tmp_path / "out", 0, 2, progress=stop)
     first, second = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=0.5)
-    assert "pass --resume to go on" in str(first)
+    assert "pass resume=True to go on" in str(first)
     assert "found no rank that leads" in str(second)
     assert not (tmp_path / "out").exists()
 

@@ -98,7 +98,7 @@ def test_an_interrupted_merge_is_gone_on_with(any_bucket: Bucket, models, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         merge_into(destination(any_bucket), base, experts, progress=InterruptAfter(2), **SHARDS)
     assert sent(any_bucket) == {}
-    with pytest.raises(InputError, match=r"an unfinished merge into .*://.* --resume to go on"):
+    with pytest.raises(InputError, match=r"an unfinished merge into .*://.* resume=True to go on"):
         merge_into(destination(any_bucket), base, experts, **SHARDS)
     done = merge_into(destination(any_bucket), base, experts, resume=True, **SHARDS)
     assert done.run["resumed_items"] >= 1 and done.path is None
@@ -131,7 +131,7 @@ def test_an_upload_that_breaks_off_is_no_output(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_server.ObjectServer, "send", break_off)
-        with pytest.raises(InputError, match=r"cannot be reached or written: .* --resume"):
+        with pytest.raises(InputError, match=r"cannot be reached or written: .* resume=True"):
             merge_into(destination(any_bucket), base, experts, **SHARDS)
     assert CLAIM in sent(any_bucket) and "merged/covmerge.json" not in sent(any_bucket)
     # Another machine has none of the work, and keeps away.
@@ -169,7 +169,7 @@ def test_an_output_is_replaced_on_demand_only(bucket: Bucket, models) -> None:
     base, experts = models
     merge_into(destination(bucket), base, experts, **SHARDS)
     first = sent(bucket)
-    with pytest.raises(InputError, match=r"merged exists: pass --overwrite"):
+    with pytest.raises(InputError, match=r"merged exists: pass overwrite=True"):
         merge_into(destination(bucket), base, experts)
     bucket.system.pipe_file(f"{bucket.name}/merged/thesis.tex", b"precious")
     with pytest.raises(InputError, match=r"did not write, so it is not deleted: thesis.tex"):
@@ -201,7 +201,7 @@ def test_what_appears_meanwhile_is_not_overwritten(bucket: Bucket, models) -> No
             bucket.system.pipe_file(f"{bucket.name}/merged/config.json", b"{}")
 
     base, experts = models
-    with pytest.raises(InputError, match=r"merged exists: pass --overwrite"):
+    with pytest.raises(InputError, match=r"merged exists: pass overwrite=True"):
         merge_into(destination(bucket), base, experts, progress=Meanwhile(0), **SHARDS)
     assert sent(bucket) == {"merged/config.json": b"{}"}
     bucket.system.rm_file(f"{bucket.name}/merged/config.json")

@@ -215,7 +215,7 @@ def test_no_merge_and_no_spectra():
         with pytest.raises(InputError, match="covmerge report OUT"):
             getattr(figures, name)(look)
     for name in ("spectra", "overlaps"):
-        with pytest.raises(InputError, match="--spectra"):
+        with pytest.raises(InputError, match="spectra"):
             getattr(figures, name)(look)
     with pytest.raises(InputError, match="nothing was merged"):
         figures.costs(Report("base", look))

@@ -337,7 +337,7 @@ def _with_experts(layer, names):
 def test_files_of_others_are_left_alone(tmp_path, without_pictures):
     path = tmp_path / FILE_NAME
     path.write_text("<html>mine</html>")
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="overwrite=True"):
         write_html(without_pictures, path)
     assert path.read_text() == "<html>mine</html>"
     write_html(without_pictures, path, overwrite=True)

@@ -409,7 +409,7 @@ def test_batches_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         importlib.import_module("covmerge.plan.statistics.collect"), "memory_by_block", lambda *_: 0
     )
     assert collect(folder, few, out).examples == 4
-    refused = "a block of .* 5 examples on their way take up to .* fewer --max-examples"
+    refused = "a block of .* 5 examples on their way take up to .* fewer max_examples"
     with pytest.raises(ResourceError, match=refused):
         collect(folder, [{"input_ids": torch.full((5, 16), 3)}], out, overwrite=True)
     assert collect(folder, few, out, overwrite=True).examples == 4

@@ -79,7 +79,7 @@ def test_what_it_is_not_for(tmp_path, given, says):
             by_confidence=True,
             **{"examples": Generated(), **given},
         )
-    with pytest.raises(InputError, match="is for --inputs generated"):
+    with pytest.raises(InputError, match=r"is for examples=Generated.."):
         collect("m", "a.txt", tmp_path / OUT, by_confidence=True)
 
 
@@ -97,7 +97,7 @@ def with_head(folder, weight, bias):
         (float("nan"), [0.0, 0.0], "/m gives numbers that are not finite, .*: correct its weights"),
         (1.0, [0.0, float("inf")], "/m gives numbers that are not finite"),
         (0.0, [0.0, 0.0], "the head of .*/m all labels of every example are alike"),
-        (0.0, [0.3, 0.3 + 1e-7], "every example are alike, .*: leave out --by-confidence"),
+        (0.0, [0.3, 0.3 + 1e-7], "every example are alike, .*: leave out by_confidence=True"),
     ],
 )
 def test_a_head_that_weighs_nothing(tmp_path, weight, bias, says):

@@ -153,7 +153,7 @@ def test_how_large_pictures_are(tmp_path):
         list(model.batches(Generated(), Reading())[0])
     model.whole.config.image_size = (8, 24)
     assert next(model.batches(Generated(), Reading())[0])["pixel_values"].shape[2:] == (8, 24)
-    with pytest.raises(InputError, match="leave out --tokenizer and --max-length"):
+    with pytest.raises(InputError, match="leave out tokenizer and max_length"):
         batches(folder, max_length=5)
 
 
@@ -194,9 +194,9 @@ def test_a_head_is_not_needed(tmp_path):
 def test_what_cannot_be_drawn(tmp_path):
     with pytest.raises(InputError, match="T5ForConditionalGeneration, for which covmerge makes no"):
         collect(save(build("t5"), tmp_path / "t5"), Generated(), tmp_path / OUT)
-    with pytest.raises(InputError, match="no language model that writes: leave out --tokens"):
+    with pytest.raises(InputError, match="no language model that writes: leave out tokens"):
         collect(save_vit(tmp_path / "vit"), Generated(tokens=3), tmp_path / OUT)
-    with pytest.raises(InputError, match="--pair-column is for a file of examples"):
+    with pytest.raises(InputError, match="pair_column is for a file of examples"):
         collect(tmp_path / "vit", Generated(), tmp_path / OUT, pair_column="b")
     with pytest.raises(InputError, match="what is generated has no labels"):
         collect(tmp_path / "vit", Generated(), tmp_path / OUT, labels="data")
@@ -227,7 +227,7 @@ def test_what_is_said_of_shared_inputs_is_of_grams(tmp_path, encoder):
             head, Generated("random"), tmp_path / OUT, kinds=kinds, max_examples=3, overwrite=True
         )
         (said,) = (note for note in done.notes if "shown these inputs" in note)
-        assert "--by-confidence" not in said and "--other" not in said
+        assert "by_confidence" not in said and "others" not in said
 
 
 def test_an_encoder_is_shown_the_same_when_asked(encoder):
@@ -239,5 +239,5 @@ def test_an_encoder_is_shown_the_same_when_asked(encoder):
 
 
 def test_random_inputs_are_not_written():
-    with pytest.raises(InputError, match="random inputs are not written: leave out --tokens"):
+    with pytest.raises(InputError, match="random inputs are not written: leave out tokens"):
         Generated("random", tokens=5)

@@ -125,7 +125,7 @@ def test_a_truth_value_is_no_length(tmp_path):
 def test_another_tokenizer(tmp_path):
     build("bert").save_pretrained(tmp_path / "m")
     data = write_texts(tmp_path / "a.txt")
-    with pytest.raises(InputError, match="pass the folder of one with --tokenizer"):
+    with pytest.raises(InputError, match="pass the folder of one with tokenizer"):
         collect(tmp_path / "m", data, tmp_path / OUT)
     save_tokenizer(tmp_path / "t")
     assert collect(tmp_path / "m", data, tmp_path / OUT, tokenizer=tmp_path / "t").examples == 12
@@ -137,7 +137,7 @@ def test_no_token_to_pad_with(tmp_path):
     config.pop("eos_token")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     data = write_texts(tmp_path / "a.txt")
-    with pytest.raises(InputError, match="pass --batch-size 1"):
+    with pytest.raises(InputError, match="pass batch_size=1"):
         collect(folder, data, tmp_path / OUT)
     assert collect(folder, data, tmp_path / OUT, batch_size=1).examples == 12
 

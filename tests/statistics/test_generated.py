@@ -190,7 +190,7 @@ def test_what_cannot_write(expert, tmp_path):
     with pytest.raises(InputError, match="BertForSequenceClassification, no language model"):
         collect(encoder, Generated("chat"), tmp_path / OUT)
     with pytest.raises(
-        InputError, match=r"template that works \(UndefinedError: .* pass --start bos"
+        InputError, match=r"template that works \(UndefinedError: .* pass start=.bos."
     ):
         collect(with_template(expert, "{{ a.b.c }}"), Generated("chat"), tmp_path / OUT)
     with pytest.raises(InputError, match=r"template .* leaves out what the user says"):
@@ -210,8 +210,8 @@ def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch
         monkeypatch.setattr(own, "load_model", lambda *_, **__: pytest.fail("loaded"))
     said = (
         f"{expert}: its tokenizer has no chat template (neither chat_template.jinja nor one in "
-        f"tokenizer_config.json), which --start {start} goes on from: pass --start bos, or with "
-        "--tokenizer the folder of one that has it"
+        f'tokenizer_config.json), which start="{start}" goes on from: pass start="bos", or with '
+        "tokenizer the folder of one that has it"
     )
     with pytest.raises(InputError) as told:
         collect(expert, Generated(start), tmp_path / OUT)
@@ -260,7 +260,7 @@ def test_a_start_that_works_is_named(expert, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "bos_token": None, "eos_token": None}))
     with pytest.raises(
-        InputError, match=r"--start user goes on from: pass a file of examples, or with"
+        InputError, match=r"start=.user. goes on from: pass a file of examples, or with"
     ):
         collect(expert, Generated("user"), tmp_path / OUT)
     with pytest.raises(
@@ -269,7 +269,7 @@ def test_a_start_that_works_is_named(expert, tmp_path):
         collect(expert, Generated("bos"), tmp_path / OUT)
     with_template(expert)
     with pytest.raises(
-        InputError, match=r"a text begins with: pass --start chat, or a file of exa"
+        InputError, match=r"a text begins with: pass start=.chat., or a file of exa"
     ):
         collect(expert, Generated("bos"), tmp_path / OUT)
 
@@ -358,7 +358,7 @@ def test_a_base_of_another_vocabulary_begins_nothing(expert, tmp_path):
     larger = with_vocabulary(tmp_path / "larger", rows=4000)
     said = (
         r"larger, whose embedding has 4000 rows, began a text with the token \d+, and that of .*/m has "
-        "64 rows: leave out --start base"
+        "64 rows: leave out start=.base."
     )
     with pytest.raises(InputError, match=said):
         collect(expert, how, tmp_path / OUT, base=larger, max_examples=4)
@@ -476,7 +476,7 @@ def test_as_many_texts_at_once_as_fit(expert, tmp_path, monkeypatch):
     done = collect(expert, Generated(), tmp_path / OUT, max_examples=8)
     assert StatisticsFile.open(tmp_path / OUT).about.generated["batch_size"] == 4
     assert any("4 texts were written at once, and not 8" in note for note in done.notes)
-    with pytest.raises(ResourceError, match="pass --batch-size 3, or fewer --tokens"):
+    with pytest.raises(ResourceError, match="pass batch_size=3, or fewer tokens"):
         collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=8, batch_size=6)
     collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=4, batch_size=100_000)
     assert StatisticsFile.open(tmp_path / f"b{OUT}").about.generated["batch_size"] == 4

@@ -294,7 +294,7 @@ def test_what_cannot_be_weighed_by(family, tmp_path):
     ):
         with pytest.raises(InputError, match=says):
             collect(own, Generated(), tmp_path / OUT, max_examples=3, **given)
-    with pytest.raises(InputError, match="--base is for --inputs generated"):
+    with pytest.raises(InputError, match=r"base is for examples=Generated.."):
         collect(own, [{"input_ids": torch.ones(1, 3, dtype=torch.long)}], tmp_path / OUT, base=base)
     assert not (tmp_path / OUT).exists()
 

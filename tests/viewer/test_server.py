@@ -209,5 +209,5 @@ def test_a_page_that_is_closed_early_leaves_no_traceback(scene, capfd, sent):
 
 def test_a_port_that_is_taken_is_told(scene, server):
     port = urlsplit(server.url).port
-    with pytest.raises(InputError, match=f"--port {port} cannot be listened on"):
+    with pytest.raises(InputError, match=f"port={port} cannot be listened on"):
         Server(scene, port)
