@@ -96,7 +96,7 @@ def test_the_gate_at_its_pole_is_said_where_the_scale_free_one_does_not_fire():
     result = merged([1.05, 0.95])
     assert result.stats["totals"]["gate_fired"] == [NAME]
     (note,) = (note for note in result.notes if "pole" in note)
-    assert "gate=scale_free" in note
+    assert 'gate="scale_free"' in note
     assert not merged([1.05, 0.95], gate="scale_free").stats["totals"]["gate_fired"]
     # Unlike norms fire either gate; a threshold that was lowered fires by itself.
     for norms, params in ([(0.3, 2.0), {}], [(0.1, 0.11), {"tau": 0.0}]):
@@ -107,7 +107,8 @@ def test_the_gate_at_its_pole_is_said_where_the_scale_free_one_does_not_fire():
 
 def test_the_table_calls_it_a_warning(tmp_path):
     models = save_plain(tmp_path)
-    ran = command("merge", *flags(models), "--method=ace", "--set", "eps=0.1", tmp_path / "out")
+    given = ["--method=ace", "--set", "eps=0.1", "--verbose"]
+    ran = command("merge", *flags(models), *given, tmp_path / "out")
     shown = words(ran.stdout)
     fired = "fired in 2 of 2" in shown
     assert fired == ("warning ACE's ε outweighs" in shown)

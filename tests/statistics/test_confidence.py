@@ -67,7 +67,7 @@ def test_no_head_that_is_sure(tmp_path):
         ({"kinds": ["fisher"]}, "none is asked for"),
         (
             {"examples": Generated("base"), "base": "b"},
-            "--start base is for language models, and --by-c",
+            "start=.base. is for language models, and by_c",
         ),
     ],
 )

@@ -283,8 +283,8 @@ def test_what_cannot_be_weighed_by(family, tmp_path):
     }
     save_file(factors, adapter / "adapter_model.safetensors")
     for given, says in (
-        ({"others": [other]}, "--other needs --base"),
-        ({"base": base, "kinds": ["fisher"]}, "--base weighs the inputs of Gram matrices"),
+        ({"others": [other]}, "others needs base"),
+        ({"base": base, "kinds": ["fisher"]}, "base weighs the inputs of Gram matrices"),
         ({"base": base, "others": [own]}, "named twice among the experts"),
         ({"base": base, "others": [other, f"{other}/"]}, "named twice among the experts"),
         ({"base": tmp_path / "wide"}, "no fine-tunes of one base"),

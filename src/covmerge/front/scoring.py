@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from covmerge.maths.methods import registry
+from covmerge.plan.recipe import TensorRules
 
 _BESIDE = ("auto", "tsv_m", "iso_c")  # methods that a merge is scored beside
 EVALUATION = "python your_eval.py {model}"
@@ -42,12 +43,13 @@ def score_command(recipe: Mapping[str, Any], out: str) -> str | None:
     given = ",".join(f"{key}={json.dumps(value)}" for key, value in set_.items())
     methods = [f"{method}({given})" if given else method, *(m for m in _BESIDE if m != method)]
     words = ["covmerge", "compare", "--base", recipe["base"]]
+    by_default = TensorRules().model_dump()
     for name, expert in experts.items():
         words += ["--expert", f"{name}={expert['source']}"]
     for name, expert in experts.items():
         words += ["--weight", f"{name}={expert['weight']:g}"] if expert["weight"] != 1 else []
     for key, value in recipe.get("tensors", {}).items():
-        words += ["--tensors", f"{key}={value}"] if value != _tensors().get(key) else []
+        words += ["--tensors", f"{key}={value}"] if value != by_default.get(key) else []
     words += ["--methods", ",".join(methods), "--out", f"{out}-scored", "--score", EVALUATION]
     return shlex.join(words)
 
@@ -61,10 +63,3 @@ def _is_more(recipe: Mapping[str, Any]) -> bool:
         for expert in experts
     )
     return not plain or any(recipe.get(key) for key in said)
-
-
-def _tensors() -> Mapping[str, str]:
-    from covmerge.plan.recipe import dump_recipe, parse_recipe
-
-    plain = {"base": "b", "experts": {"a": "a"}, "method": "average"}
-    return dump_recipe(parse_recipe(plain, origin="flags"))["tensors"]
