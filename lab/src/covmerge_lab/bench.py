@@ -177,7 +177,7 @@ class Bench:
         always = [EXPERTS, BASE]
         if methods is None or "task_arithmetic" in methods:
             always.append(TUNED)
-        parts = merging.parts([merge for merge in merges if merge.title not in kept])
+        parts: Sequence[Sequence[Merge]] = merging.parts([m for m in merges if m.title not in kept])
         if not parts and any(title not in kept for title in always):
             parts = [[]]
         for part in parts:

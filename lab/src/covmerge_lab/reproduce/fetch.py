@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints.file_formats import INDEX
 from covmerge.files.checkpoints.folder import choose_weights
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.hub import HubStore, is_offline
@@ -46,7 +45,7 @@ def _wanted(store: HubStore) -> dict[str, int]:
         file
         for file in names
         if file == chosen
-        or (chosen.endswith(INDEX) and file.startswith(stem) and file.endswith(f".{kind}"))
+        or (chosen.endswith(".index.json") and file.startswith(stem) and file.endswith(f".{kind}"))
     ]
     beside = [file for file in store.companions() if "/" not in file]
     return {file: store.sizes[file] for file in dict.fromkeys([*beside, *weights])}
