@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 from functools import partial
 
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.errors import InputError, TensorError
+from covmerge.errors import CovmergeError, InputError, TensorError
+from tests.advised import advice
 from tests.e2e.models import save_family
 from tests.held import held, journaled, wait_until
 from tests.interrupted import InterruptAfter
@@ -476,3 +478,70 @@ def test_a_name_that_no_output_can_have(tmp_path, name):
         covmerge.extract(base, experts["e0"], tmp_path / name, 2)
     with pytest.raises(InputError):
         covmerge.merge(tmp_path / name, experts, out=tmp_path / "out")
+
+
+def shard(folder):
+    return folder / "output" / "model.safetensors"
+
+
+def rewritten(folder, change):
+    journal = folder / "journal.jsonl"
+    journal.write_bytes(change(journal.read_bytes()))
+
+
+def shortened(folder):
+    shard(folder).write_bytes(shard(folder).read_bytes()[:-8])
+
+
+def linked(folder):
+    (folder / "journal.jsonl").unlink()
+    (folder / "journal.jsonl").symlink_to("/dev/zero")
+
+
+UNFINISHED = {
+    "a line": (
+        lambda folder: rewritten(folder, lambda text: text.replace(b'"tensor"', b'"tensro"', 1)),
+        advice("line {} of the journal {} is damaged ({}); start over with --overwrite"),
+    ),
+    "a link": (linked, advice("cannot read the journal {}: {}; start over with --overwrite")),
+    "another format": (
+        lambda folder: rewritten(
+            folder, lambda text: re.sub(rb'"format": ?\d+', b'"format":1', text, count=1)
+        ),
+        advice("with the version that began the merge, or start over with --overwrite"),
+    ),
+    "another size": (
+        shortened,
+        advice("cannot resume into {}: {}; start over with --overwrite"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), UNFINISHED.values(), ids=UNFINISHED)
+def test_unfinished_work_as_it_is_advised(damage, said, tmp_path):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2, method="ace")
+    damage(tmp_path / PARTIAL)
+    merge = partial(covmerge.merge, base, experts, "ace", out=tmp_path / "out")
+    with pytest.raises(CovmergeError, match=said):
+        merge(resume=True)
+    merge(overwrite=True)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "at-once")
+    assert digests(tmp_path / "out") == digests(tmp_path / "at-once")
+
+
+def test_a_merge_that_something_is_known_of_needs_a_decision(tmp_path):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    merge = partial(covmerge.merge, base, experts, "ace", out=tmp_path / "out")
+    for more in ({"resume": True}, {"overwrite": True}):
+        interrupt_after(tmp_path, base, experts, items=2, method="ace")
+        said = advice("an unfinished merge into {} lies in {}: pass --resume to go on, --overwrite")
+        with pytest.raises(InputError, match=said):
+            merge()
+        said = advice(
+            "is of another merge: {}. Take these back to go on, or start over with --overwrite"
+        )
+        with pytest.raises(InputError, match=said):
+            merge(resume=True, eps=0.5)
+        merge(**more)
+        shutil.rmtree(tmp_path / "out")
