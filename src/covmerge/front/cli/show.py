@@ -196,9 +196,13 @@ def _look_at(result: MergeResult) -> list[tuple[str, str]]:
 
 
 def _is_much_lost(result: MergeResult) -> bool:
-    """Whether rounding, in storing or in the steps before, is to be told to everybody."""
+    """Whether rounding, in storing or in the steps before, is to be told to everybody.
+
+    It is where it was not measured.
+    """
     totals = result.stats["totals"]
-    return max(totals["rounding_loss"], totals.get("arithmetic_loss") or 0.0) >= _LOSS
+    unmeasured = 1.0 if totals.get("arithmetic") else 0.0
+    return max(totals["rounding_loss"], totals.get("arithmetic_loss", unmeasured)) >= _LOSS
 
 
 def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str]]:
