@@ -905,3 +905,13 @@ def test_a_lora_of_llama_cpp_that_cannot_be_read(tmp_path: Path) -> None:
         found = covmerge.merge(base, {"a": adapter}, "linear").tensors
         for name, value in made.merged.items():
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_table_beside_its_trained_tokens(tmp_path: Path) -> None:
+    """PEFT stores the whole table where the vocabulary was resized; that was refused."""
+    config = lora(target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    made = make(llama, config, tmp_path, save_embedding_layers=True)
+    assert any(".token_adapter.base_layer.weight" in name for name in load_file(tmp_path / WEIGHTS))
+    found = covmerge.merge(made.base, {"a": tmp_path}, "linear").tensors
+    for name, value in made.merged.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
