@@ -67,6 +67,7 @@ def main() -> None:
             result = {
                 "command": "python -m benchmarks.large --beside DIR/src",
                 "before": commit(arguments.before),
+                "now": commit(OWN),
                 "machine": machine() | {"threads": 1},
                 "experts": COUNT,
                 "layers": list(rows.values()),

@@ -55,6 +55,7 @@ def written(text: str) -> str:
         ("memory", memory(_read("streaming"), _read("streaming-tenfold"))),
         ("routes", routes(_read("routes"))),
         ("overlap", overlap(_read("timeline"))),
+        ("large", large(_read("large"))),
     ):
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- end of {name} -->")
@@ -245,6 +246,31 @@ def overlap(results: Mapping[str, Any]) -> str:
     ]
     first = results["merges"][0]
     return _table(["merge", *(f"{s}, s" for s in first["seconds"]), *first["overlap"]], rows)
+
+
+def large(results: Mapping[str, Any]) -> str:
+    """Layers of language models by two builds."""
+    head = [
+        "layer", "method", "CPU s before", "now", "before / now", "now / products",
+        "peak GB before", "now", "difference",
+    ]  # fmt: skip
+    rows: list[list[object]] = []
+    for row in results["layers"]:
+        before, now = row["before"], row["now"]
+        peaks = [f"{build['peak_bytes'] / 1e9:.2f}" for build in (before, now)]
+        rows.append(
+            [
+                " × ".join(map(str, row["shape"])),
+                row["method"],
+                before["cpu_seconds"],
+                now["cpu_seconds"],
+                row["before / now"],
+                f"{now['cpu_seconds'] / row['products']:.1f}",
+                *peaks,
+                f"{row['difference']:.0e}" if row["difference"] else "none",
+            ]
+        )
+    return _table(head, rows)
 
 
 def roofline(results: Mapping[str, Any]) -> None:
