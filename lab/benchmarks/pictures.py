@@ -56,12 +56,13 @@ def results(shown: list[Column]) -> Any:
     """Draw the mean accuracy of a few merges, a panel for each column of the table."""
     figure, grid = plt.subplots(4, 2, figsize=(5.4, 9.8), layout="constrained")
     for axes, column in zip(grid.flat, shown, strict=True):
-        names = [name for name in SHOWN if name in column.rows][::-1]
-        values = [_percent(column, name) for name in names]
+        names = list(SHOWN)[::-1]
+        values = [_percent(column, name) if name in column.rows else 0.0 for name in names]
         axes.barh(range(len(names)), values, color=[SHOWN[name] for name in names])
         for place, (name, value) in enumerate(zip(names, values, strict=True)):
-            mark = column.rows[name].get("mark", "")
-            axes.text(value + 1, place, f"{value:.1f}{mark}", va="center", fontsize=8)
+            row = column.rows.get(name)
+            told = f"{value:.1f}{row.get('mark', '')}" if row else "not run"
+            axes.text(value + 1, place, told, va="center", fontsize=8)
         labels = [name.replace(", each on its task", "") for name in names]
         axes.set_yticks(range(len(names)), labels if column in shown[::2] else [""] * len(names))
         axes.set_xlim(0, 109)
