@@ -295,7 +295,7 @@ def _layers(model: RunningModel) -> list[Layer]:
     if not layers:
         raise InputError(
             f"{model.checkpoint.source} has no linear layers, whose inputs Gram matrices are of: pass "
-            "--kind fisher, or merge it by a method without data"
+            f"{Hint('kinds', 'fisher')}, or merge it by a method without data"
         )
     return layers
 
