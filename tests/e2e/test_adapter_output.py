@@ -383,7 +383,9 @@ def test_a_model_whose_files_call_tensors_otherwise(tmp_path):
 
 @of_gpt2
 def test_the_spectrum_says_which_rank_would_do(family):  # noqa: F811
-    ran = command(*arguments(family, "--as=adapter", "--method=average", family / "out"))
+    ran = command(
+        *arguments(family, "--as=adapter", "--method=average", "--verbose", family / "out")
+    )
     assert "90 %: " in ran.stdout and "99.9 %: " in ran.stdout
     stats = json.loads((family / "out" / "covmerge.json").read_text("utf-8"))["tensors"]
     wanted = 0
