@@ -153,7 +153,7 @@ def test_experts_rules_checks_recipe_and_sources(made, root):
     assert [row[:2] for row in rows[1:]] == [[e, number(100 * kept[e])] for e in SCALES]
     assert ["linear", "ace", "9"] in rows_of(list(root.all("table"))[1])
     assert "differs from base passed: 9 of 9 tensors differ" in text
-    assert "predicted without data, from the experts' own updates" in text
+    assert "What is kept of an expert is predicted from the updates alone." in text
     assert "storing the result loses 0% of the merged update's norm" in text
     (recipe,) = root.all("pre")
     assert "method: ace parameters: tau: 0.0" in recipe.text
