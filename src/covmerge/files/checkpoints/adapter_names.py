@@ -46,8 +46,8 @@ _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
     ".dora_scale": MAGNITUDE,
     **{end: part for kind in OF_FILES for end, part in kind.ends.items()},
 }
-_BEGIN = {  # what the names of parts begin with
-    end.split(".")[1].partition("_")[0]
+_BEGIN = {  # what the names of parts begin with; GPT-2 has an `ln_1`, so of `ln_tuning_layers` two words
+    re.sub(r"^(ln_[^_]*|[^_]*).*", r"\1", end.split(".")[1])
     for kind in TYPES.values()
     if kind is not TRAINABLE_TOKENS
     for end in (*kind.ends, *kind.whole)
