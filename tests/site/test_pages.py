@@ -48,6 +48,7 @@ NOT_RUN = {
     "covmerge view": "serves a page until it is ended: tests/cli/test_view.py runs it",
 }
 NOT_HERE = {
+    "demo-output/": MINUTES,
     "s3://": SERVER,
     "sd15/": DIFFUSION,
     "sdxl.": DIFFUSION,
