@@ -168,13 +168,11 @@ def _neighbours(scored: Scored, others: Sequence[Scored]) -> Values:
 
 
 def _candidates(scored: Scored, others: Sequence[Scored]) -> Values:
-    """Return how much better than `auto` each of its latest candidates is on other bases."""
-    names = [n for n in ("auto", *rules.OF_AUTO, *candidates.TITLES) if n in scored["methods"]]
-    having = [other for other in others if set(names) <= set(other["methods"])]
-    if not having:
-        return {"auto": 0.0}
+    """Return how much better than `auto` each latest candidate that all sets have is on other bases."""
+    every = [set(each["methods"]) for each in (scored, *others)]
+    names = [n for n in ("auto", *rules.OF_AUTO, *candidates.TITLES) if all(n in e for e in every)]
     return {
-        name: fmean(table.regret(other, "auto") - table.regret(other, name) for other in having)
+        name: fmean(table.regret(other, "auto") - table.regret(other, name) for other in others)
         for name in names
     }
 

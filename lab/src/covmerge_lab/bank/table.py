@@ -29,7 +29,7 @@ class Row:
         worst: largest regret of a set, and that set.
         worst_expert: mean of the smallest share that an expert of a set keeps.
         wins: sets where no method is better.
-        rank: mean place among all methods.
+        rank: mean place among the methods that regret is measured with.
     """
 
     method: str
@@ -99,12 +99,12 @@ def rows(
         values = {n: accuracy(scored, every[n]) for n in {*names, *rivals} if n in every}
         best = max(values[name] for name in rivals if name in values)
         whole = accuracy(scored, scored["experts"])
-        order = sorted((values[name] for name in names if name in values), reverse=True)
+        others = [values[name] for name in rivals if name in values]
         for name in (name for name in names if name in values):
             regrets[name].append(100 * (best - values[name]))
             least = min(every[name][e] / scored["experts"][e] for e in counted(scored))
             found[name].append(
-                (100 * values[name] / whole, 100 * least, order.index(values[name]) + 1)
+                (100 * values[name] / whole, 100 * least, 1 + sum(o > values[name] for o in others))
             )
     having = {name: [s for s in kept if name in s["methods"]] for name in names}
     return sorted(
