@@ -197,7 +197,9 @@ def test_rank_correlation_by_hand() -> None:
 
 def _with_criteria(base: str, better: float, worse: float) -> dict[str, Any]:
     """Return a set where a criterion is larger for the better method, and features tell nothing."""
-    scored = _set(base, one=(better,) * 3, two=(worse,) * 3, auto=(0.5,) * 3)
+    scored = _set(
+        base, one=(better, better, better), two=(worse, worse, worse), auto=(0.5, 0.5, 0.5)
+    )
     values = {"one": better, "two": worse, "auto": 0.0}
     scored["criteria"] = {m: dict.fromkeys(criteria.CRITERIA, v) for m, v in values.items()}
     scored["features"] = dict.fromkeys(criteria.FEATURES, 0.1)

@@ -211,16 +211,17 @@ def _as_auto(name: str, updates: Sequence[Tensor]) -> Tensor:
 def _summed(name: str, updates: Sequence[Tensor]) -> Tensor:
     """Return κΣδ_t, with κ of `auto`: the sum of unlike updates, and one of copies."""
     flat = torch.stack([update.flatten() for update in updates if update.any()])
-    sizes = flat.norm(dim=1)
-    alike = (flat @ flat.T).square() / torch.outer(sizes, sizes)
-    shorter = sizes.square().sum() / alike.sum()
+    sizes: Any = _linalg.vector_norm(flat, dim=1)
+    alike: Any = (flat @ flat.T).square() / torch.outer(sizes, sizes)
+    shorter: Any = sizes.square().sum() / alike.sum()
     return (shorter * flat.sum(dim=0)).reshape(updates[0].shape)
 
 
 def _by_lengths(name: str, updates: Sequence[Tensor]) -> Tensor:
     """Return Σ‖δ_t‖δ_t / Σ‖δ_t‖."""
-    sizes = torch.stack([update.norm() for update in updates])
-    return torch.tensordot(sizes / sizes.sum(), torch.stack(list(updates)), dims=1)
+    stack: Any = torch.stack(list(updates))
+    sizes: Any = _linalg.vector_norm(stack.flatten(1), dim=1)
+    return ((sizes / sizes.sum()) @ stack.flatten(1)).reshape(updates[0].shape)
 
 
 _OTHERS: Mapping[Others, Callable[[str, Sequence[Tensor]], Tensor]] = {

@@ -160,7 +160,7 @@ def _neighbours(scored: Scored, others: Sequence[Scored]) -> Values:
     seen = _np.array([_features(other) for other in others])
     apart = (seen - _np.array(_features(scored))) / (seen.std(axis=0) + 1e-12)
     order = _np.argsort(_np.square(apart).sum(axis=1), kind="stable")
-    centred = [_centred(others[place]) for place in order]
+    centred = [_centred(others[int(place)]) for place in order]
     return {
         name: fmean([values[name] for values in centred if name in values][:_NEIGHBOURS])
         for name in published(scored)

@@ -72,7 +72,7 @@ class _Seen:
         updates, merges = wide[: self.experts], wide[self.experts :]
         if group.base is not None and any(m.any() for m in merges):
             base = group.base.double()
-            lengths = [float(update.norm()) for update in updates]
+            lengths = [float(_linalg.vector_norm(update)) for update in updates]
             measured = measure(updates, merges, base)
             self.matrices.append((measured, features(updates, base), lengths))
         return torch.stack(group.updates).mean(dim=0)
@@ -113,20 +113,21 @@ def measure(updates: Sequence[Tensor], merges: Sequence[Tensor], base: Tensor) -
     of_base = stack @ root.T
     rows = [_of_expert(update, stack, root, of_base) for update in updates]
     found: dict[str, Any] = {name: _np.array([row[name] for row in rows]) for name in OF_EXPERTS}
-    lengths = [float(update.norm()) for update in updates if update.any()]
-    own = [float(merge.norm()) for merge in merges]
+    lengths = [float(_linalg.vector_norm(update)) for update in updates if update.any()]
+    own = [float(_linalg.vector_norm(merge)) for merge in merges]
     one, whole = sum(lengths) / max(1, len(lengths)), sum(lengths)
     flat = stack.flatten(1)
-    unit = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    cosines = unit @ unit.T
+    unit: Any = flat / _linalg.vector_norm(flat, dim=1, keepdim=True).clamp_min(1e-300)
+    cosines: Any = unit @ unit.T
     mean = flat.mean(dim=0)
+    apart = _linalg.vector_norm(flat - mean, dim=1)
     others = max(1, len(merges) - 1)
     return found | {
         "as long as one": [-_apart(size, one) for size in own],
         "short": [-size / (whole or 1.0) for size in own],
         "flat": [_rank(merge) for merge in merges],
         "medoid": ((cosines.sum(dim=1) - cosines.diagonal()) / others).tolist(),
-        "central": (-(flat - mean).norm(dim=1) / mean.norm().clamp_min(1e-300)).tolist(),
+        "central": (-apart / _linalg.vector_norm(mean).clamp_min(1e-300)).tolist(),
     }
 
 
@@ -139,13 +140,13 @@ def features(updates: Sequence[Tensor], base: Tensor) -> dict[str, float]:
     changed = [update for update in updates if update.any()]
     if len(changed) < 2:
         return dict.fromkeys(FEATURES, 0.0)
-    size = sum(float(update.norm()) for update in changed) / len(changed)
+    size = sum(float(_linalg.vector_norm(update)) for update in changed) / len(changed)
     return {
         "alike": _mean_cosine(changed),
         "rows": _mean_cosine([update.T @ update for update in changed]),
         "columns": _mean_cosine([update @ update.T for update in changed]),
         "rank": sum(map(_rank, changed)) / len(changed),
-        "size": log(size / max(float(base.norm()), 1e-12)),
+        "size": log(size / max(float(_linalg.vector_norm(base)), 1e-12)),
     }
 
 
@@ -156,14 +157,14 @@ def _of_expert(update: Tensor, merges: Tensor, base: Tensor, of_base: Tensor) ->
     root = _root(update)
     plain, seen = _Inner.of(merges, update), _Inner.of(merges @ root.T, update @ root.T)
     through_base = _Inner.of(of_base, update @ base.T)
-    shares = (plain.dots / plain.update).tolist()
+    shares: list[float] = _np.asarray(plain.dots / plain.update).tolist()
     return {
-        "retention": seen.kept().clamp_min(0.0).tolist(),
-        "nearness": plain.kept().tolist(),
+        "retention": _np.asarray(seen.kept().clamp_min(0.0)).tolist(),
+        "nearness": _np.asarray(plain.kept()).tolist(),
         "along": [along(share) for share in shares],
-        "cosine": plain.cosines().tolist(),
-        "output cosine": seen.cosines().tolist(),
-        "base retention": through_base.kept().clamp_min(0.0).tolist(),
+        "cosine": _np.asarray(plain.cosines()).tolist(),
+        "output cosine": _np.asarray(seen.cosines()).tolist(),
+        "base retention": _np.asarray(through_base.kept().clamp_min(0.0)).tolist(),
     }
 
 
@@ -202,7 +203,7 @@ def _root(matrix: Tensor) -> Tensor:
 
 def _mean_cosine(matrices: Sequence[Tensor]) -> float:
     flat = torch.stack([matrix.flatten() for matrix in matrices])
-    unit = flat / flat.norm(dim=1, keepdim=True)
+    unit: Any = flat / _linalg.vector_norm(flat, dim=1, keepdim=True)
     count = len(matrices)
     return (float((unit @ unit.T).sum()) - count) / (count * (count - 1))
 

@@ -130,7 +130,7 @@ def common_inputs(group: LinearGroup) -> Tensor:
     """
     wide = [update.double() for update in group.updates if update.any()]
     merged = registry.get("auto")(group)
-    sizes = torch.stack([update.norm() for update in wide])
+    sizes: Any = torch.stack([_linalg.vector_norm(update) for update in wide])
     grams = torch.stack([u.T @ u / size for u, size in zip(wide, sizes, strict=True)])
     total = grams.sum(dim=0)
     told = torch.tensor([_told(update) for update in wide], dtype=torch.float64)
@@ -142,14 +142,14 @@ def common_inputs(group: LinearGroup) -> Tensor:
     alike = ((flat @ flat.T).square() / torch.outer(sizes, sizes)).sum()
     shorter = sizes.square().sum() / alike
     parts = [_solved(wide, own, float(shorter)) for own in (grams, shared)]
-    return merged.delta + (1 - merged.stats["flat_share"]) * (parts[1] - parts[0])
+    return merged.delta + (1 - float(str(merged.stats["flat_share"]))) * (parts[1] - parts[0])
 
 
 def _solved(updates: Sequence[Tensor], grams: Any, shorter: float) -> Tensor:
     """Return the regression of `auto` with other covariances."""
-    total = sum(grams)
+    total: Any = torch.stack(list(grams)).sum(dim=0)
     ridge = auto.CONSTANTS.ridge * total.square().sum() / total.trace()
-    numerator = sum(update @ gram for update, gram in zip(updates, grams, strict=True))
+    numerator: Any = sum(update @ gram for update, gram in zip(updates, grams, strict=True))
     numerator = numerator + ridge * shorter * sum(updates)
     total.diagonal().add_(ridge)
     return _linalg.solve(total, numerator.T).T

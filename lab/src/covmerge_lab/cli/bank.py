@@ -70,7 +70,7 @@ def bank(
         sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
         shown = [scored for scored in sets if form in (None, scored["card"]["form"])]
         asked: dict[run.Other, bool] = {"halves": halves, "worst": worst, "choosing": choosing}
-        others = [name for name, wanted in asked.items() if wanted]
+        others: list[run.Other] = [name for name, wanted in asked.items() if wanted]
         typer.echo(run.show(shown, against, *others))
         if save is not None:
             run.write(sets, save)
