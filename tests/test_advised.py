@@ -32,7 +32,6 @@ REASONS = {
         r"^run/judgement/judge\.py: The merge is stopped",
         r"^plan/planning/serving\.py: |^plan/planning/data\.py: (--|`covmerge|, or (take|name))",
         r"^files/stores/local_destination\.py: take it first",
-        r"^front/cli/collect\.py: (EXPERT, DATA|--base, --expert)",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: |^front/cli/flags\.py: --method \{\} drops",
         r"^base/text\.py: keep such",
         r"^plan/planning/build\.py: (\{\} complex|average)",
@@ -131,7 +130,6 @@ LISTED = {
         "has {}: name its columns {}",
     ],
     "happens with no model that transformers has: a layer without weight, without blocks or words": [
-        "block; collect with --protocol inputs for the method regmean",
         "--max-examples, or leave out --by-confidence",
         "each label: leave out --by-confidence",
         "write ({}): pass a file of examples",

@@ -41,6 +41,10 @@ def test_importing_covmerge_does_not_import_torch():
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'mergee'"):
         covmerge.mergee  # noqa: B018
+    with pytest.raises(AttributeError, match=r"from covmerge_lab\.regmean_pp import"):
+        covmerge.collect_regmean_pp  # noqa: B018
+    with pytest.raises(covmerge.errors.RecipeError, match=r"`regmean` with `off_diagonal: 0\.95`"):
+        covmerge.methods.get("regmean++")
 
 
 def test_help_lists_every_keyword():

@@ -124,7 +124,7 @@ def check(data, schema, whole=None):
 
 
 # Whole commands, or what goes on with one.
-TYPED = ("--expert 0=", "--protocol regmean++", " with --out-dtype float32, then collect")
+TYPED = ("--expert 0=", " with --out-dtype float32, then collect")
 TYPES = {FOLDER / "base/settings.py", FOLDER / "front/scoring.py", *FOLDER.glob("front/cli/*")}
 
 

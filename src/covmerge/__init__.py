@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.plan.statistics.collect import collect
     from covmerge.plan.statistics.generated import Generated
-    from covmerge.plan.statistics.regmean_pp import collect_regmean_pp
     from covmerge.run.comparison import Comparison
     from covmerge.run.engine import Progress, RunOptions
     from covmerge.run.export import load_expert
@@ -66,7 +65,6 @@ _HOMES = {
     "Survey": "covmerge.maths.methods.registry",
     "Words": "covmerge.base.noticed",
     "collect": "covmerge.plan.statistics",
-    "collect_regmean_pp": "covmerge.plan.statistics",
     "compare": "covmerge.front.api",
     "extract": "covmerge.front.api",
     "inspect": "covmerge.front.api",
@@ -84,6 +82,11 @@ _HOMES = {
     "Recipe": "covmerge.plan.recipe",
     "load_recipe": "covmerge.plan.recipe",
     "parse_recipe": "covmerge.plan.recipe",
+}
+
+# Public names of before, and where they went.
+_GONE = {
+    "collect_regmean_pp": "it is in covmerge-lab: from covmerge_lab.regmean_pp import collect_regmean_pp"
 }
 
 # Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
@@ -115,7 +118,6 @@ __all__ = [
     "Words",
     "__version__",
     "collect",
-    "collect_regmean_pp",
     "compare",
     "extract",
     "inspect",
@@ -142,7 +144,8 @@ def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(_PACKAGES[name])
     if name not in _HOMES:
-        raise AttributeError(f"module 'covmerge' has no attribute '{name}'")
+        where = f": {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module 'covmerge' has no attribute '{name}'{where}")
     return getattr(import_module(_HOMES[name]), name)
 
 

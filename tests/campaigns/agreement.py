@@ -49,7 +49,6 @@ OF_GRAMS = frozenset(
         "aswudi",
         "swudi",
         "regmean",
-        "regmean++",
         "lot",
         "ssr",
         "esm",

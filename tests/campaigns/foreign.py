@@ -20,7 +20,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from covmerge.files.checkpoints import open_checkpoint
-from covmerge.methods import registry
 from covmerge.plan.statistics.file import Kind, StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.campaigns import formats, outcomes
@@ -35,7 +34,6 @@ _KINDS += ("changed since", "values", "damaged")
 _METHODS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "fisher": ("fisher", {"floor": _FLOOR, "floor_how": "add", "normalize": False}),
     "regmean": ("gram", {"off_diagonal": 0.5, "ridge": 0.0}),
-    "regmean++": ("gram", {"off_diagonal": 0.9, "ridge": 0.0}),
     "lot": ("gram", {}),
 }
 
@@ -63,8 +61,7 @@ def _save(
         held = [Statistic((n,), 100 * value, rows=100) for n, value in values.items()]
         if kind == "gram" and bool(torch.rand(1, generator=generator) < 0.3):
             held = [Statistic(tuple(values), 100 * next(iter(values.values())), rows=100)]
-        protocol = registry.get(method).protocol
-        contents = Contents(checkpoint, {kind: held}, examples=100, protocol=protocol)
+        contents = Contents(checkpoint, {kind: held}, examples=100)
         write_statistics({folder / f"{name}{_END}": contents}, overwrite=True)
 
 

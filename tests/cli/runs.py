@@ -94,9 +94,7 @@ def statistics_for(name, folder: Path, experts=("a", "b")):
                 for tensor, header in checkpoint.headers.items()
                 if method.data == "fisher" or tensor.endswith("up_proj.weight")
             ]
-            contents = Contents(
-                checkpoint, {method.data: statistics}, examples=100, protocol=method.protocol
-            )
+            contents = Contents(checkpoint, {method.data: statistics}, examples=100)
             write_statistics({path: contents}, overwrite=True)
         files[expert] = path
     return files

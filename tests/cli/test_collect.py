@@ -1,6 +1,5 @@
 """`covmerge collect`: what it prints, and how it ends."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from covmerge.front.cli.progress import ExamplesProgress
 from covmerge.plan.statistics import StatisticsFile
 from tests.cli.runs import covmerge, words
 from tests.cli.test_light import WITHOUT_TORCH
-from tests.e2e.models import build
-from tests.statistics.models import classifier, save, save_family, write_texts
+from tests.statistics.models import classifier, save, write_texts
 
 OUT = "a.covstats.safetensors"
 
@@ -54,33 +52,6 @@ def test_json_and_options(expert, tmp_path):
     covmerge("collect", expert, tmp_path / "a.txt", tmp_path / OUT, "--overwrite")
 
 
-def test_all_experts_at_once(tmp_path):
-    base, paths = save_family(build("bert"), tmp_path)
-    given = [f"--expert={name}={path}" for name, path in paths.items()]
-    given += [f"--data={name}={write_texts(tmp_path / f'{name}.txt')}" for name in paths]
-    flags = ["--protocol=regmean++", "--base", base, *given, "--out", tmp_path / "out"]
-    ran = covmerge("collect", *flags, "--json")
-    paths = [file["path"] for file in ran.json["files"]]
-    assert paths == [
-        str(tmp_path / "out" / f"{name}.covstats.safetensors") for name in ("e1", "e2")
-    ]
-    assert StatisticsFile.open(paths[0]).protocol == "regmean++"
-
-
-def test_all_experts_at_once_on_what_they_write(tmp_path):
-    base, paths = save_family(build("llama"), tmp_path)
-    given = [f"--expert={name}={path}" for name, path in paths.items()]
-    flags = ["--protocol=regmean++", "--inputs=generated", "--tokens=12", "--seed=2"]
-    out = tmp_path / "out"
-    covmerge("collect", *flags, "--base", base, *given, "--out", out)
-    stats = [f"--stats={name}={out / name}.covstats.safetensors" for name in paths]
-    how = ["--method=regmean++", *stats]
-    covmerge("merge", "--base", base, *given, tmp_path / "merged", *how)
-    sources = json.loads((tmp_path / "merged" / "covmerge.json").read_text())["sources"]
-    made = [sources[f"statistics {name}"]["content"]["generated"] for name in paths]
-    assert [each["seed"] for each in made] == [2, 2]
-
-
 BAD = {
     "nothing": ([], "a model, a file of examples and a file to write are needed"),
     "no out": (["m", "a.txt"], "are needed: covmerge collect EXPERT DATA OUT"),
@@ -96,32 +67,6 @@ BAD = {
     "folder": (["m", "a.txt", f"no/{OUT}"], "there is no folder no"),
     "device": (["m", "a.txt", OUT, "--device=cuda:99"], "--device cuda:99 cannot be used here"),
     "batch size": (["m", "a.txt", OUT, "--batch-size=0"], "--batch-size"),
-    "protocol": (["m", "a.txt", OUT, "--protocol=both"], "--protocol is 'both'"),
-    "mixed": (["m", "a.txt", OUT, "--base=m"], "belong to --protocol regmean++"),
-    "mixed the other way": (
-        ["m", "--protocol=regmean++", "--base=m", "--out=out"],
-        "belong to --protocol inputs",
-    ),
-    "labels of a Gram matrix": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--labels=data"],
-        "--other, --by-confidence, --kind and --labels belong to --protocol inputs",
-    ),
-    "a temperature of given data": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m", "--temperature=2"],
-        "--temperature belongs to --inputs generated",
-    ),
-    "data beside what is generated": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=generated", "--data=a=a.txt"],
-        "--inputs generated needs no --data: leave it out",
-    ),
-    "inputs of all": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=made"],
-        "--inputs is 'made': pass data, generated or random",
-    ),
-    "random ones of all": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=random"],
-        "--inputs random belongs to --protocol inputs",
-    ),
     "a seed of no generator": (
         ["m", OUT, "--inputs=generated", "--seed=99999999999999999999999"],
         "seed is 99999999999999999999999: pass a number from 0",
@@ -131,23 +76,6 @@ BAD = {
         "seed is -1: pass a number from 0",
     ),
     "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are allowed (--max-memory)"),
-    "memory for all": (
-        [
-            *("--protocol=regmean++", "--base=m", "--out=o", "--expert=a=m", "--data=a=a.txt"),
-            "--max-memory=300MB",
-        ],
-        "are allowed (--max-memory)",
-    ),
-    "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
-    "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),
-    "pair": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=m"],
-        "--expert 'm' is not NAME=VALUE",
-    ),
-    "expert without data": (
-        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m"],
-        "expert 'a' has no examples",
-    ),
 }
 
 
@@ -170,7 +98,7 @@ def test_help_comes_without_torch_and_fits():
     assert max(map(len, done.stdout.splitlines())) <= 80
     for flag in (
         "kind", "max-examples", "labels", "seed", "max-length", "tokenizer", "text-column",
-        "pair-column", "label-column", "protocol", "base", "expert", "data", "out", "batch-size",
+        "pair-column", "label-column", "base", "batch-size",
         "device", "max-memory", "overwrite", "json",
     ):  # fmt: skip
         assert f"--{flag} " in done.stdout

@@ -20,7 +20,7 @@ from covmerge.maths.linalg.random import Stream
 from covmerge.maths.methods.emr import Masses, rescalers
 from covmerge.methods import registry
 from covmerge.plan.planning import build as plan_build
-from covmerge.plan.statistics import StatisticsFile, collect, collect_regmean_pp
+from covmerge.plan.statistics import StatisticsFile, collect
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
@@ -427,7 +427,7 @@ class TestCompare:
         ran = cli("compare", recipe, "--out", tmp_path / "out", "--json").json
         assert {"regmean", "lot", "ties"} <= {row["method"] for row in ran["methods"]}
         own = {method.name for method in registry if method.sees == "weights"}
-        assert set(ran["left_out"]) == {"emr", "fisher", "regmean++", *own}
+        assert set(ran["left_out"]) == {"emr", "fisher", *own}
         for method in ("regmean", "lot"):
             cli("merge", recipe, tmp_path / method, "--method", method)
             assert_same(weights_in(tmp_path / "out" / method), weights_in(tmp_path / method))
@@ -649,28 +649,6 @@ class TestStatistics:
                 expected = expected.T if transposed else expected
             actual = merged[tensor].double() - start[tensor].double()
             assert (actual - expected).norm() <= 2e-3 * expected.norm() + 1e-6, tensor
-
-    def test_regmean_pp_from_texts_to_a_model(self, tmp_path):
-        base, experts = save_with_tokenizers(build("llama"), tmp_path)
-        texts = {
-            e: write_texts(tmp_path / f"{e}.txt", count=30, seed=n) for n, e in enumerate(experts)
-        }
-        collect_regmean_pp(base, experts, texts, tmp_path / "files")
-        files = {e: tmp_path / "files" / f"{e}.covstats.safetensors" for e in experts}
-        covmerge.merge(
-            base, experts, "regmean++", tmp_path / "out", statistics=files,
-            tensors={"few_rows": "allow"},
-        )  # fmt: skip
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        name = "model.layers.1.mlp.up_proj.weight"
-        start = weights_in(base)[name].double()
-        expected = by_formula(
-            "regmean++",
-            [weights_in(path)[name].double() - start for path in experts.values()],
-            [(StatisticsFile.open(file).read("gram", name), 0.0) for file in files.values()],
-            registry.get("regmean++").resolve({}),
-        )
-        assert_merged(weights_in(tmp_path / "out"), {name: start}, {name: expected}, tolerance=1e-5)
 
     def test_rules_dry_run_and_wrong_files(self, tmp_path):
         base, experts, files = collected("gpt2", tmp_path)

@@ -1,6 +1,7 @@
 """Methods that look beyond one tensor or one block of it, through the real engine."""
 
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from covmerge.maths.linalg.select import kth_magnitude
 from covmerge.maths.methods.emr import Masses, rescalers
 from covmerge.plan.planning import Count, build, build_plan, types
 from covmerge.plan.recipe import parse_recipe
+from covmerge.plan.statistics import StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from covmerge.run.engine import Silent, read_inputs, survey
 from covmerge.run.engine.selection import Selections
 from covmerge.run.sources import open_checkpoints
+from tests.advised import advice
 from tests.cli.runs import save_plain, statistics_for
 from tests.interrupted import InterruptAfter
 
@@ -262,8 +266,18 @@ class TestEmr:
                 assert twin.read_bytes() == file.read_bytes(), file
 
 
+def behind_merged_blocks(expert, path):
+    """Write a file of statistics as covmerge-lab collects them for RegMean++."""
+    with closing(StatisticsFile.open(path)) as file:
+        grams = {name: file.read("gram", name).double() for name in file.names("gram")}
+    with closing(covmerge.open_checkpoint(expert)) as own:
+        statistics = [Statistic((name,), 100 * gram, rows=100) for name, gram in grams.items()]
+        contents = Contents(own, {"gram": statistics}, examples=100, protocol="regmean++")
+        write_statistics({path: contents}, overwrite=True)
+
+
 class TestData:
-    @pytest.mark.parametrize("method", ["regmean", "regmean++", "lot", "fisher"])
+    @pytest.mark.parametrize("method", ["regmean", "lot", "fisher"])
     def test_statistics_reach_the_method(self, tmp_path, method):
         folder = save_plain(tmp_path, width=12)
         files = statistics_for(method, folder)
@@ -303,8 +317,12 @@ class TestData:
         with pytest.raises(RecipeError, match=r"no Gram matrix.*--kind gram"):
             covmerge.merge(*arguments, method="regmean", statistics=files)
         files = statistics_for("regmean", folder)
-        with pytest.raises(RecipeError, match=r"protocol 'inputs'.*needs 'regmean\+\+'"):
-            covmerge.merge(*arguments, method="regmean++", statistics=files)
+        said = advice("by the protocol '{}', and {} by '{}': collect all of them in one way")
+        behind_merged_blocks(arguments[1]["a"], files["a"])
+        with pytest.raises(RecipeError, match=said):
+            covmerge.merge(*arguments, method="regmean", statistics=files)
+        behind_merged_blocks(arguments[1]["b"], files["b"])
+        covmerge.merge(*arguments, method="regmean", statistics=files)
 
     def test_statistics_of_another_model(self, tmp_path):
         folder = save_plain(tmp_path)

@@ -169,7 +169,6 @@ FAMILIES = {
     "With data, equalised": {"auto_measured": Column("auto_measured", (1.0, "sum"))},
     "With data": {
         "regmean": Column("regmean", (1.0, "largest")),
-        "regmean++": Column("regmean++", (1.0, "largest")),
         "lot": Column("lot", (1.0, "largest")),
         "ssr": Column("ssr", (1.0, "largest")),
         "fisher": Column("fisher", (1.0, "largest")),

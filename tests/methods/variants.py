@@ -66,7 +66,6 @@ VARIANTS = [
     ("regmean", {}),
     ("regmean", {"off_diagonal": 1.0}),
     ("regmean", {"off_diagonal": 0.1, "ridge": 0.5}),
-    ("regmean++", {}),
     ("lot", {}),
     ("lot", {"rtol": 0.2}),
     ("ssr", {}),

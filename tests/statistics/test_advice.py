@@ -17,7 +17,6 @@ OUT = "x.covstats.safetensors"
 MADE = f"collect e1 {OUT} --inputs generated --tokens 6"
 LABELLED = f"collect m lines.jsonl {OUT} --kind fisher --labels data"
 ALL = "--expert e1=e1 --expert e2=e2"
-PLUS = f"collect --protocol regmean++ --base base {ALL}"
 STATS = "--stats e1=stats/e1.covstats.safetensors --stats e2=stats/e2.covstats.safetensors"
 MERGE = f"merge --base base {ALL}"
 CONFIDENT = f"collect m {OUT} --inputs generated --by-confidence"
@@ -134,50 +133,10 @@ LINES = {
         advice("--{} belongs to --inputs generated: leave it out, or pass that"),
         f"collect e1 a.txt {OUT}",
     ),
-    "a protocol": (
-        f"collect e1 a.txt {OUT} --protocol both",
-        advice("--protocol is '{}': pass inputs or regmean++"),
-        f"collect e1 a.txt {OUT} --protocol inputs",
-    ),
-    "the other's": (
-        f"collect e1 a.txt {OUT} --out x",
-        advice("{}: leave them out, or pass --protocol {}"),
-        f"collect e1 a.txt {OUT}",
-    ),
-    "the other's, that": (
-        f"{PLUS} a.txt --out x",
-        advice("{}: leave them out, or pass --protocol {}"),
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
-    ),
     "a start at random": (
         f"collect base {OUT} --inputs random --start bos",
         advice("--start {} belongs to --inputs generated: leave it out"),
         f"collect base {OUT} --inputs random --max-examples 4",
-    ),
-    "random for all": (
-        f"{PLUS} --inputs random --out x",
-        advice("--inputs random belongs to --protocol inputs: leave out one of them"),
-        f"{PLUS} --inputs generated --tokens 6 --out x",
-    ),
-    "no base for all": (
-        "collect --protocol regmean++ --expert e1=e1 --out x",
-        advice("--base SOURCE and --out FOLDER are needed for --protocol regmean++"),
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
-    ),
-    "no experts for all": (
-        "collect --protocol regmean++ --base base --out x",
-        advice("no experts are given: pass each with its name"),
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
-    ),
-    "no data of one": (
-        f"{PLUS} --data e1=a.txt --out x",
-        advice("expert '{}' has no examples: name its data"),
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
-    ),
-    "data of what is made": (
-        f"{PLUS} --data e1=a.txt --inputs generated --out x",
-        advice("--inputs {} needs no --data: leave it out"),
-        f"{PLUS} --inputs generated --tokens 6 --out x",
     ),
     "labels of a Gram matrix": (
         f"collect m a.txt {OUT} --labels data",
@@ -305,11 +264,6 @@ LINES = {
         ),
         f"{MADE} --start bos",
     ),
-    "a file for all": (
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out a.txt",
-        advice("{} is no folder, and none can be made there: choose another output"),
-        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
-    ),
     "another file": (
         "collect e1 a.txt text.covstats.safetensors --overwrite",
         advice("{} is not replaced, because it is no statistics file ({}): choose another output"),
@@ -405,16 +359,6 @@ def test_a_line_as_it_is_advised(name, here):
             "",
             advice("needs the statistics of expert '{}': run {}, then name the file by --stats {}"),
         ),
-        (
-            "regmean++",
-            "",
-            advice("needs the statistics of expert '{}': run {}, then name the file by --stats {}"),
-        ),
-        (
-            "regmean++",
-            STATS,
-            advice("was collected by the protocol '{}', method '{}' needs '{}': run {}."),
-        ),
     ],
 )
 def test_the_command_that_collects(method, given, said, here):
@@ -427,10 +371,7 @@ def test_the_command_that_collects(method, given, said, here):
             re.search(r"expert '(\w+)'|$", found.string)[1],
             COMMAND.search(found.string)[1],
         )
-        covmerge(*shlex.split(typed.replace("DATA", "a.txt").replace("FOLDER", "all")))
-        if method == "regmean++":
-            stats = [f"--stats={n}=all/{n}.covstats.safetensors" for n in ("e1", "e2")]
-            break
+        covmerge(*shlex.split(typed.replace("DATA", "a.txt")))
         stats += [f"--stats={name}={name}.covstats.safetensors"]
     covmerge(*merge, *stats)
     covmerge("verify", "out")

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.plan.statistics import Generated, collect, collect_regmean_pp
+from covmerge.plan.statistics import Generated, collect
 from tests.advised import advice
 from tests.e2e.models import TEXT, build
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
@@ -121,10 +121,6 @@ def albert(t):
     return save(transformers.AlbertModel(config), t / "albert")
 
 
-def regmean_pp(folder, data):
-    return collect_regmean_pp(folder, {"a": folder}, {"a": data}, folder.parent / "all")
-
-
 def resnet(t, **said):
     config = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", **said
@@ -181,11 +177,6 @@ CASES = {
         lambda t: go(bert(t), []),
         advice("there is no example: pass one batch or more"),
         lambda t: go(bert(t), batch(t / "bert")),
-    ),
-    "no batch of regmean++": (
-        lambda t: regmean_pp(bert(t), []),
-        advice("{} has no examples: pass one batch or more"),
-        lambda t: regmean_pp(bert(t), batch(t / "bert")),
     ),
     "a base of examples": (
         lambda t: go(llama(t), txt(t), base=t / "llama"),
@@ -342,11 +333,6 @@ CASES = {
         lambda t: go(said_in(bert(t), "config.json", quantization_config={"bits": 4}), txt(t)),
         advice("{} stores quantised weights: dequantise and save it first"),
         lambda t: go(bert(t), txt(t)),
-    ),
-    "blocks that are run again": (
-        lambda t: regmean_pp(albert(t), txt(t)),
-        advice("blocks that are run once; collect with --protocol inputs for the method regmean"),
-        lambda t: go(t / "albert", txt(t)),
     ),
     "an overflow": (
         lambda t: go(bert(t), [{"inputs_embeds": torch.full((1, 4, 16), torch.inf)}]),

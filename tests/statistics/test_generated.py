@@ -13,7 +13,7 @@ import transformers
 import covmerge
 from covmerge.errors import InputError, ResourceError
 from covmerge.files.checkpoints import open_checkpoint
-from covmerge.plan.statistics import Generated, StatisticsFile, collect, collect_regmean_pp, needed
+from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.model import load_model
 from covmerge.plan.statistics.written import Begun, ends_of
@@ -205,9 +205,8 @@ def test_what_cannot_write(expert, tmp_path):
 @pytest.mark.parametrize("start", ["chat", "user"])
 def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch, start):
     """Transformers' own words are a paragraph on how a tokenizer gets one."""
-    for module in ("collect", "regmean_pp"):
-        own = importlib.import_module(f"covmerge.plan.statistics.{module}")
-        monkeypatch.setattr(own, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    own = importlib.import_module("covmerge.plan.statistics.collect")
+    monkeypatch.setattr(own, "load_model", lambda *_, **__: pytest.fail("loaded"))
     said = (
         f"{expert}: its tokenizer has no chat template (neither chat_template.jinja nor one in "
         f'tokenizer_config.json), which start="{start}" goes on from: pass start="bos", or with '
@@ -215,9 +214,6 @@ def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch
     )
     with pytest.raises(InputError) as told:
         collect(expert, Generated(start), tmp_path / OUT)
-    assert str(told.value) == said
-    with pytest.raises(InputError) as told:
-        collect_regmean_pp(expert, {"a": expert}, Generated(start), tmp_path / "out")
     assert str(told.value) == said
     ran = run("collect", expert, tmp_path / OUT, "--inputs=generated", f"--start={start}", code=2)
     assert " ".join(ran.stderr.split()) == f"error: {said}"
@@ -322,15 +318,6 @@ def test_a_text_goes_on_from_what_the_base_began(expert, base, tmp_path):
     }
 
 
-def test_what_the_base_began_for_all_experts_of_regmean_pp(base, tmp_path):
-    _, paths = save_family(build("llama"), tmp_path / "family")
-    how = Generated("base", tokens=3)
-    collect_regmean_pp(base, paths, how, tmp_path / "out", max_examples=4)
-    for name in paths:
-        about = StatisticsFile.open(tmp_path / "out" / f"{name}.covstats.safetensors").about
-        assert about.generated["begun_by"] == str(base)
-
-
 def test_a_base_that_writes_nothing_begins_nothing(expert, tmp_path):
     encoder = save(classifier(), tmp_path / "encoder")
     with pytest.raises(InputError, match="no language model that writes"):
@@ -362,8 +349,6 @@ def test_a_base_of_another_vocabulary_begins_nothing(expert, tmp_path):
     )
     with pytest.raises(InputError, match=said):
         collect(expert, how, tmp_path / OUT, base=larger, max_examples=4)
-    with pytest.raises(InputError, match=said):
-        collect_regmean_pp(larger, {"a": expert}, how, tmp_path / "out", max_examples=4)
     other = with_vocabulary(tmp_path / "other", first="x")
     with pytest.raises(
         InputError, match=r"the token 3 is 'x' to .*/other, and 'w0' to .*/m, which"
@@ -450,9 +435,6 @@ def test_ends_that_the_model_has_no_row_for(expert, tmp_path, name, ends, beyond
     said = f"eos_token_id of {path} has {beyond}, and the model 64 tokens: no text ends there"
     done = collect(expert, Generated("user", tokens=4), tmp_path / OUT, max_examples=24)
     assert said in done.notes
-    how = Generated("base", tokens=4)
-    found = collect_regmean_pp(expert, {"a": expert}, how, tmp_path / "out", max_examples=4)
-    assert said in found["a"].notes
 
 
 def test_ends_of_a_text(expert):

@@ -166,7 +166,7 @@ def contents(method, model):
             elif name.endswith("up_proj.weight"):
                 inputs = torch.randn(99, header.shape[1], generator=generator)
                 kept.append(Statistic((name,), inputs.T @ inputs, rows=99))
-        return Contents(checkpoint, {method.data: kept}, examples=99, protocol=method.protocol)
+        return Contents(checkpoint, {method.data: kept}, examples=99)
 
 
 @pytest.mark.parametrize("name", [name for name in registry.names() if name != "emr"])

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from covmerge import collect, collect_regmean_pp
+from covmerge import collect
 from covmerge_lab.own import Own
+from covmerge_lab.regmean_pp import collect_regmean_pp
 from covmerge_lab.suite import Suite
 from covmerge_lab.workers import CollectSteps, Job, OnProgress
 

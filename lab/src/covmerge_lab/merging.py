@@ -18,6 +18,7 @@ from covmerge.methods import Method, registry
 from covmerge_lab import collecting
 from covmerge_lab.collecting import OWN
 from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.regmean_pp import OFF_DIAGONAL
 from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.workers import MergeSteps, OnProgress, ignore_progress
 
@@ -34,6 +35,14 @@ _IN_ONE_READING, _ON_DISK = 4, 8
 # Beside the defaults: ACE as its code was released. WUDI's published optimiser is left out: it takes a
 # hundred times as long as the closed form of its loss.
 _AS_RELEASED = (Merge("ace", {"eps": 1e-2}),)
+# RegMean on what merged blocks see.
+REGMEAN_PP = Merge(
+    "regmean",
+    {"off_diagonal": OFF_DIAGONAL},
+    Section.WITH_DATA,
+    label="regmean++",
+    statistics="regmean++",
+)
 # The best of what data makes possible, without data.
 _ON_OWN_INPUTS = (
     Merge("regmean", section=Section.OWN_INPUTS, label="regmean, own inputs", statistics=OWN),
@@ -83,15 +92,15 @@ def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...
 
     Args:
         kind: of the experts.
-        only: names of methods; None for all.
+        only: names of methods, or `regmean++`; None for all.
     """
     own = [method for method in registry if method.sees == "updates"]
     defaults = [Merge(method.name, section=_section(method)) for method in own]
     return tuple(
         merge
-        for merge in (*defaults, *_AS_RELEASED, *_ON_OWN_INPUTS)
+        for merge in (*defaults, *_AS_RELEASED, REGMEAN_PP, *_ON_OWN_INPUTS)
         if (kind == "lora" or merge.method not in _FOR_ADAPTERS)
-        and (only is None or merge.method in only)
+        and (only is None or _named(merge) in only)
     )
 
 
@@ -99,10 +108,13 @@ def statistics_of(merge: Merge) -> str | None:
     """Return the kind of statistics that a merge needs."""
     if merge.statistics is not None:
         return merge.statistics
-    method = registry.get(merge.method)
-    if method.data == "none":
-        return None
-    return method.data if method.protocol == "inputs" else method.protocol
+    data = registry.get(merge.method).data
+    return None if data == "none" else data
+
+
+def _named(merge: Merge) -> str:
+    """What `--methods` calls it."""
+    return merge.title if merge is REGMEAN_PP else merge.method
 
 
 def passes(merges: Sequence[Merge]) -> list[list[Merge]]:

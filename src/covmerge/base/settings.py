@@ -47,7 +47,7 @@ KEYS = {
 LISTS = ("allow", "keep", "kinds")
 SWITCHES = ("by_confidence", "deep", "lenient", "overwrite", "private", "resume", "whole")
 # What a function, or the type of an argument, says in Python.
-IN_PYTHON = {"inputs": "examples=Generated()", "protocol": "covmerge.collect"}
+IN_PYTHON = {"inputs": "examples=Generated()"}
 # Of the process, and not of a context: the threads of a run have none of their caller's.
 _form: Form = "python"
 

@@ -274,13 +274,9 @@ def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str
         return "sees the models' weights and not their updates: name it to have it compared"
     if method.data == "none":
         return None
-    usable = [
-        file.protocol == method.protocol and bool(file.names(method.data))
-        for file in statistics.values()
-    ]
-    if usable and all(usable):
+    if statistics and all(file.names(method.data) for file in statistics.values()):
         return None
-    return f"needs statistics ({method.data}, protocol '{method.protocol}') of every expert"
+    return f"needs statistics ({method.data}) of every expert"
 
 
 @dataclass(frozen=True)

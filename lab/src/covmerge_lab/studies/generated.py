@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from covmerge.errors import InputError, did_you_mean
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
-from covmerge_lab.merging import Experts
+from covmerge_lab.merging import REGMEAN_PP, Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.own import DRAWN, WRITTEN
 from covmerge_lab.studies.accuracy import bars, findings
@@ -29,7 +30,7 @@ from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
 _DATA = Merge("regmean", section=Section.WITH_DATA, label="regmean, data")
-_BEHIND = Merge("regmean++", section=Section.WITH_DATA, label="regmean++, data")
+_BEHIND = replace(REGMEAN_PP, label="regmean++, data")
 _AVERAGE = Merge("average")
 _ANOTHER = "data of the task after it"
 
@@ -62,7 +63,7 @@ class OwnInputs(Study):
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         ways = self.only or tuple(bench.suite.own_inputs)
         data = [_DATA]
-        if any(bench.suite.own_inputs[title].protocol == _BEHIND.method for title in ways):
+        if any(_together(bench.suite, title) for title in ways):
             data.append(_BEHIND)
         merges = [_AVERAGE, *data, *(_merge(bench.suite, title) for title in ways)]
         seen: dict[str, dict[str, list[Made]]] = {}
@@ -81,7 +82,7 @@ class OwnInputs(Study):
                 of_kind.setdefault(title, []).append((cosines[title], took / len(experts.whole)))
             return bench.merge(experts, merges, tuned=True)
 
-        kinds = [_measured(merge.method) for merge in data]
+        kinds = [_measured(together=merge is _BEHIND) for merge in data]
         found = findings(bench, variants, make, self.draw, statistics=kinds)
         inputs = {kind: {t: _mean(seeds) for t, seeds in of.items()} for kind, of in seen.items()}
         return Findings(
@@ -106,24 +107,24 @@ def _kind(title: str) -> str:
     return f"own, {title}"
 
 
-def _method(suite: Suite, title: str) -> str:
-    protocol = suite.own_inputs[title].protocol
-    return _DATA.method if protocol == "inputs" else protocol
+def _together(suite: Suite, title: str) -> bool:
+    """Whether the inputs of all experts go through merged blocks."""
+    return suite.own_inputs[title].protocol == "regmean++"
 
 
-def _measured(method: str) -> str:
-    """The kind of statistics of data that a method is given."""
-    return "gram" if method == _DATA.method else method
+def _measured(*, together: bool) -> str:
+    """The kind of statistics of data that stands beside."""
+    return "regmean++" if together else "gram"
 
 
 def _merge(suite: Suite, title: str) -> Merge:
-    method = _method(suite, title)
-    return Merge(method, section=Section.OWN_INPUTS, label=title, statistics=_kind(title))
+    like = _BEHIND if _together(suite, title) else _DATA
+    return replace(like, section=Section.OWN_INPUTS, label=title, statistics=_kind(title))
 
 
 def _jobs(experts: Experts, title: str) -> dict[str, Job[float]]:
     """What makes the inputs of all experts, and returns the seconds it took."""
-    if _method(experts.suite, title) == _BEHIND.method:
+    if _together(experts.suite, title):
         return {title: partial(_make_together, experts, title)}
     return {f"{title}, {task}": partial(_make, experts, title, task) for task in experts.whole}
 
@@ -143,8 +144,8 @@ def _make_together(experts: Experts, title: str, on_progress: OnProgress) -> flo
 def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str, float]:
     """Return the mean cosine over layers with what was measured, by task."""
     tasks = list(experts.whole)
-    method = _DATA.method if title == _ANOTHER else _method(experts.suite, title)
-    measured = collecting.files(experts.statistics, _measured(method), tasks)
+    together = title != _ANOTHER and _together(experts.suite, title)
+    measured = collecting.files(experts.statistics, _measured(together=together), tasks)
     if title == _ANOTHER:
         following = [*tasks[1:], tasks[0]]
         files = {task: measured[other] for task, other in zip(tasks, following, strict=True)}

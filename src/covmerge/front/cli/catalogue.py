@@ -171,8 +171,7 @@ def tensors(method: Method) -> str:
 
 def data(method: Method) -> str:
     """Say which statistics of the experts' data a method needs."""
-    text = _DATA[method.data]
-    return text if method.protocol == "inputs" else f"{text} (--protocol {method.protocol})"
+    return _DATA[method.data]
 
 
 def show_value(value: Any) -> str:
@@ -402,8 +401,8 @@ def anchors(names: Iterable[str]) -> dict[str, str]:
     """The anchors that headings get on GitHub: without signs, and numbered where they repeat.
 
     Example:
-        >>> anchors(["regmean", "regmean++"])
-        {'regmean': 'regmean', 'regmean++': 'regmean-1'}
+        >>> anchors(["a", "a++"])
+        {'a': 'a', 'a++': 'a-1'}
     """
     found: dict[str, str] = {}
     for name in names:

@@ -16,7 +16,7 @@ from covmerge.front.cli.units import format_seconds
 if TYPE_CHECKING:
     from covmerge.plan.statistics import Collected, Generated
 
-_WHAT, _HOW, _ALL, _RUN = "What to collect", "How to read", "All experts at once", "Run"
+_WHAT, _HOW, _RUN = "What to collect", "How to read", "Run"
 _OWN = "Without data"
 
 
@@ -145,45 +145,13 @@ def collect(
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of the label; else label."),
     ] = None,
-    protocol: Annotated[
-        str,
-        typer.Option(
-            metavar="inputs|regmean++",
-            rich_help_panel=_ALL,
-            help="regmean++ sees each block behind the merged blocks before it.",
-        ),
-    ] = "inputs",
     base: Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
-            rich_help_panel=_ALL,
+            rich_help_panel=_OWN,
             help="Base of the experts. With --inputs generated: an input weighs by how strongly EXPERT "
             "reacts to it; drawn ones give the mean without. With --start base: it begins the texts.",
-        ),
-    ] = None,
-    named_expert: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--expert",
-            metavar="NAME=SOURCE",
-            rich_help_panel=_ALL,
-            help="An expert; once for each.",
-        ),
-    ] = None,
-    named_data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data", metavar="NAME=FILE", rich_help_panel=_ALL, help="Its examples; once for each."
-        ),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="FOLDER",
-            rich_help_panel=_ALL,
-            help="Folder for NAME.covstats.safetensors of each.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -218,18 +186,10 @@ def collect(
     --base B --other ./math
 
     covmerge collect ./base base.covstats.safetensors --inputs random
-
-    covmerge collect --protocol regmean++ --base B --expert code=./code
-    --data code=code.jsonl ... --out DIR
-
-    covmerge collect --protocol regmean++ --inputs generated --base B
-    --expert code=./code ... --out DIR
     """
-    from covmerge.front.cli.flags import pairs
     from covmerge.front.cli.progress import ExamplesProgress
     from covmerge.plan.recipe import parse_size
     from covmerge.plan.statistics import collect as collect_one
-    from covmerge.plan.statistics import collect_regmean_pp
     from covmerge.run.engine import usable_device
 
     how: dict[str, Any] = {
@@ -245,38 +205,23 @@ def collect(
     made = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
     columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
     how |= {name: value for name, value in columns.items() if value is not None}
-    if protocol == "inputs":
-        _refuse("regmean++", base if inputs == "data" else None, named_expert, named_data, folder)
-        examples, target = _examples(inputs, data, out, made, other)
-        if expert is None or target is None:
-            raise InputError(_USAGE[inputs])
-        done = [
-            collect_one(
-                expert,
-                examples,
-                target,
-                kinds=kind or ("gram",),
-                labels="model" if labels is None else labels,
-                seed=0 if seed is None else seed,
-                base=base,
-                others=other or (),
-                by_confidence=by_confidence,
-                **how,
-            )
-        ]
-    elif protocol == "regmean++":
-        _refuse("inputs", expert, data, out, kind, labels, other, by_confidence or None)
-        if inputs == "random":
-            raise InputError("--inputs random belongs to --protocol inputs: leave out one of them")
-        if base is None or folder is None:
-            raise InputError("--base SOURCE and --out FOLDER are needed for --protocol regmean++")
-        experts = pairs("--expert", named_expert or (), "code=./code")
-        examples_of = _examples_of_all(inputs, named_data or (), made)
-        done = list(collect_regmean_pp(base, experts, examples_of, folder, **how).values())
-    else:
-        raise InputError(f"--protocol is '{protocol}': pass inputs or regmean++")
+    examples, target = _examples(inputs, data, out, made, other)
+    if expert is None or target is None:
+        raise InputError(_USAGE[inputs])
+    done = collect_one(
+        expert,
+        examples,
+        target,
+        kinds=kind or ("gram",),
+        labels="model" if labels is None else labels,
+        seed=0 if seed is None else seed,
+        base=base,
+        others=other or (),
+        by_confidence=by_confidence,
+        **how,
+    )
     if as_json:
-        print_json({"files": [_summary(file) for file in done]})
+        print_json({"files": [_summary(done)]})
     else:
         _show(done)
 
@@ -318,23 +263,6 @@ def _examples(
     return Generated(**given), data
 
 
-def _examples_of_all(
-    inputs: str, data: Sequence[str], options: Mapping[str, Any]
-) -> Mapping[str, str] | Generated:
-    """What the experts of RegMean++ see: a file each, or what each makes itself."""
-    from covmerge.front.cli.flags import pairs
-    from covmerge.plan.statistics import Generated
-
-    _check_inputs(inputs)
-    given = {name: value for name, value in options.items() if value is not None}
-    if inputs == "data":
-        _refuse_made(list(given))
-        return pairs("--data", data, "code=code.jsonl")
-    if data:
-        raise InputError(f"--inputs {inputs} needs no --data: leave it out")
-    return Generated(**given)
-
-
 def _check_inputs(inputs: str) -> None:
     if inputs not in _USAGE:
         raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
@@ -344,17 +272,6 @@ def _refuse_made(given: Sequence[str]) -> None:
     """Refuse what belongs to inputs that are made."""
     if given:
         raise InputError(f"--{given[0]} belongs to --inputs generated: leave it out, or pass that")
-
-
-def _refuse(protocol: str, *given: object) -> None:
-    """Refuse arguments of the other protocol, rather than pass over them."""
-    if any(value is not None and value != [] for value in given):
-        words = {
-            "inputs": "EXPERT, DATA, OUT, --other, --by-confidence, --kind and --labels belong to "
-            "--protocol inputs",
-            "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
-        }
-        raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")
 
 
 def _summary(file: Collected) -> dict[str, Any]:
@@ -375,22 +292,21 @@ def _summary(file: Collected) -> dict[str, Any]:
     }
 
 
-def _show(done: Sequence[Collected]) -> None:
+def _show(file: Collected) -> None:
     from covmerge.front.cli.show import table
     from covmerge.plan.recipe import format_size
 
     rows = table("file", "kind", "layers", "rows", "size", "time", right=("layers", "rows"))
-    for file in done:
-        for kind, count in file.tensors.items():
-            fewest, most = file.rows[kind]
-            rows.add_row(
-                printable(file.path.name),
-                kind,
-                str(count),
-                str(most) if fewest == most else f"{fewest}–{most}",
-                format_size(file.nbytes),
-                format_seconds(file.seconds),
-            )
-        for note in file.notes:
-            say("note", note)
+    for kind, count in file.tensors.items():
+        fewest, most = file.rows[kind]
+        rows.add_row(
+            printable(file.path.name),
+            kind,
+            str(count),
+            str(most) if fewest == most else f"{fewest}–{most}",
+            format_size(file.nbytes),
+            format_seconds(file.seconds),
+        )
+    for note in file.notes:
+        say("note", note)
     stdout().print(rows)

@@ -76,6 +76,11 @@ registry.reserve(
     "which is no merge without training",
 )
 registry.reserve(
+    "regmean++",
+    "RegMean++ (arXiv:2508.03121) is `regmean` with `off_diagonal: 0.95` on what layers see behind merged "
+    "blocks; `covmerge_lab.regmean_pp` of covmerge-lab collects such statistics files",
+)
+registry.reserve(
     "fda",
     "FDA (arXiv:2510.21223) makes inputs, and then trains each merged block on them, which is no merge "
     "without training. The inputs could be statistics (as of `covmerge collect --inputs generated`): for "

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 _MERGEKIT = "or, with mergekit's rules to the bit, `generalized_task_arithmetic`"
 
+_BEHIND = "`regmean` with `off_diagonal: 0.95`, on statistics of covmerge-lab's `regmean_pp`"
+
 # In lower case, with `_` between words.
 OTHER_NAMES = {
     "breadcrumbs": "`generalized_task_arithmetic` with `sparsify: band`",
@@ -30,9 +32,9 @@ OTHER_NAMES = {
     "model_soups": "`average`",
     "model_stock_merging": "`model_stock`",
     "ramplus_tl": "`ram` with `boost: 0.1`",
-    "regmean_pp": "`regmean++`",
-    "regmean_plus_plus": "`regmean++`",
-    "regmeanpp": "`regmean++`",
+    "regmean_pp": _BEHIND,
+    "regmean_plus_plus": _BEHIND,
+    "regmeanpp": _BEHIND,
     "simple_average": "`average`",
     "soup": "`average`",
     "svd": "`task_arithmetic` with a rank of the output",

@@ -202,7 +202,6 @@ class Method(Declared):
             axis is one row), or whole.
         others: what a matrix method does with tensors that are not matrices.
         data: the statistics of the experts' data that it needs.
-        protocol: how these must have been collected (`covmerge collect --protocol`).
         survey: what it must know of all tensors before the first is merged.
         overview: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
             rows, with `LinearGroup.known`, where a tensor is large.
@@ -234,7 +233,6 @@ class Method(Declared):
     cost: CostModel = generous_cost
     others: Others = "average"
     data: Data = "none"
-    protocol: str = "inputs"
     survey: Survey | None = None
     overview: Overview | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"

@@ -1,4 +1,4 @@
-"""RegMean and RegMean++: least squares on the layers' measured inputs."""
+"""RegMean: least squares on the layers' measured inputs."""
 
 from __future__ import annotations
 
@@ -117,61 +117,7 @@ def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge
         >>> merged.delta.round(decimals=4).tolist()
         [[1.5, 0.5]]
     """
-    return _merge(group, "regmean", off_diagonal, ridge)
-
-
-@register(
-    "regmean++",
-    equation=_EQUATION + ",  z from the merged layers below",
-    reference=Reference(
-        title="RegMean++: Enhancing Effectiveness and Generalization of Regression Mean for Model "
-        "Merging",
-        venue="TMLR 2026",
-        arxiv="2508.03121",
-        equations="the layer-by-layer algorithm",
-    ),
-    laws=_LAWS,
-    cost=_cost,
-    data="gram",
-    noticed=Factorised,
-    protocol="regmean++",
-)
-def regmean_plus_plus(
-    group: LinearGroup, *, off_diagonal: OffDiagonal = 0.95, ridge: Ridge = 0.0
-) -> Merged:
-    """Merge one linear layer by RegMean on inputs that the merged layers below produce.
-
-    W̄ = W₀ + (Σ w_t Δ_t G̃_t)(Σ w_t G̃_t + ρI)⁻¹,  G̃_t = a·G_t + (1 − a)·diag G_t  (RegMean++)
-
-    The equation is RegMean's; G_t comes from expert t's examples sent through the blocks that are
-    already merged, so the statistics must be collected with `--protocol regmean++`.
-
-    Args:
-        group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
-            multiplies its expert's Gram matrix.
-        off_diagonal: a.
-        ridge: ρ relative to the mean diagonal entry of Σ w_t G̃_t; none in the paper.
-
-    Raises:
-        RecipeError: an expert has no Gram matrix.
-        TensorError: a Gram matrix has another shape, or the system stays indefinite.
-
-    Departs from the paper: as `regmean` does.
-
-    Example:
-        >>> import torch
-        >>> from covmerge.base.types import Measured
-        >>> data = Measured(torch.eye(2), rows=8, total=1.4)
-        >>> group = LinearGroup((torch.ones(1, 2), torch.zeros(1, 2)), (1.0, 1.0))
-        >>> group = LinearGroup(group.updates, group.weights, expert_statistics=(data, data))
-        >>> regmean_plus_plus(group).delta.tolist()
-        [[0.5, 0.5]]
-    """
-    return _merge(group, "regmean++", off_diagonal, ridge)
-
-
-def _merge(group: LinearGroup, method: str, off_diagonal: float, ridge: float) -> Merged:
-    grams = measured_values(group, "gram", method=method)
+    grams = measured_values(group, "gram", method="regmean")
     normal = measured_equations(
         group.updates, grams, group.weights, off_diagonal=off_diagonal, ridge=ridge
     )

@@ -131,13 +131,6 @@ def regmean(group: LinearGroup, *, off_diagonal: float = 0.9, ridge: float = 0.0
     return total(d @ g for d, g in zip(deltas_of(group), G, strict=True)) @ pinv(system)
 
 
-def regmean_plus_plus(
-    group: LinearGroup, *, off_diagonal: float = 0.95, ridge: float = 0.0
-) -> Tensor:
-    """RegMean's equation; the data is another (RegMean++)."""
-    return regmean(group, off_diagonal=off_diagonal, ridge=ridge)
-
-
 def auto_measured(group: LinearGroup) -> Tensor:
     """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹.
 
@@ -288,7 +281,6 @@ REFERENCES = {
     "swudi": swudi,
     "auto_measured": auto_measured,
     "regmean": regmean,
-    "regmean++": regmean_plus_plus,
     "lot": lot,
     "ssr": ssr,
     "esm": esm,

@@ -56,26 +56,26 @@ def check_statistics(
                     f"{file.path} holds no {_KINDS[method.data]}, which method '{name}' needs: "
                     f"run {_how_to_collect(recipe, method, expert)}."
                 )
-            if file.protocol != method.protocol:
-                raise RecipeError(
-                    f"{file.path} was collected by the protocol '{file.protocol}', method '{name}' "
-                    f"needs '{method.protocol}': run {_how_to_collect(recipe, method, expert)}."
-                )
+    _check_protocols(statistics)
     for expert, checkpoint in experts.items():
         if expert in statistics:
             checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
             statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
 
 
+def _check_protocols(statistics: Statistics) -> None:
+    """Refuse files of which some see the expert's own blocks, and others merged ones."""
+    files = list(statistics.values())
+    for file in files[1:]:
+        if file.about.protocol != files[0].about.protocol:
+            raise RecipeError(
+                f"{files[0].path} was collected by the protocol '{files[0].about.protocol}', and "
+                f"{file.path} by '{file.about.protocol}': collect all of them in one way."
+            )
+
+
 def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
-    """The command that collects what a method needs of an expert, or of all of them at once."""
-    if method.protocol == "regmean++":
-        named = (
-            f"--expert {name}={own.source} --data {name}=DATA"
-            for name, own in recipe.experts.items()
-        )
-        how = f"--protocol regmean++ --base {recipe.base} {' '.join(named)} --out FOLDER"
-        return f"`covmerge collect {how}`"
+    """The command that collects what a method needs of an expert."""
     source = recipe.experts[expert].source
     return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
 
@@ -131,11 +131,7 @@ def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterat
         users = ", ".join(
             method.name
             for method in registry
-            if method.data != "none"
-            and all(
-                statistics[own].protocol == method.protocol and statistics[own].names(method.data)
-                for own in measured
-            )
+            if method.data != "none" and all(statistics[own].names(method.data) for own in measured)
         )
         yield (
             f"method '{recipe.method}' does not look at statistics of experts, and "

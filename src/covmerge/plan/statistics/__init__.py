@@ -4,7 +4,6 @@ from covmerge.plan.statistics.collect import Collected, Progress, collect
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge.plan.statistics.generated import Generated
-from covmerge.plan.statistics.regmean_pp import collect_regmean_pp
 
 __all__ = [
     "Collected",
@@ -13,5 +12,4 @@ __all__ = [
     "Reading",
     "StatisticsFile",
     "collect",
-    "collect_regmean_pp",
 ]

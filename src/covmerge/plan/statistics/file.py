@@ -47,7 +47,7 @@ class About(BaseModel):
         source: the model, as it was named when the statistics were collected.
         probe: `probe` of the model.
         protocol: whose inputs the Gram matrices are of: `inputs` of the expert's own layers, or
-            `regmean++`, of its layers behind blocks that are merged already.
+            `regmean++`, of its layers behind merged blocks, as covmerge-lab collects them.
         examples: examples seen.
         labels: whose labels the Fisher information is of; empty without any.
         generated: how the examples were written, where the model itself wrote them
@@ -112,11 +112,6 @@ class StatisticsFile:
         about = _about(parse_metadata(header, str(path)), path)
         _check_tensors(file.headers, about, path)
         return cls(path, file, about, header, made_by)
-
-    @property
-    def protocol(self) -> str:
-        """`inputs` or `regmean++`, see `About`."""
-        return self.about.protocol
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Names of the tensors, as in the expert's checkpoint, that have this statistic."""

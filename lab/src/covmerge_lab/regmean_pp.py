@@ -2,7 +2,8 @@
 
 RegMean++ (arXiv 2508.03121), per block ℓ in the order of the forward pass: every expert runs its own
 block ℓ behind the merged blocks < ℓ, the Gram matrices of its linear layers are taken there, the
-blocks ℓ are merged by RegMean, and all experts go on with the merged block.
+blocks ℓ are merged by RegMean, and all experts go on with the merged block. `covmerge.merge` by the method
+`regmean` with `off_diagonal=0.95` on these files is RegMean++.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +20,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from covmerge.base.errors import InputError, did_you_mean
-from covmerge.base.identifiers import expert_name
-from covmerge.base.settings import Hint
-from covmerge.base.text import some
+from covmerge import Generated
 from covmerge.base.types import LinearGroup, Measured
+from covmerge.errors import InputError
 from covmerge.files.checkpoints import open_checkpoint
-from covmerge.files.stores.address import local_path
-from covmerge.files.stores.disk import disk_errors
-from covmerge.maths.methods import registry
-from covmerge.plan.statistics.begin import begin
-from covmerge.plan.statistics.collect import (
-    SMALLER,
-    Collected,
-    Progress,
-    check_generated,
-    collected,
-    fitting,
-    packed_note,
-    reported,
-)
+from covmerge.methods import registry
 from covmerge.plan.statistics.examples import Examples, Reading, ReadingOptions, size_of
-from covmerge.plan.statistics.file import SUFFIX, About
-from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import Layer, RunningModel, check_start, load_model
-from covmerge.plan.statistics.needed import check_memory, memory_needed
-from covmerge.plan.statistics.write import Contents, check_output, write_statistics
-from covmerge.plan.statistics.written import Written
+from covmerge.plan.statistics.model import Layer, RunningModel, load_model
+from covmerge.plan.statistics.write import Contents, write_statistics
+from covmerge_lab.workers import CollectSteps
+
+SUFFIX = ".covstats.safetensors"
+OFF_DIAGONAL = 0.95  # the paper's factor of all entries off the diagonal
 
 Advance = Callable[[int], None]
 
@@ -55,126 +42,100 @@ _SHARED = (
 )
 
 
+@dataclass(frozen=True)
+class CollectedTogether:
+    """What was written of one expert.
+
+    Attributes:
+        path: the statistics file.
+        examples: examples that were seen.
+        seconds: time that all experts took together.
+        notes: what a user should know.
+    """
+
+    path: Path
+    examples: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
 def collect_regmean_pp(
     base: str | Path,
     experts: Mapping[str, str | Path],
     examples: Mapping[str, Examples] | Generated,
-    out: str | Path,
+    out: Path,
     *,
-    device: str | torch.device = "cpu",
-    max_memory: int | None = None,
-    progress: Progress | None = None,
+    progress: CollectSteps | None = None,
     overwrite: bool = False,
     **reading: Unpack[ReadingOptions],
-) -> dict[str, Collected]:
+) -> dict[str, CollectedTogether]:
     """Collect the Gram matrices of RegMean++, with all experts in memory, a file for each.
 
-    What is not in a block is a stage of its own, before the first block or behind the last. Inside
-    a stage, linear weights are merged by the method `regmean++` with its defaults and equal expert
-    weights, everything else is averaged.
+    What is not in a block is a stage of its own, before the first block or behind the last. Inside a
+    stage, linear weights are merged by `regmean` with `off_diagonal=0.95` and equal expert weights,
+    everything else is averaged.
 
     Args:
         base: folder of the base model, or a repository of the Hub.
         experts: the same of each expert, by name.
-        examples: each expert's, as in `collect`; batches are kept, on the CPU. Or `Generated`: what each
-            expert writes before anything is merged, or what is drawn for all of them.
+        examples: each expert's, as in `covmerge.collect`; batches are kept, on the CPU. Or `Generated`:
+            what each expert writes before anything is merged, or what is drawn for all of them.
         out: folder for the files `<name>.covstats.safetensors`; it is made if need be.
-        device: where the models run.
-        max_memory: bytes that the process may take, see `collect`; None: what is free.
         progress: called for every example in every stage.
         overwrite: replace statistics files.
-        **reading: as in `collect`.
-
-    Returns:
-        What was written, by expert.
+        **reading: as in `covmerge.collect`.
 
     Raises:
         InputError: anything wrong with the inputs, a model without a list of blocks, or models that
-            differ; nothing is left behind.
-        ResourceError: all models with their sums do not fit the memory, or the disk is full.
+            differ; no file is left behind.
 
     Departs from the paper: linear layers outside the blocks get Gram matrices too.
     """
     start = time.perf_counter()
     how = Reading(**reading)
     generated = isinstance(examples, Generated)
-    if generated:
-        check_generated(reading)
-    given = experts if generated else examples
-    files = _files(experts, given, local_path(out).expanduser(), overwrite=overwrite)
+    if not generated and experts.keys() != examples.keys():
+        one = min(experts.keys() ^ examples.keys())
+        raise InputError(f"'{one}' is not both an expert and a name of examples: name it for both")
     with ExitStack() as stack:
-        opened = {
-            name: stack.enter_context(closing(open_checkpoint(source)))
-            for name, source in experts.items()
-        }
-        opened_base = stack.enter_context(closing(open_checkpoint(base)))
-        writing = False
-        if isinstance(examples, Generated):
-            writing = any([check_start(expert, examples, how) for expert in opened.values()])
-        needed = memory_needed(*opened.values()) + memory_needed(opened_base, grams=False)
-        check_memory(needed, max_memory, "the base, all experts and their sums", SMALLER)
-        smaller: list[str] = []
-        if writing and isinstance(examples, Generated):
-            how, smaller = fitting(opened_base, examples, how, needed, max_memory)
-        if isinstance(examples, Generated) and examples.start == "base":
-            with reported(progress, how.wanted) as advance:
-                examples = begin(opened_base, examples, how, device, advance)
-        origin = load_model(opened_base, device, head=False)
+
+        def loaded(source: str | Path, *, writing: bool = False) -> RunningModel:
+            opened = stack.enter_context(closing(open_checkpoint(source)))
+            return load_model(opened, "cpu", head=False, writing=writing)
+
+        origin = loaded(base)
         candidates = {
             name: _Candidate(
-                load_model(expert, device, head=False, writing=generated),
+                loaded(source, writing=generated),
                 examples if isinstance(examples, Generated) else examples[name],
                 how,
-                smaller,
             )
-            for name, expert in opened.items()
+            for name, source in experts.items()
         }
         ensemble = _Ensemble(origin, list(candidates.values()))
-        with reported(progress, ensemble.work) as advance, torch.no_grad():
+        with _reported(progress, ensemble.work) as advance, torch.no_grad():
             ensemble.run(advance)
+        files = {name: out / f"{name}{SUFFIX}" for name in experts}
         found = {files[name]: candidate.contents() for name, candidate in candidates.items()}
-        abouts = _write(found, overwrite=overwrite)
+        out.mkdir(parents=True, exist_ok=True)
+        abouts = write_statistics(found, overwrite=overwrite)
     seconds = time.perf_counter() - start
-    return {name: collected(path, abouts[path], seconds) for name, path in files.items()}
+    return {
+        name: CollectedTogether(path, abouts[path].examples, seconds, tuple(abouts[path].notes))
+        for name, path in files.items()
+    }
 
 
-def _files(
-    experts: Mapping[str, object], examples: Mapping[str, object], out: Path, *, overwrite: bool
-) -> dict[str, Path]:
-    """Return the file of every expert, after checking that it may be written."""
-    if not experts:
-        raise InputError("no experts are given: pass each with its name")
-    for name in experts:
-        try:
-            expert_name(name)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-    for name in sorted(experts.keys() ^ examples.keys()):
-        raise InputError(
-            f"expert '{name}' has no examples: name its data"
-            if name in experts
-            else f"there are examples for '{name}', and no such expert."
-            + did_you_mean(name, experts)
-        )
-    files = {name: out / f"{name}{SUFFIX}" for name in experts}
-    if not out.parent.is_dir() or (out.exists() and not out.is_dir()):
-        raise InputError(f"{out} is no folder, and none can be made there: choose another output")
-    for path in files.values() if out.exists() else ():
-        check_output(path, overwrite=overwrite)
-    return files
-
-
-def _write(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
-    folder = next(iter(files)).parent
-    made = not folder.exists()
-    with disk_errors(folder):
-        folder.mkdir(exist_ok=True)
+@contextmanager
+def _reported(progress: CollectSteps | None, total: int) -> Generator[Advance]:
+    if progress is None:
+        yield lambda count: None
+        return
+    progress.start(total)
     try:
-        return write_statistics(files, overwrite=overwrite)
-    except BaseException:
-        if made:
-            folder.rmdir()
-        raise
+        yield progress.advance
+    finally:
+        progress.finish()
 
 
 class _Reached(Exception):
@@ -194,7 +155,6 @@ class _Candidate:
         model: RunningModel,
         examples: Examples | Generated,
         reading: Reading,
-        notes: Sequence[str] = (),
     ) -> None:
         self.model = model
         self._made = (
@@ -202,14 +162,13 @@ class _Candidate:
             if isinstance(examples, Generated)
             else None
         )
-        written = self._made.notes(model, reading) if isinstance(self._made, Written) else ()
         self.batches = list(model.batches(examples, reading)[0])
         self._reading = reading
         if not self.batches:
             raise InputError(f"{model.checkpoint.source} has no examples: pass one batch or more")
         self.examples = sum(map(size_of, self.batches))
         self.path, self.blocks, found = _blocks(model)
-        self.notes = [*found, *notes, *written]
+        self.notes = found
         self.parameters = _by_path(model)
         self.layers = {model.skeleton.path(layer.name): layer for layer in model.layers()}
         self.grams = GramCollector(list(self.layers.values()))
@@ -282,7 +241,7 @@ class _Candidate:
             self.examples,
             protocol="regmean++",
             generated=made and made.as_json(self._reading),
-            notes=[*self.grams.notes(), *packed_note(self.model), *self.notes, *shared],
+            notes=[*self.grams.notes(), *self.notes, *shared],
         )
 
 
@@ -337,8 +296,8 @@ class _Ensemble:
             (1.0,) * len(updates),
             expert_statistics=tuple(measured),
         )
-        method = registry.get("regmean++")
-        merged = method(group, **method.resolve({})).delta
+        method = registry.get("regmean")
+        merged = method(group, **method.resolve({"off_diagonal": OFF_DIAGONAL})).delta
         return merged.mT if layer.transposed else merged
 
 
@@ -355,19 +314,19 @@ def _blocks(model: RunningModel) -> tuple[str, list[Any], list[str]]:
     source, config = model.checkpoint.source, model.whole.config
     if not outer:
         raise InputError(
-            f"{source} ({model.skeleton.architecture}) has no list of blocks: RegMean++ goes block by "
-            f"block; collect with {Hint('protocol', 'inputs')} for the method regmean"
+            f"{source} ({model.skeleton.architecture}) has no list of blocks, and RegMean++ goes "
+            "block by block: collect each expert's with covmerge.collect, for RegMean"
         )
     path = max(outer, key=lambda name: len(outer[name]))
     depth = getattr(config, "num_hidden_layers", len(outer[path]))
     if depth > len(outer[path]):
         raise InputError(
-            f"{source} runs {depth} layers over {len(outer[path])} blocks in '{path}': RegMean++ needs "
-            f"blocks that are run once; collect with {Hint('protocol', 'inputs')} for the method regmean"
+            f"{source} runs {depth} layers over {len(outer[path])} blocks in '{path}', and RegMean++ "
+            "needs blocks that are run once: collect each expert's with covmerge.collect, for RegMean"
         )
     others = [name for name in outer if name != path]
     note = "a list of blocks beside those merged one by one, taken as one stage"
-    return path, outer[path], [f"{some(others, 1, quoted=True)}: {note}"] if others else []
+    return path, outer[path], [f"'{others[0]}': {note}"] if others else []
 
 
 def _by_path(model: RunningModel) -> dict[str, nn.Parameter]:
