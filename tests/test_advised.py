@@ -104,7 +104,6 @@ REASONS = {
         r"^run/inspection/|^run/judgement/(swaps|verdicts)\.py: |^front/reporting/|^run/alike\.py: ",
         r"^run/verification/(verify\.py: (were|: store)|files\.py: )",
         r"^plan/planning/ties\.py: .*merge experts that were trained without",
-        r"^plan/statistics/collect\.py: all (experts|models) are shown",
         r"^plan/planning/build\.py: .*were they collected|^plan/planning/data\.py: .*were they collected",
         r"^plan/planning/quantise\.py: .*no tensor is the weight",
     ],
@@ -130,8 +129,6 @@ LISTED = {
         "has {}: name its columns {}",
     ],
     "happens with no model that transformers has: a layer without weight, without blocks or words": [
-        "--max-examples, or leave out --by-confidence",
-        "each label: leave out --by-confidence",
         "write ({}): pass a file of examples",
     ],
     "what a file lacks is collected: tests/statistics/test_advice.py, another kind": [

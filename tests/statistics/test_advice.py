@@ -19,7 +19,6 @@ LABELLED = f"collect m lines.jsonl {OUT} --kind fisher --labels data"
 ALL = "--expert e1=e1 --expert e2=e2"
 STATS = "--stats e1=stats/e1.covstats.safetensors --stats e2=stats/e2.covstats.safetensors"
 MERGE = f"merge --base base {ALL}"
-CONFIDENT = f"collect m {OUT} --inputs generated --by-confidence"
 
 
 @pytest.fixture(scope="module")
@@ -153,36 +152,6 @@ LINES = {
         advice("what is generated has no labels: pass --labels model"),
         f"collect m {OUT} --inputs generated --kind fisher --labels model --max-examples 4",
     ),
-    "confidence of data": (
-        f"collect m a.txt {OUT} --by-confidence",
-        advice("--by-confidence is for --inputs generated: leave it out, or pass that"),
-        f"{CONFIDENT} --max-examples 40",
-    ),
-    "confidence and Fisher": (
-        f"{CONFIDENT} --kind fisher",
-        advice("weighs the inputs of Gram matrices, and none is asked for: pass --kind gram"),
-        f"{CONFIDENT} --kind gram --max-examples 40",
-    ),
-    "confidence and a base": (
-        f"{CONFIDENT} --base m",
-        advice("weigh inputs, each its own way: pass one of them"),
-        f"{CONFIDENT} --max-examples 40",
-    ),
-    "confidence that goes on": (
-        f"{CONFIDENT} --start base --base m",
-        advice("for classifiers, which write nothing: leave out one of them"),
-        f"{CONFIDENT} --max-examples 40",
-    ),
-    "others without a base": (
-        f"{MADE} --other e2",
-        advice("--other needs --base, which reactions are measured from: name it"),
-        f"{MADE} --other e2 --base base",
-    ),
-    "a base and Fisher": (
-        f"{MADE} --base base --kind fisher",
-        advice("and none is asked for: leave it out, or pass --kind gram"),
-        f"{MADE} --kind fisher --max-examples 4",
-    ),
     "a column of what is made": (
         f"{MADE} --text-column body",
         advice("--{} is for a file of examples, and --inputs generated reads none: leave it out"),
@@ -192,16 +161,6 @@ LINES = {
         f"{MADE} --start base",
         advice("--start base needs --base, which begins the texts: name it"),
         f"{MADE} --start base --base base",
-    ),
-    "a start of the base, others": (
-        f"{MADE} --start base --base base --other e2",
-        advice("--other weighs inputs, and with --start base none is weighed: leave it out"),
-        f"{MADE} --start base --base base",
-    ),
-    "another twice": (
-        f"{MADE} --base base --other e2 --other e2",
-        advice("is named twice among the experts: name each of the others once"),
-        f"{MADE} --base base --other e2",
     ),
     "a temperature": (
         f"{MADE} --temperature 0",
@@ -240,22 +199,10 @@ LINES = {
         advice("{}, no language model that writes: leave out --{}"),
         f"collect m {OUT} --inputs generated --max-examples 4",
     ),
-    "an adapter beside": (
-        f"{MADE} --base base --other lora",
-        advice(
-            "fold it into its base first (`covmerge merge --base BASE --expert lora=ADAPTER OUT`)"
-        ),
-        f"merge --base base --expert lora=lora folded2; {MADE} --base base --other folded2",
-    ),
     "likelier than the likeliest": (
         f"{MADE} --temperature 1e-9",
         advice("temperature is {}: pass {} or more, where the likeliest token follows already"),
         f"{MADE} --temperature 0.1",
-    ),
-    "confidence of a language model": (
-        f"collect e1 {OUT} --inputs generated --by-confidence",
-        advice("without a head that is sure of one of several: leave out --by-confidence"),
-        MADE,
     ),
     "no chat": (
         f"{MADE} --start chat",

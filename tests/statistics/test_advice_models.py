@@ -15,7 +15,6 @@ from covmerge.plan.statistics import Generated, collect
 from tests.advised import advice
 from tests.e2e.models import TEXT, build
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
-from tests.statistics.test_confidence import with_head
 from tests.statistics.test_drawn import save_vit
 from tests.statistics.test_generated import with_template
 
@@ -165,7 +164,6 @@ def vit(t, **said):
 
 GENERATED = Generated(tokens=4)
 PICTURES = [{"pixel_values": torch.rand(4, 3, 32, 32)}]
-SURE = {"by_confidence": True}
 # What is refused, what is said of it, and what is done as it says.
 CASES = {
     "no kind": (
@@ -180,9 +178,9 @@ CASES = {
     ),
     "a base of examples": (
         lambda t: go(llama(t), txt(t), base=t / "llama"),
-        advice("--base is for --inputs generated: leave it out, or pass that"),
+        advice("--base is for --start base: leave it out, or pass both"),
         lambda t: go(llama(t), txt(t)),
-        lambda t: go(save("llama", t / "m"), GENERATED, base=t / "llama"),
+        lambda t: go(save("llama", t / "m"), Generated("base", tokens=4), base=t / "llama"),
     ),
     "no mapping": (
         lambda t: go(bert(t), [[1, 2]]),
@@ -245,17 +243,6 @@ CASES = {
             labels="data",
         ),
     ),
-    "a head that is not finite": (
-        lambda t: go(with_head(t / "m", 1.0, [0.0, float("inf")]), Generated(), **SURE),
-        advice("correct its weights, or leave out --by-confidence"),
-        lambda t: go(t / "m", Generated()),
-        lambda t: go(with_head(t / "m", 1.0, [0.0, 0.1]), Generated(), **SURE),
-    ),
-    "a head that is sure of nothing": (
-        lambda t: go(with_head(t / "m", 0.0, [0.0, 0.0]), Generated(), **SURE),
-        advice("all labels of every example are alike, so that none would count: leave out"),
-        lambda t: go(t / "m", Generated()),
-    ),
     "few examples": (
         lambda t: told_of(go(bert(t), lines(t, "a.txt", b"w1\n"))),
         advice("inputs for {} dimensions, so the Gram matrix is singular; collect more examples"),
@@ -317,11 +304,6 @@ CASES = {
         lambda t: go(without(bert(t), "config.json"), txt(t)),
         advice("by which the model could be built: pass the folder of a model as transformers"),
         lambda t: go(bert(t), txt(t)),
-    ),
-    "no config of a base": (
-        lambda t: go(llama(t), GENERATED, base=without(save("llama", t / "m"), "config.json")),
-        advice("by which its layers could be found: pass the folder of a model as transformers"),
-        lambda t: go(llama(t), GENERATED, base=save("llama", t / "m")),
     ),
     "no tokenizer": (
         lambda t: go(without(bert(t), "tokenizer.json", "tokenizer_config.json"), txt(t)),
@@ -391,7 +373,7 @@ CASES = {
             save(classifier(), t / "m"), Generated("base"), base=save(classifier(), t / "b")
         ),
         advice("{} is no language model that writes: leave out --start base"),
-        lambda t: go(t / "m", Generated(), base=t / "b", others=[]),
+        lambda t: go(t / "m", Generated()),
     ),
     "a token without a row": (
         lambda t: go(more_tokens(t), GENERATED),

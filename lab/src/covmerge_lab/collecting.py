@@ -10,6 +10,7 @@ from covmerge import collect
 from covmerge_lab.own import Own
 from covmerge_lab.regmean_pp import collect_regmean_pp
 from covmerge_lab.suite import Suite
+from covmerge_lab.weighed import collect_weighed
 from covmerge_lab.workers import CollectSteps, Job, OnProgress
 
 EXAMPLES = {
@@ -78,19 +79,29 @@ def on_own_inputs(
     """
     path = files(out, kind, [task])[task]
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [folder for name, folder in experts.items() if name != task]
     count = 16 if suite.quick else MADE
-    by_base = own.weighed in ("itself", "others") or own.how.start == "base"
+    progress = CollectSteps(on_progress, count)
+    # Adapters that were made whole come without a tokenizer.
+    if own.weighed is not None:
+        return collect_weighed(
+            experts[task],
+            own.how,
+            path,
+            own.weighed,
+            base=suite.base,
+            others=[folder for name, folder in experts.items() if name != task],
+            max_examples=count,
+            tokenizer=suite.tokenizer,
+            progress=progress,
+        )
     return collect(
         experts[task],
         own.how,
         path,
-        base=suite.base if by_base else None,
-        others=others if own.weighed == "others" else (),
-        by_confidence=own.weighed == "head",
+        base=suite.base if own.how.start == "base" else None,
         max_examples=count,
-        tokenizer=suite.tokenizer,  # adapters that were made whole come without
-        progress=CollectSteps(on_progress, count),
+        tokenizer=suite.tokenizer,
+        progress=progress,
         overwrite=True,
     ).seconds
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from covmerge import Generated
+from covmerge_lab.weighed import Weighed
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Own:
     """
 
     how: Generated
-    weighed: Literal["itself", "others", "head"] | None = None
+    weighed: Weighed | None = None
     protocol: Literal["inputs", "regmean++"] = "inputs"
 
 

@@ -16,7 +16,6 @@ FLAGS = {
     "experts": "expert",
     "form": "as",
     "kinds": "kind",
-    "others": "other",
     "parameters": "set",
     "statistics": "stats",
     "weights": "weight",
@@ -45,7 +44,7 @@ KEYS = {
     "whole": "output.whole",
 }
 LISTS = ("allow", "keep", "kinds")
-SWITCHES = ("by_confidence", "deep", "lenient", "overwrite", "private", "resume", "whole")
+SWITCHES = ("deep", "lenient", "overwrite", "private", "resume", "whole")
 # What a function, or the type of an argument, says in Python.
 IN_PYTHON = {"inputs": "examples=Generated()"}
 # Of the process, and not of a context: the threads of a run have none of their caller's.

@@ -72,23 +72,6 @@ def collect(
         float | None,
         typer.Option(metavar="T", rich_help_panel=_OWN, help="Of the sampling; else 1."),
     ] = None,
-    other: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            rich_help_panel=_OWN,
-            help="Another expert of the merge, once for each, with --base: how strongly EXPERT reacts is "
-            "held against these.",
-        ),
-    ] = None,
-    by_confidence: Annotated[
-        bool,
-        typer.Option(
-            "--by-confidence",
-            rich_help_panel=_OWN,
-            help="Instead of --base: a drawn input weighs by how sure EXPERT's own head is of it.",
-        ),
-    ] = False,
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,8 +133,7 @@ def collect(
         typer.Option(
             metavar="SOURCE",
             rich_help_panel=_OWN,
-            help="Base of the experts. With --inputs generated: an input weighs by how strongly EXPERT "
-            "reacts to it; drawn ones give the mean without. With --start base: it begins the texts.",
+            help="Base of the experts, which begins the texts of --start base.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -183,7 +165,6 @@ def collect(
     covmerge collect ./code code.jsonl code.covstats.safetensors
 
     covmerge collect ./code code.covstats.safetensors --inputs generated
-    --base B --other ./math
 
     covmerge collect ./base base.covstats.safetensors --inputs random
     """
@@ -205,7 +186,7 @@ def collect(
     made = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
     columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
     how |= {name: value for name, value in columns.items() if value is not None}
-    examples, target = _examples(inputs, data, out, made, other)
+    examples, target = _examples(inputs, data, out, made)
     if expert is None or target is None:
         raise InputError(_USAGE[inputs])
     done = collect_one(
@@ -216,8 +197,6 @@ def collect(
         labels="model" if labels is None else labels,
         seed=0 if seed is None else seed,
         base=base,
-        others=other or (),
-        by_confidence=by_confidence,
         **how,
     )
     if as_json:
@@ -241,7 +220,6 @@ def _examples(
     data: Path | None,
     out: Path | None,
     options: Mapping[str, Any],
-    others: Sequence[str] | None,
 ) -> tuple[Path | Generated, Path | None]:
     """What the expert sees, and the file to write: the second place, where there is no data."""
     from covmerge.plan.statistics import Generated
@@ -250,7 +228,7 @@ def _examples(
     given = {name: value for name, value in options.items() if value is not None}
     start = given.get("start")
     if inputs == "data":
-        _refuse_made([*(name for name in given if name != "seed"), *(["other"] if others else [])])
+        _refuse_made([name for name in given if name != "seed"])
         if data is None or out is None:
             raise InputError(_USAGE[inputs])
         return data, out

@@ -19,7 +19,6 @@ from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.stores.address import local_path
 from covmerge.plan.statistics.begin import begin
 from covmerge.plan.statistics.blocks import Blocks
-from covmerge.plan.statistics.confidence import Confidence
 from covmerge.plan.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
 from covmerge.plan.statistics.file import About, Kind
 from covmerge.plan.statistics.fisher import FisherCollector, Labels
@@ -34,7 +33,6 @@ from covmerge.plan.statistics.needed import (
     memory_of_batches,
     texts_at_once,
 )
-from covmerge.plan.statistics.reactions import Reactions
 from covmerge.plan.statistics.write import (
     Contents,
     GrowingFile,
@@ -100,8 +98,6 @@ def collect(
     labels: str = "model",
     seed: int = 0,
     base: str | Path | None = None,
-    others: Sequence[str | Path] = (),
-    by_confidence: bool = False,
     device: str | torch.device = "cpu",
     max_memory: int | None = None,
     progress: Progress | None = None,
@@ -123,15 +119,7 @@ def collect(
         kinds: `gram`, `fisher`, or both.
         labels: whose labels the Fisher information is of: `model` or `data`.
         seed: of the labels drawn from the model.
-        base: of the expert: inputs that are generated then count by how strongly the expert reacts to
-            them, see `Reactions`. Drawn inputs are the same for all experts: without this their files
-            give the mean, but for what each expert makes of the inputs on the way, and can only be a
-            prior or a metric. Of texts that start from the base, what writes their beginnings, and
-            nothing is weighed.
-        others: the experts that it is to be merged with, without itself: its reaction is then held
-            against the mean of theirs. They are read layer by layer.
-        by_confidence: inputs that are generated count by how sure the expert's own head is of them, see
-            `Confidence`; instead of `base`.
+        base: of texts that start from the base, what writes their beginnings.
         device: where the model runs.
         max_memory: bytes that the process may take; None: what is free. Texts that a model writes come in
             batches that fit it, other batches are supposed to be small. A model that does not fit is run
@@ -167,8 +155,7 @@ def collect(
             f"or pass {Hint('kinds', 'fisher')}"
         )
     begins = isinstance(examples, Generated) and examples.start == "base"
-    _check_base(base, others, chosen, generated=generated, begins=begins)
-    _check_confidence(chosen, asked=by_confidence, generated=generated, base=base, begins=begins)
+    _check_base(base, begins=begins)
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
     with ExitStack() as opened:
@@ -180,7 +167,7 @@ def collect(
         writing = False
         if isinstance(examples, Generated):
             writing = check_start(opened_expert, examples, how)
-        if chosen == ("gram",) and base is None and not (writing or by_confidence):
+        if chosen == ("gram",) and not writing:
             whole = fits(memory_needed(opened_expert), max_memory)
             drawn = isinstance(examples, Generated)
             if not whole or (drawn and examples.start == "random"):
@@ -210,36 +197,25 @@ def collect(
         smaller: list[str] = []
         if writing and isinstance(examples, Generated):
             how, smaller = fitting(opened_expert, examples, how, needed, max_memory)
-        if base is not None and begins and isinstance(examples, Generated):
+        if base is not None and isinstance(examples, Generated):
             opened_base = opening(base)
             needed = memory_needed(opened_base, grams=False)
             check_memory(needed, max_memory, f"{opened_base.source} and what it writes", SMALLER)
             with reported(progress, how.wanted) as advance:
                 examples = begin(opened_base, examples, how, device, advance)
-        head = "fisher" in chosen or by_confidence
-        model = load_model(opened_expert, device, head=head, writing=generated)
+        model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
         on_ends = _on_ends(model, examples, how) if isinstance(examples, Generated) else []
-        weights: Reactions | Confidence | None = None
-        if by_confidence:
-            weights = Confidence(model)
-        elif base is not None and not begins:
-            weights = Reactions(model, opening(base), [opening(other) for other in others])
-        grams = GramCollector(_layers(model), weights) if "gram" in chosen else None
+        grams = GramCollector(_layers(model)) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
-        if isinstance(weights, Confidence):
-            batches = (one for batch in batches for one in weights.each(batch))
         with reported(progress, total) as advance:
             seen = _run(model, batches, advance, grams, fisher)
-        if isinstance(weights, Confidence):
-            weights.check()
         found = _contents(model, seen, grams, fisher)
         if isinstance(examples, Generated):
             made = examples.made_for(model.whole, model.checkpoint.source)
-            recorded = {**made.as_json(how), **(weights.as_json() if weights else {})}
-            notes = weights.notes() if weights else _on_shared(examples, made.shared, chosen)
-            notes = [*found.notes, *smaller, *on_ends, *notes]
-            found = replace(found, generated=recorded, notes=notes)
+            shared = _on_shared(examples, made.shared, chosen)
+            notes = [*found.notes, *smaller, *on_ends, *shared]
+            found = replace(found, generated=made.as_json(how), notes=notes)
         about = write_statistics({out: found}, overwrite=overwrite)[out]
     return collected(out, about, time.perf_counter() - start)
 
@@ -310,18 +286,11 @@ def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tupl
     """What a user should know of Gram matrices of inputs that all models are shown."""
     if not shared or "gram" not in kinds:
         return ()
-    if examples.start == "random":
-        told = (
-            "all models are shown these inputs: where C_t of all experts are equal, a merge by theirs is "
-            "their mean"
-        )
-    else:
-        told = (
-            "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To "
-            f"merge by them, name {Hint('base')} and each expert of {Hint('others')}, or, if these are "
-            f"classifiers, pass {Hint('by_confidence')}"
-        )
-    return (told,)
+    models = "models" if examples.start == "random" else "experts"
+    return (
+        f"all {models} are shown these inputs: where C_t of all experts are equal, a merge by theirs is "
+        "their mean",
+    )
 
 
 def collected(path: Path, about: About, seconds: float) -> Collected:
@@ -418,67 +387,14 @@ def fitting(
     return replace(how, batch_size=most), [note] if most < wanted else []
 
 
-def _check_confidence(
-    kinds: Sequence[Kind],
-    *,
-    asked: bool,
-    generated: bool,
-    base: str | Path | None,
-    begins: bool,
-) -> None:
-    if not asked:
-        return
-    if not generated:
+def _check_base(base: str | Path | None, *, begins: bool) -> None:
+    if begins and base is None:
         raise InputError(
-            f"{Hint('by_confidence')} is for {Hint('inputs', 'generated')}: leave it out, or pass that"
+            f"{Hint('start', 'base')} needs {Hint('base')}, which begins the texts: name it"
         )
-    if begins:
+    if base is not None and not begins:
         raise InputError(
-            f"{Hint('start', 'base')} is for language models, and {Hint('by_confidence')} for "
-            "classifiers, which write nothing: leave out one of them"
-        )
-    if base is not None:
-        raise InputError(
-            f"{Hint('base')} and {Hint('by_confidence')} weigh inputs, each its own way: pass one of them"
-        )
-    if "gram" not in kinds:
-        raise InputError(
-            f"{Hint('by_confidence')} weighs the inputs of Gram matrices, and none is asked for: pass "
-            f"{Hint('kinds', 'gram')}"
-        )
-
-
-def _check_base(
-    base: str | Path | None,
-    others: Sequence[str | Path],
-    kinds: Sequence[Kind],
-    *,
-    generated: bool,
-    begins: bool,
-) -> None:
-    if begins:
-        if base is None:
-            raise InputError(
-                f"{Hint('start', 'base')} needs {Hint('base')}, which begins the texts: name it"
-            )
-        if others:
-            raise InputError(
-                f"{Hint('others')} weighs inputs, and with {Hint('start', 'base')} none is weighed: "
-                "leave it out"
-            )
-        return
-    if others and base is None:
-        raise InputError(
-            f"{Hint('others')} needs {Hint('base')}, which reactions are measured from: name it"
-        )
-    if base is not None and not generated:
-        raise InputError(
-            f"{Hint('base')} is for {Hint('inputs', 'generated')}: leave it out, or pass that"
-        )
-    if base is not None and "gram" not in kinds:
-        raise InputError(
-            f"{Hint('base')} weighs the inputs of Gram matrices, and none is asked for: leave it out, or "
-            f"pass {Hint('kinds', 'gram')}"
+            f"{Hint('base')} is for {Hint('start', 'base')}: leave it out, or pass both"
         )
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from covmerge.base.errors import InputError
-from covmerge.base.settings import Hint
 from covmerge.base.text import some
-from covmerge.plan.statistics.confidence import ROUNDING
 from covmerge.plan.statistics.examples import Batch, masks_of
 from covmerge.plan.statistics.model import Layer
 from covmerge.plan.statistics.write import Statistic
+
+_ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
 
 
 class Weights(Protocol):
@@ -137,11 +137,8 @@ class GramCollector:
 
     def _statistic(self, names: tuple[str, ...], total: _Sum) -> Statistic:
         to_mean_one = self._weights is not None and not self._weights.relative
-        if to_mean_one and total.weight <= ROUNDING * total.rows:
-            raise InputError(
-                f"all inputs of '{names[0]}' are of weight 0: pass more {Hint('max_examples')}, or leave "
-                f"out {Hint('by_confidence')}"
-            )
+        if to_mean_one and total.weight <= _ROUNDING * total.rows:
+            raise InputError(f"all inputs of '{names[0]}' are of weight 0")
         return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
 
     def _rows(self, layer: Layer) -> int:

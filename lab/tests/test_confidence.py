@@ -7,11 +7,12 @@ import torch
 
 from covmerge.errors import InputError
 from covmerge.files.checkpoints import open_checkpoint
-from covmerge.plan.statistics import Generated, StatisticsFile, collect
-from covmerge.plan.statistics.confidence import confidence
+from covmerge.plan.statistics import Generated, StatisticsFile
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector
 from covmerge.plan.statistics.model import Layer, load_model
+from covmerge_lab.confidence import confidence
+from covmerge_lab.weighed import collect_weighed
 from tests.e2e.models import fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
@@ -42,7 +43,7 @@ def by_hand(folder, how, count):
 def test_grams_are_weighed_by_the_head(tmp_path):
     expert = save(fine_tuned(classifier(4), seed=1, scale=0.5), tmp_path / "m")
     how = Generated(seed=2)
-    collect(expert, how, tmp_path / OUT, by_confidence=True, max_examples=9)
+    collect_weighed(expert, how, tmp_path / OUT, "head", max_examples=9)
     name, expected = by_hand(expert, how, 9)
     with closing(StatisticsFile.open(tmp_path / OUT)) as file:
         torch.testing.assert_close(file.read("gram", name).double(), expected, rtol=1e-5, atol=1e-6)
@@ -54,33 +55,10 @@ def test_no_head_that_is_sure(tmp_path):
     for number, model in enumerate((classifier(1), classifier(3, problem_type="regression"))):
         folder = save(model, tmp_path / str(number))
         with pytest.raises(InputError, match="without a head that is sure of one of several"):
-            collect(folder, Generated(), tmp_path / OUT, by_confidence=True, max_examples=3)
+            collect_weighed(folder, Generated(), tmp_path / OUT, "head", max_examples=3)
     with pytest.raises(InputError, match="without a head that is sure of one of several"):
-        collect(save_vit(tmp_path / "v"), Generated(), tmp_path / OUT, by_confidence=True)
+        collect_weighed(save_vit(tmp_path / "v"), Generated(), tmp_path / OUT, "head")
     assert not (tmp_path / OUT).exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"base": "b"}, "each its own way: pass one of them"),
-        ({"kinds": ["fisher"]}, "none is asked for"),
-        (
-            {"examples": Generated("base"), "base": "b"},
-            "start=.base. is for language models, and by_c",
-        ),
-    ],
-)
-def test_what_it_is_not_for(tmp_path, given, says):
-    with pytest.raises(InputError, match=says):
-        collect(
-            expert="m",
-            out=tmp_path / OUT,
-            by_confidence=True,
-            **{"examples": Generated(), **given},
-        )
-    with pytest.raises(InputError, match=r"is for examples=Generated.."):
-        collect("m", "a.txt", tmp_path / OUT, by_confidence=True)
 
 
 def with_head(folder, weight, bias):
@@ -97,14 +75,14 @@ def with_head(folder, weight, bias):
         (float("nan"), [0.0, 0.0], "/m gives numbers that are not finite, .*: correct its weights"),
         (1.0, [0.0, float("inf")], "/m gives numbers that are not finite"),
         (0.0, [0.0, 0.0], "the head of .*/m all labels of every example are alike"),
-        (0.0, [0.3, 0.3 + 1e-7], "every example are alike, .*: leave out by_confidence=True"),
+        (0.0, [0.3, 0.3 + 1e-7], "every example are alike"),
     ],
 )
 def test_a_head_that_weighs_nothing(tmp_path, weight, bias, says):
     """max(0.0, nan) is 0.0: a file of zeros was written."""
     expert = with_head(tmp_path / "m", weight, bias)
     with pytest.raises(InputError, match=says):
-        collect(expert, Generated(), tmp_path / OUT, by_confidence=True, max_examples=4)
+        collect_weighed(expert, Generated(), tmp_path / OUT, "head", max_examples=4)
     assert not (tmp_path / OUT).exists()
 
 

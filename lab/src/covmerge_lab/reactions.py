@@ -19,10 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError
-from covmerge.base.text import some
+from covmerge.errors import InputError
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import refuse_adapter
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from covmerge.plan.statistics.model import Layer, RunningModel
 
@@ -39,7 +37,7 @@ class Reactions:
         relative: whether the weights are relative to other experts; else they have no scale.
 
     Raises:
-        InputError: a model that is none of this family, an adapter, or the expert among the others.
+        InputError: a model that is none of this family, or the expert among the others.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Reactions:
     def notes(self) -> list[str]:
         """Say which layers have no weights."""
         why = "not in the base and all other experts, so its inputs weigh alike"
-        return [f"{some(self._unknown, 1, quoted=True)}: {why}"] if self._unknown else []
+        return [f"{', '.join(self._unknown)}: {why}"] if self._unknown else []
 
 
 class _Weights:
@@ -104,7 +102,6 @@ class _Weights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         source = checkpoint.source
-        refuse_adapter(checkpoint, "whole models are needed")
         if checkpoint.config is None:
             raise InputError(
                 f"{source} has no config.json, by which its layers could be found: pass the folder of a "

@@ -6,22 +6,30 @@ from contextlib import closing
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
 import covmerge
+from covmerge import Generated, collect
 from covmerge.errors import InputError
 from covmerge.files.checkpoints import open_checkpoint
-from covmerge.plan.statistics import Generated, StatisticsFile, collect
+from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector
 from covmerge.plan.statistics.model import load_model
-from covmerge.plan.statistics.reactions import Reactions
-from tests.cli.runs import covmerge as run
+from covmerge_lab.reactions import Reactions
+from covmerge_lab.weighed import collect_weighed
 from tests.e2e.models import TEXT, build, fine_tuned
 from tests.statistics.models import classifier, save, save_family
 from tests.tolerance import assert_same_gram
 
 OUT = "a.covstats.safetensors"
+
+
+def weigh(expert, how, out, base, others=(), **given):
+    """Collect by reactions, and return what the file says of itself."""
+    by = "others" if others else "itself"
+    collect_weighed(expert, how, out, by, base=base, others=others, **given)
+    with closing(StatisticsFile.open(out)) as file:
+        return file.about
 
 
 def tensors(folder):
@@ -70,16 +78,16 @@ def family(tmp_path):
 def test_encoder(named, family, tmp_path):
     base, (own, *others) = family
     others = others if named else []
-    done = collect(own, Generated(), tmp_path / OUT, base=base, others=others, max_examples=9)
+    done = weigh(own, Generated(), tmp_path / OUT, base=base, others=others, max_examples=9)
     places = ("attention.self.query", "attention.self.key", "intermediate.dense", "output.dense")
     names = [f"encoder.layer.{n}.{place}.weight" for n in (0, 1) for place in places]
-    file = StatisticsFile.open(done.path)
+    file = StatisticsFile.open(tmp_path / OUT)
     for name, expected in by_hand(own, base, others, names, Generated()).items():
         found = file.read("gram", name).double()
         # Energies are sums of float32 products: some roundings of each, and of their quotient.
         assert (found - expected).norm() <= 1e-4 * expected.norm()
     assert not any("all experts are shown" in note for note in done.notes)
-    assert done.stored == done.tensors  # of one input, each layer weighs its own
+    assert not done.aliases  # of one input, each layer weighs its own
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -89,7 +97,7 @@ def test_other_heads_and_layers_that_are_stored_transposed(named, tmp_path):
     others = [other] if named else []
     how = Generated(tokens=4)
     given = {"max_examples": 9, "batch_size": 8}  # texts depend on the size of a batch
-    collect(own, how, tmp_path / OUT, base=base, others=others, **given)
+    weigh(own, how, tmp_path / OUT, base=base, others=others, **given)
     names = [f"transformer.h.{n}.mlp.{p}.weight" for n in (0, 1) for p in ("c_fc", "c_proj")]
     file = StatisticsFile.open(tmp_path / OUT)
     for name, expected in by_hand(own, base, others, names, how).items():
@@ -103,9 +111,7 @@ def test_pictures(tmp_path):
     for seed, path in enumerate(paths, start=1):
         fine_tuned(base, seed=seed).save_pretrained(path)
     own, other = paths
-    collect(
-        own, Generated(), tmp_path / OUT, base=tmp_path / "base", others=[other], max_examples=9
-    )
+    weigh(own, Generated(), tmp_path / OUT, base=tmp_path / "base", others=[other], max_examples=9)
     file = StatisticsFile.open(tmp_path / OUT)
     names = [name for name in file.names("gram") if "pooler" not in name]
     assert len(names) == 6
@@ -130,8 +136,10 @@ def test_without_weights_equal_inputs_give_the_mean(tmp_path):
         files = {expert: tmp_path / f"{expert}-{weighed}{OUT}" for expert in paths}
         for expert, path in paths.items():
             others = [other for other in paths.values() if other != path]
-            by = {"base": still, "others": others} if weighed else {}
-            collect(path, Generated(), files[expert], max_examples=90, **by)
+            if weighed:
+                weigh(path, Generated(), files[expert], still, others, max_examples=90)
+            else:
+                collect(path, Generated(), files[expert], max_examples=90)
         covmerge.merge(still, paths, "regmean", tmp_path / f"out-{weighed}", statistics=files)
         away[weighed] = (tensors(tmp_path / f"out-{weighed}")[name] - mean).norm() / mean.norm()
     assert away[False] < 1e-5 < 1e-2 < away[True]
@@ -168,13 +176,12 @@ def test_the_base_may_have_another_head(tmp_path):
     base = build("bert", seed=5)
     base.load_state_dict(expert.bert.state_dict())
     save(fine_tuned(base, seed=1), tmp_path / "base")
-    done = collect(
+    done = weigh(
         tmp_path / "expert", Generated(), tmp_path / OUT, base=tmp_path / "base", max_examples=6
     )
     assert not any("weigh alike" in note for note in done.notes)
     plain = collect(tmp_path / "expert", Generated(), tmp_path / f"b{OUT}", max_examples=6)
-    contents = [StatisticsFile.open(each.path).about.content for each in (done, plain)]
-    assert contents[0] != contents[1]
+    assert done.content != StatisticsFile.open(plain.path).about.content
 
 
 def test_shares_of_all_experts_add_up(family):
@@ -200,14 +207,14 @@ def test_where_nobody_reacts_all_inputs_count_alike(tmp_path):
     collect(copies[0], Generated(), tmp_path / OUT, max_examples=9)
     for number, others in enumerate(((), (copies[1],))):
         path = tmp_path / f"{number}{OUT}"
-        collect(copies[0], Generated(), path, base=still, others=others, max_examples=9)
+        weigh(copies[0], Generated(), path, base=still, others=others, max_examples=9)
         for name in StatisticsFile.open(path).names("gram"):
             one, other = (StatisticsFile.open(p).read("gram", name) for p in (path, tmp_path / OUT))
             torch.testing.assert_close(one, other)
     # Beside an expert that reacts, one that does not has nothing to say; the merge is the other's.
     files = {"own": tmp_path / f"c{OUT}", "moved": tmp_path / f"d{OUT}"}
     for (name, file), other in zip(files.items(), (moved, copies[0]), strict=True):
-        collect(tmp_path / name, Generated(), file, base=still, others=[other], max_examples=90)
+        weigh(tmp_path / name, Generated(), file, base=still, others=[other], max_examples=90)
     experts = {name: tmp_path / name for name in files}
     covmerge.merge(
         still, experts, "regmean", tmp_path / "out", statistics=files,
@@ -225,10 +232,9 @@ def test_a_layer_that_others_lack_counts_alike_and_is_named(tmp_path):
     own = save(fine_tuned(base, seed=1), tmp_path / "own")
     base.pooler = None
     save(base, tmp_path / "base")
-    done = collect(own, Generated(), tmp_path / OUT, base=tmp_path / "base", max_examples=6)
+    done = weigh(own, Generated(), tmp_path / OUT, base=tmp_path / "base", max_examples=6)
     (note,) = (note for note in done.notes if "weigh alike" in note)
-    assert note.startswith("'pooler.dense.weight': not in the base")
-    assert note in StatisticsFile.open(tmp_path / OUT).about.notes
+    assert note.startswith("pooler.dense.weight: not in the base")
 
 
 def test_base_and_others_are_recorded_up_to_the_merge(family, tmp_path):
@@ -237,7 +243,7 @@ def test_base_and_others_are_recorded_up_to_the_merge(family, tmp_path):
     for number, path in enumerate((own, *others)):
         rest = [other for other in (own, *others) if other != path]
         files[path.name] = tmp_path / f"{path.name}.covstats.safetensors"
-        collect(
+        weigh(
             path, Generated(seed=number), files[path.name], base=base, others=rest, max_examples=90
         )
     experts = {path.name: path for path in (own, *others)}
@@ -253,16 +259,6 @@ def test_base_and_others_are_recorded_up_to_the_merge(family, tmp_path):
     }
 
 
-def test_from_the_command_line(family, tmp_path):
-    base, (own, *others) = family
-    flags = ["--inputs=generated", "--max-examples=6", "--base", base]
-    flags += [f"--other={other}" for other in others]
-    run("collect", own, tmp_path / OUT, *flags)
-    collect(own, Generated(), tmp_path / f"b{OUT}", base=base, others=others, max_examples=6)
-    contents = [StatisticsFile.open(tmp_path / name).about.content for name in (OUT, f"b{OUT}")]
-    assert contents[0] == contents[1]
-
-
 def test_what_cannot_be_weighed_by(family, tmp_path):
     base, (own, other, _) = family
     wide = transformers.BertModel(
@@ -273,29 +269,17 @@ def test_what_cannot_be_weighed_by(family, tmp_path):
     save(wide, tmp_path / "wide")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["query"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    under = "base_model.model.encoder.layer.0.attention.self.query"
-    factors = {
-        f"{under}.lora_{f}.weight": torch.ones(s) for f, s in (("A", (2, 16)), ("B", (16, 2)))
-    }
-    save_file(factors, adapter / "adapter_model.safetensors")
     for given, says in (
-        ({"others": [other]}, "others needs base"),
-        ({"base": base, "kinds": ["fisher"]}, "base weighs the inputs of Gram matrices"),
         ({"base": base, "others": [own]}, "named twice among the experts"),
         ({"base": base, "others": [other, f"{other}/"]}, "named twice among the experts"),
         ({"base": tmp_path / "wide"}, "no fine-tunes of one base"),
         ({"base": tmp_path / "bare"}, "has no config.json, by which its layers"),
         ({"base": tmp_path / "nowhere"}, "no such file or folder"),
-        ({"base": base, "others": [adapter]}, "is an adapter, and whole models are needed"),
     ):
         with pytest.raises(InputError, match=says):
-            collect(own, Generated(), tmp_path / OUT, max_examples=3, **given)
-    with pytest.raises(InputError, match=r"base is for examples=Generated.."):
-        collect(own, [{"input_ids": torch.ones(1, 3, dtype=torch.long)}], tmp_path / OUT, base=base)
+            weigh(own, Generated(), tmp_path / OUT, max_examples=3, **given)
+    with pytest.raises(InputError, match="reactions are measured from the base: name it"):
+        collect_weighed(own, Generated(), tmp_path / OUT, "itself", max_examples=3)
     assert not (tmp_path / OUT).exists()
 
 

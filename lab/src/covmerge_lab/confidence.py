@@ -11,19 +11,17 @@ which is 1 where the head is sure and 0 where all labels are alike to it. Weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError
-from covmerge.base.settings import Hint
-from covmerge.plan.statistics.examples import Batch, single
+from covmerge.errors import InputError
+from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.model import Layer, RunningModel
 
 _ONE_OF_MANY = (None, "single_label_classification")
-ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
+_ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
 
 
 class Confidence:
@@ -48,37 +46,34 @@ class Confidence:
         if not one or labels < 2:
             raise InputError(
                 f"{model.checkpoint.source} is a {type(model.whole).__name__} of {labels} labels, without "
-                f"a head that is sure of one of several: leave out {Hint('by_confidence')}"
+                f"a head that is sure of one of several"
             )
         self._model = model
         self._weight = 1.0
         self._largest = 0.0
 
-    def each(self, batch: Batch) -> Iterator[Batch]:
-        """Yield every example alone; until the next one, its weight is what `of` gives.
+    def look_at(self, example: Batch) -> None:
+        """Ask the head of one example; until the next one, its weight is what `of` gives.
 
         Raises:
             InputError: the head does not give a finite number for each label.
         """
-        for example in single(batch):
-            with torch.no_grad():
-                found: Any = self._model.run(example, head=True)
-            logits = getattr(found, "logits", None)
-            if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
-                shape = list(logits.shape) if isinstance(logits, Tensor) else None
-                raise InputError(
-                    f"the head of {self._model.checkpoint.source} gives {shape}, and not a number for each "
-                    f"label: leave out {Hint('by_confidence')}"
-                )
-            if not bool(logits.isfinite().all()):
-                raise InputError(
-                    f"the head of {self._model.checkpoint.source} gives numbers that are not finite, by "
-                    "which nothing can be weighed: correct its weights, or leave out "
-                    f"{Hint('by_confidence')}"
-                )
-            self._weight = confidence(logits[0])
-            self._largest = max(self._largest, self._weight)
-            yield example
+        with torch.no_grad():
+            found: Any = self._model.run(example, head=True)
+        logits = getattr(found, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
+            shape = list(logits.shape) if isinstance(logits, Tensor) else None
+            raise InputError(
+                f"the head of {self._model.checkpoint.source} gives {shape}, and not a number for each "
+                "label"
+            )
+        if not bool(logits.isfinite().all()):
+            raise InputError(
+                f"the head of {self._model.checkpoint.source} gives numbers that are not finite, by "
+                "which nothing can be weighed: correct its weights"
+            )
+        self._weight = confidence(logits[0])
+        self._largest = max(self._largest, self._weight)
 
     def check(self) -> None:
         """Refuse a head that was sure of no example, when all have been seen.
@@ -86,10 +81,10 @@ class Confidence:
         Raises:
             InputError: all labels were alike to it, but for rounding.
         """
-        if self._largest <= ROUNDING:
+        if self._largest <= _ROUNDING:
             raise InputError(
                 f"to the head of {self._model.checkpoint.source} all labels of every example are alike, so "
-                f"that none would count: leave out {Hint('by_confidence')}"
+                "that none would count"
             )
 
     def of(self, layer: Layer, inputs: Tensor) -> Tensor:
