@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import covmerge
 from covmerge.errors import RecipeError
@@ -252,29 +251,12 @@ def _read_adapter(path: Path) -> None:
         _all(named)
 
 
-class _Small(nn.Module):
-    """What a pickled module is of: `Linear`, a buffer, a module in a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-        self.register_buffer("counted", torch.arange(3))
-        self.register_buffer("left_out", torch.ones(2), persistent=False)
-
-
 def _build_torch() -> None:
     state = dict(_model(1))
-    module = _Small()
-    for name, content in (("state", state), ("module", module)):
-        for form, saved in (("zip", True), ("legacy", False)):
-            folder = IN / f"{name}-{form}"
-            folder.mkdir(parents=True)
-            torch.save(content, folder / "model.bin", _use_new_zipfile_serialization=saved)
-    for name, content in (("plain", state), ("plain-module", module)):
-        (IN / name).mkdir()
-        for protocol in (2, 4):
-            with (IN / name / "model.bin").open("wb") as file:
-                pickle.dump(content, file, protocol=protocol)
+    for form, saved in (("zip", True), ("legacy", False)):
+        folder = IN / f"state-{form}"
+        folder.mkdir(parents=True)
+        torch.save(state, folder / "model.bin", _use_new_zipfile_serialization=saved)
 
 
 def _build_gguf() -> None:
@@ -649,7 +631,7 @@ READERS: dict[str, Reader] = {
     "config.json": Reader(_build_config, _plain, ("config.json",)),
     "adapter (PEFT)": Reader(_build_peft, _read_adapter, ("adapter/*",)),
     "adapter (Kohya, diffusers)": Reader(_build_lora, _read_adapter, ("adapter/*",)),
-    "torch and pickles": Reader(_build_torch, lambda path: _opened(path / "model.bin"), named=True),
+    "torch": Reader(_build_torch, lambda path: _opened(path / "model.bin"), named=True),
     "GGUF": Reader(_build_gguf, lambda path: _plain(path / "model.gguf"), named=True),
     "quantised": Reader(_build_quantised, _plain, ("config.json", "*.safetensors")),
     "recipe": Reader(_build_recipe, _read_recipe, named=True),

@@ -168,6 +168,22 @@ def test_a_file_of_torch_that_is_saved_as_safetensors(damage, said, tmp_path):
     check(tmp_path / "a.safetensors")
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_module_is_saved_as_its_state_dict(zipped, tmp_path):
+    """Nothing of it is run: covmerge reads tensors alone."""
+    module = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 8)})])}
+    )
+    base = {name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()}
+    torch.save(module, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    said = advice("save it by torch.save(module.state_dict(), FILE) where its code is")
+    assert "torch.nn.modules.container.ModuleDict" in refused(said, tmp_path / "a.pt", base)
+    module = torch.load(tmp_path / "a.pt", weights_only=False)
+    torch.save(module.state_dict(), tmp_path / "a.pt")
+    found = covmerge.merge(base, {"a": tmp_path / "a.pt"}, "average").tensors
+    torch.testing.assert_close(found, dict(module.state_dict()))
+
+
 def test_one_of_several_state_dicts_is_saved_by_itself(tmp_path):
     file = tmp_path / "a.bin"
     torch.save({"state_dict": EXPERT, "model": BASE}, file)

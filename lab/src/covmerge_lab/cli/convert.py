@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from covmerge.errors import InputError
 from covmerge.front.cli import options
-from covmerge.front.cli.console import printable, say, stdout
+from covmerge.front.cli.console import printable, stdout
 
 
 def convert(
@@ -24,24 +23,12 @@ def convert(
 
     covmerge convert nonlinear_finetuned.pt mnist.safetensors
     """
-    from safetensors import torch as safetensors_torch
-
-    from covmerge import open_checkpoint
     from covmerge.plan.recipe import format_size
+    from covmerge_lab.module_file import read_weights, save_weights
 
     if out.exists() and not overwrite:
         raise InputError(f"the output {out} exists: pass --overwrite, or choose another name")
-    with closing(open_checkpoint(file)) as checkpoint:
-        for note in checkpoint.notes:
-            say("note", note)
-        tensors = {name: checkpoint.read(name) for name in checkpoint.headers}
-    saving: Any = safetensors_torch  # its annotations are partial
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.partial")
-    try:
-        saving.save_file(tensors, unfinished, metadata={"format": "pt"})
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    tensors = read_weights(file)
+    save_weights(tensors, out)
     size = format_size(sum(tensor.nbytes for tensor in tensors.values()))
     stdout().print(printable(f"{out}: {len(tensors)} tensors, {size}"), soft_wrap=True)

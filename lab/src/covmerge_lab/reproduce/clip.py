@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
+from covmerge_lab.module_file import read_weights
 from covmerge_lab.reproduce.bench import Bench, optional
 from covmerge_lab.reproduce.published import Column
 
@@ -71,14 +71,11 @@ def _unwarned() -> Generator[None, None, None]:
 
 def _load_visual(encoder: Any, file: Path) -> None:
     """Put the image tower of a checkpoint into a model; the text tower is not needed."""
-    checkpoint = open_checkpoint(file)
-    names = {
-        name[name.index(_VISUAL) + len(_VISUAL) :]: name
-        for name in checkpoint.headers
+    tensors = {
+        name[name.index(_VISUAL) + len(_VISUAL) :]: tensor
+        for name, tensor in read_weights(file).items()
         if name.startswith((_VISUAL, f"model.{_VISUAL}"))
     }
-    tensors = {short: checkpoint.read(name) for short, name in names.items()}
-    checkpoint.close()
     try:
         encoder.visual.load_state_dict(tensors)
     except RuntimeError as error:
@@ -154,8 +151,7 @@ def _head(bench: Bench, column: Column, classes: Sequence[str]) -> Head:
 
 
 def _read_head(file: Path) -> Head:
-    with closing(open_checkpoint(file)) as checkpoint:
-        tensors = {name: checkpoint.read(name) for name in checkpoint.headers}
+    tensors = read_weights(file)
     if "weight" not in tensors:
         raise CheckpointError(f"{file} has no 'weight' but {', '.join(tensors)}: is it a head?")
     weight = tensors["weight"].float()

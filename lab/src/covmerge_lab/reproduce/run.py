@@ -11,6 +11,7 @@ from statistics import fmean
 import covmerge
 from covmerge.errors import InputError, did_you_mean
 from covmerge.run.engine import Progress
+from covmerge_lab.module_file import as_weights
 from covmerge_lab.reproduce import clip, glue, lm, t5
 from covmerge_lab.reproduce.bench import Bench, Score
 from covmerge_lab.reproduce.published import MEAN, Family, Row, Setting
@@ -170,11 +171,13 @@ def _merge(
 ) -> dict[str, Path]:
     """Merge by every method, and return the folder of each."""
     folders: dict[str, Path] = {}
+    base = as_weights(bench.models.base, bench.cache)
+    experts = {name: as_weights(own, bench.cache) for name, own in bench.models.experts.items()}
     for number, group in enumerate(_passes(rows), start=1):
         needs = any(row.data for row in group)
         compared = covmerge.compare(
-            bench.models.base,
-            bench.models.experts,
+            base,
+            experts,
             [(row.method, row.parameters) for row in group],
             out / f"pass-{number}",
             statistics=statistics if needs else None,

@@ -33,8 +33,8 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
 
     Args:
         source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
-            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file (also of a whole pickled module, of
-            which nothing is run); `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
+            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file of tensors;
+            `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
             where nothing of that name exists here; the address of a folder or a file of weights,
             `s3://`, `gs://` or `https://`; a state dict; or a torch module,
             of which the config is known if it is a model of transformers.

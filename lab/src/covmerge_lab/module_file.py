@@ -1,79 +1,106 @@
-"""One file of a pickled module, of which only the tensors are read."""
+"""Files of pickled modules: their tensors are read, and nothing that they name is imported or run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import CheckpointError
-from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge import open_checkpoint
+from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.laid import Laid
-from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.pickle_bounds import SAVE_AGAIN
 from covmerge.files.checkpoints.pickled import load_records
 from covmerge.files.checkpoints.unpickler import Inert, Sealed
-from covmerge.files.stores.store import Stamp, stamp_of
 
 _MAX_DEPTH = 100  # of modules in modules
+_MAX_TENSORS = 300_000
+_MOST_TIMES = 16  # tensors may share a storage
+_SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
 
 
-class ModuleFile:
-    """A file of `torch.save(module)`, of any version, or of `pickle.dump` of a module or a state dict.
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that `covmerge` opens, or of a pickled module.
 
-    The tree of modules has the tensors, under the names of a state dict. Files that are no zip are in
-    memory as a whole.
+    Raises:
+        CheckpointError: it is neither.
     """
+    try:
+        with closing(open_checkpoint(path)) as opened:
+            return {name: opened.read(name) for name in opened.headers}
+    except CheckpointError as refusal:
+        try:
+            return read_module(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{refusal}. As a module: {error}") from error
 
-    settings: Mapping[str, Any] | None = None
 
-    def __init__(self, path: Path, stamp: Stamp, records: object) -> None:
-        self.path = path
-        self._stamp = stamp
-        self._laid = _tensors(records, str(path))
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: TensorHeader(name, laid.shape, laid.dtype) for name, laid in self._laid.items()}
-        )
-        kind = f"a module of class {records.origin}" if isinstance(records, Inert) else "a dict"
-        self.notes = (
-            f"{path} is a pickle of {kind}: its tensors were read, and nothing that it names was run",
-        )
+def read_module(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickled module, or of a pickled dict of tensors.
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, str(self.path))
-        if name not in self._laid:
-            raise CheckpointError(f"{self.path} is closed: open the checkpoint again")
-        check_unchanged(self.path, self._stamp, stamp_of(self.path.stat()))
-        tensor = self._laid[name].tensor(rows)
+    It is a file of `torch.save(module)`, of any version, or of `pickle.dump`. The tree of modules has the
+    tensors, under the names of a state dict.
+
+    Raises:
+        CheckpointError: it holds something else, is damaged, or promises more than it holds.
+    """
+    laid = _tensors(load_records(path), str(path))
+    size, made = path.stat().st_size, sum(_nbytes(own) for own in laid.values())
+    if made > _MOST_TIMES * size:
+        raise CheckpointError(f"{path} has {size} bytes, and its tensors {made}: {_SAVE_AGAIN}")
+    found = {name: own.tensor() for name, own in laid.items()}
+    for name, tensor in found.items():
         if (
             tensor.dtype is torch.bool
             and tensor.numel()
             and int(tensor.view(torch.uint8).max()) > 1
         ):
             raise CheckpointError(
-                f"{self.path}: '{name}' holds bytes other than 0 and 1, and is of bool: {SAVE_AGAIN}"
+                f"{path}: '{name}' holds bytes other than 0 and 1, and is of bool: {_SAVE_AGAIN}"
             )
-        return tensor
-
-    def close(self) -> None:
-        """Let go of what is in memory."""
-        self._laid = {}
+    return found
 
 
-def open_module(path: Path) -> ModuleFile:
-    """Open a pickled module, or a dict of tensors alone.
+def as_weights(path: Path, cache: Path) -> Path:
+    """Return a path that `covmerge` opens: it, or a copy of its tensors in a folder of its own.
 
     Raises:
-        CheckpointError: it holds something else, is damaged, or promises more than it holds.
+        CheckpointError: it is neither weights nor a pickled module.
     """
-    stamp = stamp_of(path.stat())
-    return ModuleFile(path, stamp, load_records(path))
+    try:
+        open_checkpoint(path).close()
+    except CheckpointError:
+        if not path.is_file():
+            raise
+        stamp = path.stat()
+        known = f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}"
+        out = cache / "modules" / f"{sha256(known.encode()).hexdigest()[:16]}.safetensors"
+        if not out.exists():
+            save_weights(read_weights(path), out)
+        return out
+    return path
+
+
+def save_weights(tensors: dict[str, Tensor], out: Path) -> None:
+    """Write safetensors, whole or not at all."""
+    saving: Any = safetensors.torch  # its annotations are partial
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f".{out.name}.partial")
+    try:
+        saving.save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.replace(out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _nbytes(laid: Laid) -> int:
+    return math.prod(laid.shape) * laid.dtype.itemsize
 
 
 def _tensors(records: object, where: str) -> dict[str, Laid]:
@@ -83,12 +110,11 @@ def _tensors(records: object, where: str) -> dict[str, Laid]:
         raise CheckpointError(f"{where} holds a {kind}, not a module or a dict of tensors")
     items = _items(records, where).items() if is_dict else _named(records, where)
     for name, value in items:
-        check_name(name, f"{where}: tensor {shorten(name)}")
         if name in found:
-            raise CheckpointError(f"{where} has two tensors '{name}': {SAVE_AGAIN}")
+            raise CheckpointError(f"{where} has two tensors '{name}': {_SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
-                f"{where}: '{name}' is a {_kind(value)}, not a plain tensor: {SAVE_AGAIN}"
+                f"{where}: '{name}' is a {_kind(value)}, not a plain tensor: {_SAVE_AGAIN}"
             )
         found[name] = value
     if not found:
@@ -105,16 +131,16 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
         if "_modules" not in state:
             raise CheckpointError(
                 f"{where}: '{prefix[:-1]}' is a {_kind(module)}, which is stored as no module is: "
-                f"{SAVE_AGAIN}"
+                f"{_SAVE_AGAIN}"
             )
         parameters, buffers, modules = (
             _items(state.get(part), where) for part in ("_parameters", "_buffers", "_modules")
         )
         met += 1 + len(parameters) + len(buffers) + len(modules)
         # One module may be in many, and in itself.
-        if depth > _MAX_DEPTH or met > MAX_TENSORS:
+        if depth > _MAX_DEPTH or met > _MAX_TENSORS:
             raise CheckpointError(
-                f"{where}: modules in modules without end at '{prefix}': {SAVE_AGAIN}"
+                f"{where}: modules in modules without end at '{prefix}': {_SAVE_AGAIN}"
             )
         skipped = _left_out(state)
         kept = ((name, item) for name, item in buffers.items() if name not in skipped)
@@ -129,7 +155,9 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
 
 def _items(content: object, where: str) -> Mapping[str, object]:
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{where} has a {_kind(content)} for a dict of tensors: {SAVE_AGAIN}")
+        raise CheckpointError(
+            f"{where} has a {_kind(content)} for a dict of tensors: {_SAVE_AGAIN}"
+        )
     named = cast("Mapping[object, object]", content)
     stray = next((name for name in named if not isinstance(name, str)), None)
     if stray is not None:
