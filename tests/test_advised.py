@@ -24,7 +24,7 @@ REASONS = {
         r"^maths/registry/declared\.py: list of these",
         r"^run/inspection/job\.py: ",
         r"^files/tensors/(modules|names|describe)\.py: ",
-        r"^files/checkpoints/adapter_parameters\.py: '\{\}' \{\} \(rank",
+        r"^files/adapters/parameters\.py: '\{\}' \{\} \(rank",
         r"^plan/statistics/(sequences\.py: tokens, p|collect\.py: run block by block)",
         r"^plan/statistics/written\.py: (--start (bos|chat)|leave out --start base, or name)",
         r"^plan/recipe/(explain\.py: |varied\.py: write|mergekit/reading\.py: \{\}: \{\} It)",
@@ -63,7 +63,7 @@ REASONS = {
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",
         r"^front/cli/outcome\.py: (no room|the memory)|^front/cli/options\.py: the cache folder",
         r"^front/cli/merging\.py: the peak memory|^files/checkpoints/trainer\.py: \{\} cannot be listed",
-        r"^files/checkpoints/patterns\.py: .*(takes more than|cannot be started)",
+        r"^files/adapters/patterns\.py: .*(takes more than|cannot be started)",
     ],
     "needs something that changes a file meanwhile": [
         r"let whatever writes it finish, and start again|something else changed it",
@@ -79,9 +79,9 @@ REASONS = {
     "to the author of a method, a step or a program, who sees at once whether it helped": [
         r"^maths/registry/(declared|table)\.py: |^maths/steps/registry\.py: ",
         r"^maths/methods/registry\.py: (method '\{\}' (needs|sees|\{\})|its|these)",
-        r"^files/checkpoints/(base|layout|writer|memory|strict_json|torch_file|adapter)\.py: .*"
+        r"^files/\w+/(base|layout|writer|memory|strict_json|torch_file|checkpoint)\.py: .*"
         r"(rows inside|rename (it|the tensor)|hold: convert|contiguous|plan it|convert it$)",
-        r"^files/checkpoints/.*(open (them|the checkpoint) again|together with its base|such as 5GB)",
+        r"^files/(checkpoints|adapters)/.*(open (them|the checkpoint) again|with its base|such as 5GB)",
         r"^files/checkpoints/base\.py: .*be stored: convert",
         r"^files/tensors/views\.py: ",
         r"^front/viewer/server\.py: the recipe of this choice",
@@ -92,8 +92,8 @@ REASONS = {
         r"^plan/.*/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)",
         r"^front/cli/theirs\.py: |^front/viewer/|^files/quantised/gguf\.py: ",
     ],
-    "the intact adapter over its own base: tests/checkpoints/test_adapter_types.py": [
-        r"^files/checkpoints/(adapter_types/\w+|adapter_folds|adapter_config)\.py: ",
+    "the intact adapter over its own base: tests/adapters/test_types.py": [
+        r"^files/adapters/(types/\w+|folds|config)\.py: ",
     ],
     "a part of an interrupted merge that no file shows, or Ctrl-C: tests/e2e/test_resume.py": [
         r"^files/checkpoints/journal\.py: (cannot read the journal \{\}: it is larger|\{\} exists)",

@@ -27,14 +27,8 @@ from torch import Tensor
 
 import covmerge
 from covmerge.errors import RecipeError
-from covmerge.files.checkpoints import (
-    AdapterCheckpoint,
-    Checkpoint,
-    Entry,
-    Journal,
-    fingerprint,
-    open_checkpoint,
-)
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints import Checkpoint, Entry, Journal, fingerprint, open_checkpoint
 from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.files.quantised import dequantised
 from covmerge.files.stores import object_server, page_server, retries

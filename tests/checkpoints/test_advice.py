@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import covmerge
 from covmerge.errors import CovmergeError, InputError
 from covmerge.files.checkpoints import open_checkpoint
+from tests.adapters.models import llama, make, save
 from tests.advised import advice
-from tests.checkpoints.adapters import llama, make, save
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 

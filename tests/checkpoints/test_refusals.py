@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.checkpoints import distributed, journal, open_checkpoint, pattern_process
+from covmerge.files.adapters import pattern_process
+from covmerge.files.checkpoints import distributed, journal, open_checkpoint
 from covmerge.files.checkpoints import pickle_bounds as bounds
 from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.hashes import _Reader
@@ -28,7 +29,7 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.files.stores.store import StoredFile
 from covmerge.front.reporting.file import check_page
-from tests.checkpoints.test_adapters import CONFIG, STEM, WEIGHTS, adapter, change  # noqa: F401
+from tests.adapters.test_adapters import CONFIG, STEM, WEIGHTS, adapter, change  # noqa: F401
 from tests.checkpoints.test_distributed import STATE, chunk, save, spoil
 
 ONE = torch.ones(2, 2)

@@ -16,8 +16,8 @@ from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausa
 import covmerge
 from covmerge.errors import CheckpointError, TensorError
 from covmerge.files.checkpoints.folder import choose_weights
+from tests.adapters.models import llama
 from tests.advised import advice
-from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge as command
 
 TOKENS = torch.arange(6)[None]

@@ -16,8 +16,8 @@ from covmerge.errors import CovmergeError
 from covmerge.files.checkpoints import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
+from tests.adapters.models import llama, make, vit
 from tests.advised import advice
-from tests.checkpoints.adapters import llama, make, vit
 from tests.cli.runs import save_plain, statistics_for
 
 NAME, NORM = "layers.0.fc.weight", "norm.weight"

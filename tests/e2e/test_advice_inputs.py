@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
+from tests.adapters.models import bert, gpt2, llama, make, mixtral
 from tests.advised import advice
-from tests.checkpoints.adapters import bert, gpt2, llama, make, mixtral
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, statistics_for
 from tests.e2e.following import told

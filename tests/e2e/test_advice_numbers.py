@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
+from tests.adapters.models import llama, make
 from tests.advised import advice
-from tests.checkpoints.adapters import llama, make
 from tests.cli.runs import covmerge as command
 
 NAME = "fc.weight"

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CLIPTextConfig, CLIPTextModel
 
 import covmerge
+from tests.adapters.models import llama, make, mixtral
 from tests.advised import advice
-from tests.checkpoints.adapters import llama, make, mixtral
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import merged, recipe, told
 

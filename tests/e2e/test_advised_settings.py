@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.adapters.models import llama
 from tests.advised import advice
-from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge, words
 
 W = torch.diag(torch.arange(1.0, 9))

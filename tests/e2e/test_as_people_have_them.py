@@ -11,7 +11,7 @@ import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
-from tests.checkpoints.adapters import llama
+from tests.adapters.models import llama
 from tests.cli.runs import covmerge as command
 
 GENERATOR = torch.Generator().manual_seed(0)

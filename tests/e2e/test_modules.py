@@ -14,8 +14,8 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 import covmerge
 from covmerge.errors import CheckpointError, InputError, TensorError
 from covmerge.files.checkpoints import open_checkpoint
+from tests.adapters.models import llama
 from tests.advised import advice
-from tests.checkpoints.adapters import llama
 from tests.checkpoints.hub_server import connect, serve
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_advice import adapter

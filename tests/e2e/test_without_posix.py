@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import patterns
-from covmerge.files.checkpoints.patterns import Patterns
+from covmerge.files.adapters import patterns
+from covmerge.files.adapters.patterns import Patterns
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import run
 

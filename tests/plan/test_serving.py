@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.plan.planning.serving import who_loads_it
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words

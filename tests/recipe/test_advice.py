@@ -11,9 +11,9 @@ import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from tests.adapters.models import llama
+from tests.adapters.models import save as save_adapter
 from tests.advised import advice
-from tests.checkpoints.adapters import llama
-from tests.checkpoints.adapters import save as save_adapter
 from tests.cli.runs import covmerge
 from tests.e2e.following import told
 from tests.e2e.test_advised_settings import tokenizer

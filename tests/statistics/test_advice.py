@@ -6,8 +6,8 @@ import shlex
 import pytest
 from peft import LoraConfig
 
+from tests.adapters.models import save as save_adapter
 from tests.advised import advice
-from tests.checkpoints.adapters import save as save_adapter
 from tests.cli.runs import covmerge
 from tests.e2e.following import told
 from tests.e2e.models import build

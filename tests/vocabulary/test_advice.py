@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from covmerge.errors import InputError, TensorError
 from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
+from tests.adapters.models import save as save_adapter
 from tests.advised import advice
-from tests.checkpoints.adapters import save as save_adapter
 from tests.cli.runs import covmerge as command
 from tests.mergekit.token_cases import WORDS, ids_of, save_model
 from tests.vocabulary.test_merge import recipe

@@ -14,7 +14,7 @@ from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.vocabulary.chat import template_of
 from covmerge.plan.vocabulary.formats import FORMATS
-from tests.checkpoints.adapters import save
+from tests.adapters.models import save
 from tests.mergekit.token_cases import HELLO, WORDS, ids_of, save_model
 
 CHAT = [

@@ -14,7 +14,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME

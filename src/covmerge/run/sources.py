@@ -15,12 +15,9 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import (
-    AdaptedBase,
-    AdapterCheckpoint,
-    Checkpoint,
-    open_checkpoint,
-)
+from covmerge.files.adapters.adapted_base import AdaptedBase
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of

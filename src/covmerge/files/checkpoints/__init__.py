@@ -4,8 +4,6 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 `plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
 """
 
-from covmerge.files.checkpoints.adapted_base import AdaptedBase
-from covmerge.files.checkpoints.adapter import AdapterCheckpoint
 from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint, FactorHeader, fingerprint
 from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.folder import FileCheckpoint
@@ -31,8 +29,6 @@ __all__ = [
     "ORDER",
     "PROCESSOR",
     "THREADS",
-    "AdaptedBase",
-    "AdapterCheckpoint",
     "Checkpoint",
     "Content",
     "Entry",

@@ -6,14 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.types import Json, LowRank, TensorHeader
-from covmerge.files.checkpoints.adapter_layout import PEFT_FORM, LoraForm
 from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
@@ -21,6 +20,9 @@ from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import Stamp, StoredFile
 
 CARD_NAME = "README.md"  # the model card
+
+LoraForm = Literal["peft", "kohya", "diffusers"]  # whose names an adapter's file has
+PEFT_FORM: LoraForm = "peft"
 
 _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
 _DISPATCH = "__torch_dispatch__"

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.identifiers import hub_id
-from covmerge.files.checkpoints.adapter import (
-    open_adapter_file,
-    open_adapter_folder,
-    open_adapter_hub,
-)
+from covmerge.files.checkpoints.adapter_reader import adapter_reader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.file_formats import WEIGHT_SUFFIXES
 from covmerge.files.checkpoints.folder import FileCheckpoint, open_folder
@@ -56,7 +52,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
     if (named := hub_address(source)) is not None:
-        return open_adapter_hub(str(source), *named) or open_hub(str(source), *named)
+        return adapter_reader().open_adapter_hub(str(source), *named) or open_hub(
+            str(source), *named
+        )
     if (address := address_of(source)) is not None:
         return open_remote(address)
     try:
@@ -68,7 +66,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
         if path.is_dir():
             return open_store(str(source), LocalFolder(path))
         if path.is_file():
-            return open_adapter_file(str(source), path)
+            return adapter_reader().open_adapter_file(str(source), path)
         exists = path.exists()
     except (OSError, ValueError) as error:  # ValueError: a NUL
         raise CheckpointError(
@@ -81,7 +79,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
             f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
             "is written org/name or org/name@revision"
         )
-    return open_adapter_hub(source, *named) or open_hub(source, *named)
+    return adapter_reader().open_adapter_hub(source, *named) or open_hub(source, *named)
 
 
 def open_remote(address: Address) -> Checkpoint:
@@ -102,7 +100,7 @@ def _open_remote(address: Address) -> Checkpoint:
     if parent and name.endswith(WEIGHT_SUFFIXES):
         store = remote_store(replace(address, path=parent))
         file = child(store, unquote(name) if address.scheme in PAGES else name)
-        return open_adapter_file(
+        return adapter_reader().open_adapter_file(
             source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
         )
     if address.scheme in PAGES:
@@ -115,7 +113,7 @@ def _open_remote(address: Address) -> Checkpoint:
     def stored_as(files: FileCheckpoint) -> Checkpoint:
         return RemoteCheckpoint(files, store, whole=True)
 
-    adapter = open_adapter_folder(source, store, stored_as)
+    adapter = adapter_reader().open_adapter_folder(source, store, stored_as)
     return adapter or stored_as(open_folder(source, store))
 
 
@@ -125,4 +123,4 @@ def open_store(source: str, store: Store) -> Checkpoint:
     Raises:
         CheckpointError: as `open_checkpoint`.
     """
-    return open_adapter_folder(source, store) or open_folder(source, store)
+    return adapter_reader().open_adapter_folder(source, store) or open_folder(source, store)

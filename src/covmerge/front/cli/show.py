@@ -15,7 +15,7 @@ from rich.table import Table
 
 from covmerge.base.choice import UNNAMED_NOTE
 from covmerge.base.text import counted, some, spread
-from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.modules import MODULES
 from covmerge.files.stores.local import LocalFolder

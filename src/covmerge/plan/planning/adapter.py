@@ -14,13 +14,10 @@ from covmerge.base.errors import InputError, RecipeError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
-from covmerge.files.checkpoints.adapter_layout import (
-    PEFT_FORM,
-    AdaptedTensor,
-    LoraForm,
-    WholeTensor,
-)
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
+from covmerge.files.checkpoints import Checkpoint, FactorHeader
+from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
 from covmerge.plan.planning.adapter_names import Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.lora_names import LoraNames

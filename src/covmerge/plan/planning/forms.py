@@ -14,7 +14,7 @@ from covmerge.base.errors import TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import keep_plain
 from covmerge.base.types import Json, LowRank, TensorHeader
-from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
 from covmerge.files.quantised import Packing

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 from covmerge.base.errors import RecipeError
 from covmerge.base.settings import Hint
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.checkpoints.adapter_layout import KOHYA_FORM, PEFT_FORM, LoraForm
-from covmerge.files.checkpoints.adapter_parts import flat_name, part_of, region_of
-from covmerge.files.checkpoints.ldm_names import diffusers_name
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.adapters.layout import KOHYA_FORM
+from covmerge.files.adapters.ldm_names import diffusers_name
+from covmerge.files.adapters.parts import flat_name, part_of, region_of
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
 from covmerge.plan.planning.work import TensorPlan
 
 # What the parts of a pipeline are called in Kohya's form, and in diffusers'.

@@ -6,13 +6,8 @@ from collections.abc import Collection, Iterator
 
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
-from covmerge.files.checkpoints.adapter_layout import (
-    KOHYA_FORM,
-    PEFT_FORM,
-    AdaptedTensor,
-    LoraForm,
-    WholeTensor,
-)
+from covmerge.files.adapters.layout import KOHYA_FORM, AdaptedTensor, WholeTensor
+from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
 
 # What vLLM's --max-lora-rank may be; its default is the second.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

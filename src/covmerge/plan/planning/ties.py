@@ -15,7 +15,8 @@ from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.layer_count import language_parts
 from covmerge.files.tensors import (
     TIED,

@@ -31,7 +31,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
 from covmerge.base.text import shown
 from covmerge.base.types import Role
-from covmerge.files.checkpoints.adapter_layout import LoraForm
+from covmerge.files.checkpoints.base import LoraForm
 from covmerge.files.stores.address import address_of
 from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.run import Run

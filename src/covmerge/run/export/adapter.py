@@ -9,9 +9,9 @@ from typing import Any
 
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.checkpoints.adapter import ADAPTER_CONFIG
-from covmerge.files.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG, AdapterCheckpoint
+from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.planning import Plan

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from covmerge.files.adapters.layout import ADAPTER_NAME, LORA_NAME
 from covmerge.files.checkpoints import ShardWriter, plan_layout
-from covmerge.files.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FORM
+from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.gguf_layout import plan_gguf
 from covmerge.files.checkpoints.layout import Layout, plan_shard
 from covmerge.files.stores.store import WritableStore

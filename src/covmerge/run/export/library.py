@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from covmerge.files.adapters.layout import LORA_NAME
 from covmerge.files.checkpoints import HubModel
-from covmerge.files.checkpoints.adapter_layout import LORA_NAME
 from covmerge.files.checkpoints.gguf_layout import GGUF_NAME
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.modules import MODULES

@@ -6,8 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.files.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.quantised import open_plain
 
 

@@ -10,7 +10,8 @@ import torch
 
 from covmerge.base.text import some
 from covmerge.base.threads import ThreadPool
-from covmerge.files.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.stores.store import Store
 from covmerge.maths.linalg.lapack import norm
 from covmerge.run.engine import use_threads

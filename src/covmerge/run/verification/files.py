@@ -7,8 +7,8 @@ from typing import Any
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
+from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG
 from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
-from covmerge.files.checkpoints.adapter import ADAPTER_CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME

@@ -1,0 +1,1 @@
+"""Adapters: read over their base as one checkpoint, whatever library wrote them."""

@@ -1,0 +1,568 @@
+"""Adapters: a base's tensors by their updates, and those that were trained whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import LowRank, TensorHeader
+from covmerge.files.adapters.config import AdapterConfig
+from covmerge.files.adapters.folds import Folded, Folds
+from covmerge.files.adapters.gguf import GgufFactors, gguf_adapter, named_by_base
+from covmerge.files.adapters.layout import ADAPTER_NAME, DIFFUSERS_FORM, KOHYA_FORM, LORA_NAME
+from covmerge.files.adapters.mlx import MLX_NAME, TurnedFactors, is_full, peft_fields
+from covmerge.files.adapters.names import (
+    Contents,
+    Stacked,
+    Update,
+    looks_like_adapter,
+    oriented,
+    read_names,
+    wider,
+)
+from covmerge.files.adapters.parameters import find_parameters
+from covmerge.files.adapters.parts import updates_of_base
+from covmerge.files.checkpoints.base import (
+    PEFT_FORM,
+    Checkpoint,
+    FactorHeader,
+    LoraForm,
+    find_header,
+)
+from covmerge.files.checkpoints.file_formats import open_weights
+from covmerge.files.checkpoints.folder import (
+    CONFIG,
+    DIFFUSERS,
+    FileCheckpoint,
+    module_files,
+    open_file,
+    open_modules,
+)
+from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
+from covmerge.files.checkpoints.hub import HubCheckpoint
+from covmerge.files.checkpoints.json_file import parse_object, read_object
+from covmerge.files.checkpoints.view import View
+from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
+from covmerge.files.stores.local import LocalFolder, local_file
+from covmerge.files.stores.store import Store, StoredFile, child
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
+_FILES = (*_WEIGHTS, MLX_NAME)
+_MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
+_MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
+
+
+# What files of weights are seen as.
+StoredAs = Callable[[FileCheckpoint], Checkpoint]
+
+
+class AdapterCheckpoint(View):
+    """An adapter: `low_rank` updates of its base, and in `headers` the tensors that it replaces.
+
+    A tensor that is both replaced and updated is in `headers` alone, and is read with its update.
+
+    Args:
+        stored: the file of weights.
+        contents: what its tensors are.
+        config: the configuration; None: the file is by itself.
+        notes: what is particular about how it was opened.
+        folds: the layers whose update is no product of stored factors; None: their base is not known.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        contents: Contents,
+        config: AdapterConfig | None,
+        notes: tuple[str, ...] = (),
+        folds: Folds | None = None,
+    ) -> None:
+        super().__init__(stored, None, *notes)
+        self.is_adapter = True
+        self.form: LoraForm = PEFT_FORM if config is not None else _form_of(stored.headers)
+        self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
+        self.adapter_config: Mapping[str, Any] = MappingProxyType(
+            dict(config.fields) if config else {}
+        )
+        self.base_model = config.base_model if config else None
+        self._contents = contents
+        self._config = config
+        self._notes = notes
+        updates = {
+            name: _header(update)
+            for name, update in contents.updates.items()
+            if name not in contents.replaced
+        }
+        # Under names that no base has, so that nobody passes over them.
+        unknown = {
+            name: FactorHeader(name, factors.shape, factors.terms, factors.dtype, factors.numel)
+            for name, factors in contents.wrapped.items()
+        }
+        unknown |= {
+            name: FactorHeader(name, own.shape or (0, 0), 0, own.dtype, own.elements)
+            for name, own in self.folds.missing.items()
+        }
+        made = {
+            name: FactorHeader(name, shape, rank, dtype, rank * sum(shape))
+            for name, (rank, shape, dtype) in self.folds.ranks.items()
+        }
+        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(updates | unknown | made)
+        self.replaced: Collection[str] = contents.replaced.keys() - self.folds.headers.keys()
+        # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
+        self._read_whole = lru_cache(maxsize=2)(stored.read)
+        self.headers = MappingProxyType(
+            {name: self._replaced_header(name) for name in contents.replaced} | self.folds.headers
+        )
+
+    def written_as(self, name: str) -> str:
+        """Return what its own file calls the base's tensor that it updates."""
+        update = self._contents.updates.get(name) or self._contents.folded.get(name)
+        return (update and update.written) or name
+
+    def keeps_ties(self, name: str) -> bool:
+        """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
+        own = self._contents.folded.get(name)
+        factors = own is not None or name in self._contents.updates
+        of_all = self._config is not None and self._config.keeps_ties and factors
+        return of_all or (own is not None and own.kind.keeps_ties)
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`; the new value, not what was added to the base."""
+        header = find_header(self.headers, name, rows, self.source)
+        if name in self.folds.headers:
+            return self.folds.read(name, rows)
+        value = self._stored.read(self._contents.replaced[name], rows)
+        if name not in self._contents.updates:
+            return value
+        factors = self._factors(self._contents.updates[name])
+        left = factors.left if rows is None else factors.left[rows.start : rows.stop]
+        return value.to(header.dtype) + (left @ factors.right).to(header.dtype).view(value.shape)
+
+    def read_factors(self, name: str) -> LowRank:
+        """Return the factors of an update, `left @ right` in the shape of `low_rank[name]`.
+
+        All scales are in `left`. float32, or float64 where that is stored.
+
+        Raises:
+            CheckpointError: there is no such update, it is that of a stack of matrices, or the
+                source changed or ended early.
+        """
+        found = self.read_update(name)
+        if isinstance(found, tuple):
+            raise CheckpointError(
+                f"{self.source} adapts '{name}', a stack of {len(found)} matrices, by factors of "
+                "each: they are read by read_update"
+            )
+        return found
+
+    def held(self, name: str, elements: int) -> int:
+        return self.folds.held(name, elements) if name in self.folds.headers else elements
+
+    def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
+        if name in self.folds.ranks:
+            return _rows(self.folds.factors(name), rows)
+        update = self._update(name)
+        stack = update.stack
+        if stack is None:
+            return _rows(self._factors(update), rows)
+        if stack.index is not None:
+            matrix = self._matrix(update, stack, stack.index)
+            return _rows(_rows(matrix, stack.rows), rows)
+        matrices = range(stack.count) if rows is None else rows
+        return tuple(self._matrix(update, stack, index) for index in matrices)
+
+    def named_as(
+        self,
+        base: Mapping[str, TensorHeader],
+        conv1d: Container[str] | None = None,
+        of_base: Mapping[str, Any] | None = None,
+    ) -> AdapterCheckpoint:
+        """Return this adapter under the names of a base's tensors, and as they are oriented.
+
+        Args:
+            base: headers of the base.
+            conv1d: names of its layers that are stored as `(d_in, d_out)`, by which PEFT goes; None:
+                unknown, so that the adapter's `fan_in_fan_out` decides.
+            of_base: its configuration, by which rows in llama.cpp's order are known.
+
+        Three kinds need the names. PEFT does not keep which of several parameters of a module its factors
+        are of, and how those of a stack of matrices lie: `find_parameters`. A file without
+        `adapter_config.json` has other names: Kohya's scripts write `_` for every `.`, and
+        diffusers begin names with the part of the pipeline. GGUF has names of its own. A part of which
+        the base has no tensor is left aside, with a note.
+
+        Raises:
+            CheckpointError: the base has no tensor for an update, or several.
+        """
+        if self._config is not None:
+            named = self._unwrapped(base, self._config)
+            if (architecture := self._config.architecture) is not None:
+                named = named._of_gguf(base, of_base or {}, architecture)
+            return named if conv1d is None else named._oriented(conv1d)
+        own = (*self._contents.updates.values(), *self._contents.folded.values())
+        found, missing = updates_of_base(own, base, self.source)
+        updates = {n: update for n, update in found.items() if isinstance(update, Update)}
+        folded = {n: layer for n, layer in found.items() if isinstance(layer, Folded)}
+        notes = (
+            f"{self.source}: {count} updates of {part} are of another base, and were left aside"
+            for part, count in missing.items()
+        )
+        contents = Contents(updates, self._contents.replaced, folded=folded)
+        return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
+
+    def over(
+        self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
+    ) -> AdapterCheckpoint:
+        """Return this adapter over its base, from whose weights some types compute theirs.
+
+        Args:
+            base: that it is merged over.
+            names: of the base's tensors, by those that this adapter has for them.
+            conv1d: as for `named_as`.
+
+        Raises:
+            CheckpointError: the tensors of a layer do not fit the base's.
+        """
+        if not self._contents.folded:
+            return self
+        own = self._contents
+        folds = Folds(self._stored, self._config, own.folded, own.replaced, base, names, conv1d)
+        notes = (*self._notes, *folds.notes)
+        return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
+
+    def materialize(self) -> None:
+        """See `Checkpoint.materialize`; its base's weights too, where an update is computed from them."""
+        super().materialize()
+        self.folds.materialize()
+
+    def _replaced_header(self, name: str) -> TensorHeader:
+        stored = self._stored.headers[self._contents.replaced[name]]
+        update = self._contents.updates.get(name)
+        if update is None:
+            return replace(stored, name=name)
+        rows = stored.shape[0] if stored.shape else 0
+        if update.shape != (rows, math.prod(stored.shape[1:])):
+            raise CheckpointError(
+                f"{self.source}: '{stored.name}' is of shape {list(stored.shape)}, and its update "
+                f"of shape {list(update.shape)}: the adapter is damaged, fetch it again"
+            )
+        return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
+
+    def _unwrapped(
+        self, base: Mapping[str, TensorHeader], config: AdapterConfig
+    ) -> AdapterCheckpoint:
+        own = self._contents
+        updates, wrapped = find_parameters(own.wrapped, base, config)
+        if twice := updates.keys() & own.replaced.keys():
+            raise CheckpointError(
+                f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "
+                "damaged, fetch it again"
+            )
+        found = replace(own, updates={**own.updates, **updates}, wrapped=wrapped)
+        return AdapterCheckpoint(self._stored, found, config, self._notes)
+
+    def _of_gguf(
+        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any], architecture: str
+    ) -> AdapterCheckpoint:
+        own = self._contents
+        found = named_by_base(own.updates, base, of_base, architecture, self.source)
+        return AdapterCheckpoint(
+            self._stored, replace(own, updates=found), self._config, self._notes
+        )
+
+    def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
+        updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
+        found = replace(self._contents, updates=updates)
+        return AdapterCheckpoint(self._stored, found, self._config, self._notes)
+
+    def _update(self, name: str) -> Update:
+        if name in self._contents.wrapped or name in self.folds.missing:
+            raise CheckpointError(
+                f"{self.source}: what the tensors of '{name}' are to it, only the base tells: pass the "
+                "adapter together with its base"
+            )
+        if name not in self.low_rank:
+            raise CheckpointError(
+                f"{self.source} has no update of '{name}': its names are those of low_rank"
+            )
+        return self._contents.updates[name]
+
+    def _matrix(self, update: Update, stack: Stacked, index: int) -> LowRank:
+        """Read the factors of one matrix of a stack."""
+        assert update.down is not None
+        dtype = wider(update.dtype, torch.float32)
+        first = index * update.rank
+        down = self._stored.read(update.down, range(first, first + update.rank)).to(dtype)
+        columns = (
+            slice(first, first + update.rank)
+            if stack.by_expert
+            else slice(index, None, stack.count)
+        )
+        up = self._read_whole(update.up)[:, columns].to(dtype)
+        return _product(up, down, update)
+
+    def _factors(self, update: Update) -> LowRank:
+        dtype = wider(update.dtype, torch.float32)
+        scale = update.scale
+        if update.alpha is not None:
+            scale *= self._number(update.alpha)
+        if update.divisor is not None:
+            scale /= self._number(update.divisor) + 1e-5
+        up = self._stored.read(update.up).to(dtype)
+        if update.down is None:
+            return LowRank(up.view(-1, 1) * scale, torch.ones(1, 1, dtype=dtype))
+        up = up.reshape(up.shape[0], update.rank)
+        up = up if update.order is None else up[torch.tensor(update.order)]
+        down = self._stored.read(update.down).to(dtype)
+        down = down.reshape(update.rank, -1) if update.rank else down
+        if update.middle is not None:
+            down = down * self._stored.read(update.middle).to(dtype).view(-1, 1)
+        return _product(up, down, replace(update, scale=scale))
+
+    def _number(self, name: str) -> float:
+        number = float(self._stored.read(name).double())
+        if not math.isfinite(number):
+            raise CheckpointError(
+                f"{self.source}: '{name}' is {number}, and a scale is finite: fetch the file again, "
+                "or train it again"
+            )
+        return number
+
+
+def _header(update: Update) -> FactorHeader:
+    return FactorHeader(
+        name=update.name,
+        shape=update.shape,
+        rank=update.rank,
+        dtype=update.dtype,
+        elements=update.stack.held if update.stack else update.rank * sum(update.shape),
+        transposed=update.transposed,
+        table=update.table,
+        stacked=update.stack is not None,
+    )
+
+
+def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
+    """The factors in the orientation of the base's tensor, the scale in the left one."""
+    left, right = (down.T, up.T) if update.transposed else (up, down)
+    left, right = left.contiguous(), right.contiguous()
+    # Every merged adapter has the scale 1, and to multiply costs more than to read.
+    return LowRank(left if update.scale == 1 else left * update.scale, right)
+
+
+def _rows(factors: LowRank, rows: range | None) -> LowRank:
+    if rows is None:
+        return factors
+    return LowRank(factors.left[rows.start : rows.stop], factors.right)
+
+
+def as_stored(files: FileCheckpoint) -> Checkpoint:
+    """Return files as the checkpoint that they are."""
+    return files
+
+
+def open_adapter_folder(
+    source: str, store: Store, stored_as: StoredAs = as_stored
+) -> Checkpoint | None:
+    """Open the adapter that PEFT, mlx-lm or diffusers saved in a folder, or return None if there is none.
+
+    A model beside the adapter has precedence.
+
+    Args:
+        source: as the user wrote it.
+        store: the folder.
+        stored_as: what its files are seen as.
+
+    Raises:
+        CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
+    """
+    try:
+        names, folders = set(store.names()), store.folders()
+    except OSError as error:
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
+    if holds_adapter(names):
+        unread = f"{store}: the adapters {', '.join(inside)} in it were not read"
+        return _open(source, store, names, (unread,) if inside else (), stored_as)
+    if LORA_NAME in names and not any(name.startswith(_MODEL) for name in names):
+        return open_adapter_file(source, child(store, LORA_NAME), stored_as)
+    if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
+        return None
+    raise CheckpointError(
+        f"{store} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
+        f"such as {store.inside(inside[0])}"
+    )
+
+
+def open_adapter_file(
+    source: str, given: Path | StoredFile, stored_as: StoredAs = as_stored
+) -> Checkpoint:
+    """Open one file of weights, as an adapter where its names are those of one.
+
+    They are PEFT's, diffusers' or those of Kohya's scripts.
+
+    Args:
+        source: as the user wrote it.
+        given: the file.
+        stored_as: what it is seen as.
+
+    Raises:
+        CheckpointError: the file is malformed, or an adapter of a kind that is not read.
+    """
+    file = local_file(given)
+    configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
+    if configured or file.name in _WEIGHTS:
+        beside = (ADAPTER_CONFIG,) if configured else ()
+        return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
+    stored = stored_as(open_file(source, file))
+    if (settings := gguf_adapter(stored)) is not None:
+        return _open_gguf(source, GgufFactors(stored, settings))
+    if not looks_like_adapter(stored.headers):
+        return stored
+    alpha = next((name for name in stored.headers if name.endswith(".alpha")), None)
+    of_parts = _configs_of_parts(file)
+    if alpha is not None and of_parts:
+        raise CheckpointError(
+            f"{file} has '{alpha}', and lora_alpha in its metadata (lora_adapter_metadata), which may say "
+            "otherwise: save a copy without one of them"
+        )
+    notes = () if alpha is not None or of_parts else (_without_scale(file),)
+    contents = read_names(stored.headers, None, source, of_parts)
+    return AdapterCheckpoint(stored, contents, None, notes)
+
+
+def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
+    config = AdapterConfig(source, factors.fields, architecture=factors.architecture)
+    return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
+
+
+def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:
+    """Open a repository of the Hub that holds an adapter and no model; None for any other.
+
+    The adapter is downloaded: its headers say less than its configuration, and it is small.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached, or the adapter cannot be read.
+    """
+    if is_offline(source):
+        folder = cached_snapshot(source, name, revision)
+        store = HubStore(source, name, folder.name, {})
+        names: Collection[str] = {path.name for path in folder.iterdir()}
+        return _downloaded(store, folder, names) if holds_adapter(names) else None
+    store = HubStore.find(source, name, revision)
+    names = store.names()
+    if not holds_adapter(names):
+        return None
+    weights = [file for file in _FILES if file in names][:1]
+    folder = store.download((*store.companions(), *weights, *module_files(store, names)))
+    return _downloaded(store, folder, names)
+
+
+def holds_adapter(names: Collection[str]) -> bool:
+    """Whether there is an adapter among the files of a folder, and no model.
+
+    Example:
+        >>> holds_adapter(["adapter_config.json", "adapter_model.safetensors"])
+        True
+        >>> holds_adapter(["adapter_config.json", "model.safetensors"])
+        False
+    """
+    model = any(name.startswith(_MODEL) for name in names)
+    return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
+
+
+def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
+    def of_hub(local: FileCheckpoint) -> Checkpoint:
+        return HubCheckpoint(store, local, local=local)
+
+    return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
+
+
+def _open(
+    source: str,
+    store: Store,
+    names: Collection[str],
+    notes: tuple[str, ...] = (),
+    stored_as: StoredAs = as_stored,
+) -> AdapterCheckpoint:
+    """Open the adapter of a folder; its configuration says first whether it can be read at all."""
+    weights = next((name for name in _FILES if name in names), None)
+    if ADAPTER_CONFIG not in names:
+        raise CheckpointError(
+            f"{store} has {weights} and no {ADAPTER_CONFIG}, which says by how much its updates are "
+            "multiplied (lora_alpha): fetch that too. If it is lost and the factor is 1, pass the file "
+            "under another name"
+        )
+    fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
+    of_mlx = weights == MLX_NAME
+    config = AdapterConfig(source, peft_fields(source, fields) if of_mlx else fields, of_mlx)
+    whole = of_mlx and is_full(fields)
+    if weights is None:
+        raise CheckpointError(
+            f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "
+            "probably cut short, fetch it again"
+        )
+    beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
+    file = child(store, weights)
+    modules = open_modules(store, names)
+    stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
+    if of_mlx and not whole:
+        stored = TurnedFactors(stored, config.rank(""))
+    own = {name: header for name, header in stored.headers.items() if header.module is None}
+    contents = read_names(own, config, source)
+    trained = {name: name for name in stored.headers if name not in own}
+    contents = replace(contents, replaced={**contents.replaced, **trained})
+    if (
+        not contents.updates
+        and not contents.wrapped
+        and not contents.folded
+        and not ((whole or config.kind) and contents.replaced)
+    ):
+        raise CheckpointError(
+            f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
+            "LoRA adapter. Pass a full model, or the adapter's own folder"
+        )
+    return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes))
+
+
+def _form_of(names: Collection[str]) -> LoraForm:
+    """Whose names a file by itself has."""
+    if next(iter(names)).startswith("base_model."):
+        return PEFT_FORM
+    flat = any(name.endswith(".lora_down.weight") for name in names)
+    return KOHYA_FORM if flat else DIFFUSERS_FORM
+
+
+def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
+    """Return what diffusers writes into a header: the configuration of each part, by its prefix."""
+    if file.suffix != ".safetensors":
+        return {}
+    where = f"lora_adapter_metadata of {file}"
+    fields = parse_object(_metadata(file).get("lora_adapter_metadata", "{}").encode(), where)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        part, dot, field = name.rpartition(".")
+        parts.setdefault(part + dot, {"peft_type": "LORA"})[field] = value
+    return {part: AdapterConfig(where, own) for part, own in parts.items()}
+
+
+def _metadata(file: StoredFile) -> dict[str, str]:
+    start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
+    return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))
+
+
+def _without_scale(where: object) -> str:
+    return (
+        f"{where} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
+    )

@@ -1,0 +1,323 @@
+"""The layers that an adapter of another type than LoRA changes, over the base that says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import LowRank, TensorHeader
+from covmerge.files.adapters.config import AdapterConfig
+from covmerge.files.adapters.types.layer import AdapterType, Layer, check_shapes
+from covmerge.files.checkpoints.base import Checkpoint
+
+_BIAS = ".bias"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One layer that an adapter changes, by the names of its tensors.
+
+    Attributes:
+        name: of the base's tensor that it changes, the weight or the bias, as the adapter has it.
+        module: what the configuration knows the layer by.
+        kind: the type.
+        parts: headers of the adapter's tensors.
+        shape: of the weight as a matrix, where the parts tell; None: only the base does.
+        table: an embedding whose factors lie as `(d, rows)`.
+        written: its name in the adapter's file, where the base's is another.
+        config: of the adapter, or of the part of a pipeline; None: the file is by itself.
+    """
+
+    name: str
+    module: str
+    kind: AdapterType
+    parts: Mapping[str, TensorHeader]
+    shape: tuple[int, int] | None = None
+    table: bool = False
+    written: str | None = None
+    config: AdapterConfig | None = None
+
+    @property
+    def up(self) -> str:
+        """One of its tensors, for messages."""
+        return next(iter(self.parts.values())).name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest in which a part is stored."""
+        found = [own.dtype for own in self.parts.values() if own.dtype.is_floating_point]
+        wide = next((d for d in found if d == torch.float64), None)
+        return wide or next(
+            (d for d in found if d == torch.float32), found[0] if found else torch.float32
+        )
+
+    @property
+    def elements(self) -> int:
+        """Numbers of all parts."""
+        return sum(own.numel for own in self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor that an update is of: the base's, or the one that the adapter has in its place."""
+
+    header: TensorHeader
+    checkpoint: Checkpoint
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.header.shape
+
+    def read(self, dtype: torch.dtype, rows: range | None = None) -> Tensor:
+        """Read (rows of) it."""
+        return self.checkpoint.read(self.header.name, rows).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the base has a layer.
+
+    Attributes:
+        own: the layer.
+        weight: its weight.
+        bias: its bias, if there is one.
+        turned: the weight is stored as `(d_in, d_out)`, or `(rows, d)` of an embedding.
+    """
+
+    own: Folded
+    weight: _Stored
+    bias: _Stored | None
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, `(d_out, d_in, *window)`."""
+        return self.weight.shape[::-1] if self.turned else self.weight.shape
+
+
+class Folds:
+    """What layers become by an adapter.
+
+    Args:
+        stored: the adapter's file.
+        config: its configuration; None: the file is by itself.
+        folded: the layers, by name.
+        replaced: names of whole tensors in the file, by those of the base's that they replace.
+        base: the base that the adapter is merged over; None: not known yet.
+        names: of the base's tensors, by those that the adapter has for them.
+        conv1d: names in the base of layers that are stored as `(d_in, d_out)`; None: unknown, so that the
+            adapter's `fan_in_fan_out` decides.
+
+    Attributes:
+        headers: of the weights and biases that are computed from the base's, by the adapter's names.
+        ranks: of the updates that are factors, with their shapes.
+        missing: the layers that have no place in the base.
+
+    Raises:
+        CheckpointError: a layer's tensors do not fit the base's.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        config: AdapterConfig | None,
+        folded: Mapping[str, Folded],
+        replaced: Mapping[str, str],
+        base: Checkpoint | None = None,
+        names: Mapping[str, str] | None = None,
+        conv1d: Container[str] | None = None,
+    ) -> None:
+        self._stored, self._config, self._base = stored, config, base
+        self._replaced = replaced
+        self._places: dict[str, _Place] = {}
+        self._biases: dict[str, _Place] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        self.ranks: dict[str, tuple[int, tuple[int, int], torch.dtype]] = {}
+        self.missing: dict[str, Folded] = {}
+        self._read_whole = lru_cache(maxsize=2)(self._whole)
+        for name, own in folded.items():
+            found = None if base is None or names is None else names.get(name)
+            if found is None or base is None:
+                self.missing[name] = own
+            else:
+                self._places[name] = self._placed(own, base, found, conv1d)
+        self._widest = self._find_widest()
+        for name, place in self._places.items():
+            self._take(name, place)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether some update depends on the base's values, or is added to them."""
+        return bool(self.headers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: that the updates are those of this base."""
+        places = [place for place in self._places.values() if place.own.kind.needs_base]
+        if not places or self._base is None:
+            return ()
+        kinds = ", ".join(sorted({place.own.kind.name for place in places}))
+        return (
+            f"{self._stored.source} ({kinds}): what {len(places)} of its layers become depends on the "
+            f"base's weights, and was computed from {self._base.source}",
+        )
+
+    def materialize(self) -> None:
+        """Fetch the base's weights, where they are read."""
+        if self._base is not None and self.needs_base:
+            self._base.materialize()
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """Return (rows of) a weight or a bias as the adapter makes it, in the dtype of its header.
+
+        Raises:
+            CheckpointError: the adapter or the base changed or ended early, or a part is damaged.
+        """
+        dtype = self.headers[name].dtype
+        if name in self._biases:
+            place = self._biases[name]
+            bias = place.own.kind.bias
+            assert bias is not None
+            value = bias(self._layer(place)).to(dtype)
+            return value if rows is None else value[rows.start : rows.stop].clone()
+        place = self._places[name]
+        if rows is None:
+            return self._whole(name)
+        if place.turned or not place.own.kind.by_rows:
+            return self._read_whole(name)[rows.start : rows.stop].clone()
+        value = _new_rows(self._layer(place, slice(rows.start, rows.stop)), place.own.kind)
+        return value.to(dtype).view(len(rows), *place.weight.shape[1:])
+
+    def factors(self, name: str) -> LowRank:
+        """Return the factors of an update, as the base's tensor is oriented.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        place = self._places[name]
+        factors = place.own.kind.factors
+        assert factors is not None
+        found = factors(self._layer(place))
+        if not place.turned:
+            return LowRank(found.left.contiguous(), found.right.contiguous())
+        return LowRank(found.right.T.contiguous(), found.left.T.contiguous())
+
+    def held(self, name: str, elements: int) -> int:
+        """Numbers held while so many of a tensor are computed: its parts, the base's, and twice as many."""
+        if name in self._biases:
+            return 4 * elements
+        place = self._places[name]
+        apart = place.own.kind.by_rows and not place.turned
+        return place.own.elements + 4 * (elements if apart else place.weight.header.numel)
+
+    def _take(self, name: str, place: _Place) -> None:
+        kind, layer = place.own.kind, self._layer(place)
+        check_shapes(kind, layer)
+        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
+        if kind.factors is not None and kind.rank is not None:
+            shape = (place.weight.shape[0], prod(place.weight.shape[1:]))
+            self.ranks[name] = (kind.rank(layer), shape, place.own.dtype)
+        elif kind.update is not None or kind.weight is not None:
+            self.headers[name] = TensorHeader(name, place.weight.shape, dtype)
+        if kind.bias is None or not kind.has_bias(layer):
+            return
+        if place.bias is None and kind.adds_bias:
+            layer.refuse(
+                "has no bias in the base, and one in the adapter: pass the adapter's own base"
+            )
+        if place.bias is not None:
+            bias = name.removesuffix(".weight") + _BIAS
+            self._biases[bias] = place
+            self.headers[bias] = TensorHeader(bias, place.bias.shape, dtype)
+
+    def _placed(
+        self, own: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
+    ) -> _Place:
+        weight = self._stored_as(own.name, base, name)
+        assert weight is not None
+        flat = len(weight.shape) == 2
+        by_config = flat and self._config is not None and self._config.transposed
+        turned = own.table or (by_config if conv1d is None else name in conv1d)
+        _check(own, weight.header, turned=turned)
+        named, bias = (n.removesuffix(".weight") + _BIAS for n in (own.name, name))
+        return _Place(own, weight, self._stored_as(named, base, bias), turned)
+
+    def _stored_as(self, name: str, base: Checkpoint, in_base: str) -> _Stored | None:
+        """Return the tensor that an update is of."""
+        if (own := self._replaced.get(name)) is not None:
+            return _Stored(self._stored.headers[own], self._stored)
+        return _Stored(base.headers[in_base], base) if in_base in base.headers else None
+
+    def _find_widest(self) -> tuple[int, int]:
+        shapes = [place.shape for place in self._places.values() if len(place.shape) > 1]
+        if not shapes:
+            return 0, 0
+        return max(own[0] for own in shapes), max(own[1] for own in shapes)
+
+    def _whole(self, name: str) -> Tensor:
+        place = self._places[name]
+        value = _new_rows(self._layer(place), place.own.kind).to(self.headers[name].dtype)
+        value = value.view(place.shape)
+        return value.T.contiguous() if place.turned else value
+
+    def _layer(self, place: _Place, rows: slice = slice(None)) -> Layer:
+        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
+
+        def of_base(rows: slice) -> Tensor:
+            whole = place.turned or rows == slice(None)
+            value = place.weight.read(dtype, None if whole else range(rows.start, rows.stop))
+            return value.T.contiguous()[rows] if place.turned else value.view(len(value), -1)
+
+        def base_bias() -> Tensor:
+            assert place.bias is not None
+            return place.bias.read(dtype)
+
+        def part(header: TensorHeader) -> Tensor:
+            value = self._stored.read(header.name)
+            return value.to(dtype) if header.dtype.is_floating_point else value
+
+        return Layer(
+            where=self._stored.source,
+            name=place.own.module,
+            shape=place.shape,
+            parts=place.own.parts,
+            config=place.own.config,
+            read=part,
+            base=of_base,
+            base_bias=base_bias,
+            widest=self._widest,
+            count=len(self._places),
+            rows=rows,
+        )
+
+
+def _new_rows(layer: Layer, kind: AdapterType) -> Tensor:
+    if kind.weight is not None:
+        return kind.weight(layer)
+    assert kind.update is not None
+    return layer.weight.add_(kind.update(layer))
+
+
+def _computed_in(*stored: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in stored else torch.float32
+
+
+def _check(own: Folded, header: TensorHeader, *, turned: bool) -> None:
+    if not header.dtype.is_floating_point:
+        raise CheckpointError(
+            f"'{own.up}' changes '{header.name}', which is {header.dtype} in the base: give the base in a "
+            "floating-point dtype"
+        )
+    flat = len(header.shape) < 2 and not (own.kind.vectors and header.shape)
+    if flat or (turned and len(header.shape) != 2) or not header.numel:
+        raise CheckpointError(
+            f"'{own.up}' changes '{header.name}', which is of shape {list(header.shape)} in the base, and "
+            "no layer's weight: pass the base that the adapter was trained on"
+        )

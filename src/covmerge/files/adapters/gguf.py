@@ -1,0 +1,184 @@
+"""LoRA adapters in GGUF, as llama.cpp's convert_lora_to_gguf.py writes them, seen as PEFT's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.adapters.layout import PREFIX
+from covmerge.files.adapters.names import Update
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.folder import QUANTISATION
+from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.view import View
+
+# Of which it is known what llama.cpp's converter does to rows: to Llama's q and k, and to no other's.
+ARCHITECTURES = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3"),
+        *("qwen3moe", "starcoder2"),
+    }
+)
+_HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+_ENDS: Mapping[str, str] = {".weight.lora_a": ".lora_A.weight", ".weight.lora_b": ".lora_B.weight"}
+# Of the table, A is stored turned, and B as it is.
+_TABLE = "token_embd"
+_TABLE_ENDS = {".weight.lora_a": ".lora_embedding_A", ".weight.lora_b": ".lora_embedding_B"}
+_STEP = "merge the adapter that it was converted from"
+
+
+def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
+    """Return what a GGUF file says of itself, if it is an adapter."""
+    settings = (stored.config or {}).get(QUANTISATION)
+    if not isinstance(settings, GgufSettings):
+        return None
+    metadata = cast("Mapping[str, object]", settings["metadata"])
+    return settings if metadata.get("general.type") == "adapter" else None
+
+
+class GgufFactors(View):
+    """A view of a GGUF file's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
+
+    Args:
+        stored: the file.
+        settings: what it says of itself.
+
+    Attributes:
+        fields: PEFT's configuration of it.
+        architecture: whose names it has.
+
+    Raises:
+        CheckpointError: it is no LoRA of plain matrices, or says nothing of its alpha.
+    """
+
+    def __init__(self, stored: Checkpoint, settings: GgufSettings) -> None:
+        super().__init__(stored)
+        self.source, self.notes, self.config = stored.source, stored.notes, None
+        metadata = cast("Mapping[str, object]", settings["metadata"])
+        self._names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {
+                name: TensorHeader(name, _shape(stored.headers[own]), stored.headers[own].dtype)
+                for name, own in self._names.items()
+            }
+        )
+        alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")
+        if kind != "lora" or not isinstance(alpha, float):
+            raise CheckpointError(
+                f"{stored.source} has adapter.type = {kind} and adapter.lora.alpha = {alpha}, and a LoRA "
+                f"with a number is read: convert it again, or {_STEP}"
+            )
+        self.architecture = str(metadata.get("general.architecture"))
+        # llama.cpp's scale is alpha over the rank of each; an alpha of 0 is none.
+        ranks = {name.removeprefix(PREFIX): own.shape[0] for name, own in self._downs()}
+        self.fields: Mapping[str, Any] = {
+            "peft_type": "LORA",
+            "r": next(iter(ranks.values()), 1),
+            "rank_pattern": {re.escape(name): rank for name, rank in ranks.items()},
+            "lora_alpha": alpha,
+            **({"alpha_pattern": {re.escape(n): r for n, r in ranks.items()}} if not alpha else {}),
+        }
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        find_header(self.headers, name, rows, self.source)
+        value = self._stored.read(self._names[name])
+        turned = value.T.contiguous() if name.endswith("_embedding_A") else value
+        return turned if rows is None else turned[rows.start : rows.stop].clone()
+
+    def _downs(self) -> Iterable[tuple[str, TensorHeader]]:
+        for name, header in self.headers.items():
+            for end in (".lora_A.weight", ".lora_embedding_A"):
+                if name.endswith(end):
+                    yield name.removesuffix(end), header
+
+
+def named_by_base(
+    updates: Mapping[str, Update],
+    base: Mapping[str, TensorHeader],
+    config: Mapping[str, Any],
+    architecture: str,
+    where: str,
+) -> dict[str, Update]:
+    """Return updates of llama.cpp's names and orders of rows as those of transformers' tensors.
+
+    Raises:
+        CheckpointError: the architecture is not known here, or the base does not say its heads.
+    """
+    names = _names(updates, base, architecture, where)
+    found: dict[str, Update] = {}
+    for name, update in updates.items():
+        own = names.get(name, name)
+        order = _order(name, update.shape[0], config, architecture, where)
+        found[own] = replace(update, name=own, order=order, written=name)
+    return found
+
+
+def _names(
+    updates: Iterable[str], base: Iterable[str], architecture: str, where: str
+) -> dict[str, str]:
+    """The base's names of tensors, by those of llama.cpp."""
+    package: Any = importlib.import_module("gguf")
+    known = {name: arch for arch, name in package.MODEL_ARCH_NAMES.items()}
+    if architecture not in ARCHITECTURES or architecture not in known:
+        raise CheckpointError(
+            f"{where} is of the architecture '{architecture}', and those that are read are "
+            f"{', '.join(sorted(ARCHITECTURES))}: {_STEP}"
+        )
+    blocks = [int(name.split(".")[1]) for name in updates if name.startswith("blk.")]
+    table = package.get_tensor_name_map(known[architecture], max(blocks, default=0) + 1)
+    pairs = ((table.get_name(name, try_suffixes=(".weight",)), name) for name in base)
+    return {own: name for own, name in pairs if own is not None}
+
+
+def _order(
+    name: str, rows: int, config: Mapping[str, Any], architecture: str, where: str
+) -> tuple[int, ...] | None:
+    """By row of a tensor, that of the stored one: Llama's q and k have pairs of rows beside each other."""
+    side = next((part for part in _HEADS if f".{part}." in name), None)
+    if architecture != "llama" or side is None:
+        return None
+    inner = config.get("text_config")
+    own = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    heads = own.get(_HEADS[side]) or own.get("num_attention_heads")
+    if type(heads) is not int or heads < 1 or rows % (2 * heads):
+        raise CheckpointError(
+            f"{where}: the order of the {rows} rows of '{name}' goes by the heads, of which the base has "
+            f"{shorten(heads)}: pass the base with its config.json, or {_STEP}"
+        )
+    order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    return tuple(int(own) for own in order)
+
+
+def _peft_name(header: TensorHeader, where: str) -> str:
+    end = next((end for end in _ENDS if header.name.endswith(end)), None)
+    if end is None:
+        _refuse(header, where, "which is no factor of a weight")
+    if len(header.shape) != 2:
+        _refuse(header, where, "of a stack of experts")
+    if header.dtype is torch.uint8:
+        raise CheckpointError(
+            f"{where}: '{header.name}' is quantised: convert the adapter with --outtype f32"
+        )
+    module = header.name.removesuffix(end)
+    return f"{PREFIX}{module}{(_TABLE_ENDS if module == _TABLE else _ENDS)[end]}"
+
+
+def _shape(stored: TensorHeader) -> tuple[int, ...]:
+    turned = stored.name == f"{_TABLE}.weight.lora_a"
+    return stored.shape[::-1] if turned else stored.shape
+
+
+def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of GGUF, {why}: {_STEP}"
+    )

@@ -1,0 +1,124 @@
+"""Adapters of mlx-lm, seen as PEFT's: scale · (lora_a lora_b)ᵀ is lora_alpha / r · B A."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, cast
+
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.adapters.layout import PREFIX
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.view import View
+
+MLX_NAME = "adapters.safetensors"
+_PEFT_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
+MLX_ENDS = tuple(_PEFT_ENDS)
+_MAGNITUDE = ".m"
+# Embeddings, whose factors are a (rows, r) and b (r, d) with the update a b: of a layer that is B A.
+_TABLES = ("embed_tokens", "embed_in", "tok_embeddings", "word_embeddings", "wte")
+_TABLE_ENDS: Mapping[str, str] = {".lora_a": ".lora_B.weight", ".lora_b": ".lora_A.weight"}
+_FUSE = (
+    "fuse it with mlx-lm (mlx_lm.fuse --model BASE --adapter-path FOLDER --save-path NEW --dequantize), "
+    "and merge NEW as a full model"
+)
+
+
+class TurnedFactors(View):
+    """A view of mlx-lm's factors under PEFT's names and in its orientation, A `(r, d_in)`, B `(d_out, r)`.
+
+    Args:
+        stored: the file of weights.
+        rank: that its configuration states.
+
+    Raises:
+        CheckpointError: it holds anything else than factors of layers and embeddings, of that rank.
+    """
+
+    def __init__(self, stored: Checkpoint, rank: int) -> None:
+        super().__init__(stored)
+        self._names = {
+            _peft_name(h, rank, stored.source): name for name, h in stored.headers.items()
+        }
+        self.headers = MappingProxyType(
+            {name: _turned(name, stored.headers[own]) for name, own in self._names.items()}
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        header = find_header(self.headers, name, rows, self.source)
+        rows = range(header.shape[0]) if rows is None else rows
+        value = self._stored.read(self._names[name])
+        turned = value if _is_of_table(self._names[name]) or value.dim() < 2 else value.T
+        return turned[rows.start : rows.stop].clone()
+
+
+def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PEFT's configuration of an adapter, from the one that mlx-lm writes.
+
+    Raises:
+        CheckpointError: it is no LoRA, or its rank or its scale is missing.
+    """
+    kind: object = fields.get("fine_tune_type", "lora")
+    if kind == "full":
+        return {"peft_type": "LORA", "base_model_name_or_path": fields.get("model")}
+    if kind not in ("lora", "dora"):
+        raise CheckpointError(f"{where} has fine_tune_type = {shorten(kind)} of mlx-lm: {_FUSE}")
+    found = cast("object", fields.get("lora_parameters"))
+    given = cast("dict[str, object]", found if isinstance(found, dict) else {})
+    rank, scale = given.get("rank"), given.get("scale")
+    if type(rank) is not int or rank < 1 or type(scale) not in (int, float):
+        raise CheckpointError(
+            f"{where} has lora_parameters = {shorten(fields.get('lora_parameters'))}, and mlx-lm's state "
+            "a rank and a scale, which multiplies the update: add those that it was trained with to "
+            "adapter_config.json"
+        )
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": cast("float", scale) * rank,
+        "use_dora": kind == "dora",
+        "base_model_name_or_path": fields.get("model"),
+    }
+
+
+def is_full(fields: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm trained whole tensors, and wrote no factors."""
+    return fields.get("fine_tune_type") == "full"
+
+
+def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
+    module, dot, leaf = header.name.rpartition(".")
+    end, table = dot + leaf, _is_of_table(header.name)
+    if end == _MAGNITUDE and len(header.shape) == 1:
+        return f"{PREFIX}{module}.lora_magnitude_vector"
+    if end not in _PEFT_ENDS:
+        _refuse(header, where, "which is no factor of LoRA")
+    if not table and "embed" in module.rpartition(".")[2]:
+        _refuse(header, where, "of an embedding or a layer, which its name does not tell")
+    if len(header.shape) != 2:
+        _refuse(header, where, "of a stack of experts")
+    if header.shape[1 if leaf == "lora_a" else 0] != rank:
+        raise CheckpointError(
+            f"{where}: '{header.name}' is of shape {list(header.shape)}, and lora_parameters has "
+            f"rank = {rank}: correct that in adapter_config.json"
+        )
+    return f"{PREFIX}{module}{(_TABLE_ENDS if table else _PEFT_ENDS)[end]}"
+
+
+def _is_of_table(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in _TABLES
+
+
+def _turned(name: str, stored: TensorHeader) -> TensorHeader:
+    shape = stored.shape if _is_of_table(stored.name) else stored.shape[::-1]
+    return TensorHeader(name, shape, stored.dtype)
+
+
+def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of mlx-lm, {why}: {_FUSE}"
+    )

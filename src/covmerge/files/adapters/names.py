@@ -1,0 +1,581 @@
+"""From the names of an adapter's tensors to the updates that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import TensorHeader
+from covmerge.files.adapters.config import MERGE_FIRST, AdapterConfig
+from covmerge.files.adapters.folds import Folded
+from covmerge.files.adapters.layout import PREFIX
+from covmerge.files.adapters.mlx import MLX_ENDS, MLX_NAME
+from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
+from covmerge.files.adapters.types.diff import DIFF, DIFFERENCE, OF_BIAS
+from covmerge.files.adapters.types.dora import MAGNITUDE
+from covmerge.files.adapters.types.kasa import DIAGONAL
+from covmerge.files.adapters.types.locon import OF_GROUPS, is_grouped
+from covmerge.files.adapters.types.tokens import TOKENS, TRAINABLE_TOKENS
+
+_PARTS = {  # what a name ends in, longest first where one ends in another
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "table_down",
+    ".lora_embedding_B": "table_up",
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_diag": DIAGONAL,
+    ".token_adapter.trainable_tokens_delta": TOKENS,
+}
+_ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
+_FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".lora.down.weight": "down",
+    ".lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".alpha": "alpha",
+    ".dora_scale": MAGNITUDE,
+    **{end: part for kind in OF_FILES for end, part in kind.ends.items()},
+}
+_BEGIN = {  # what the names of parts begin with; GPT-2 has an `ln_1`, so of `ln_tuning_layers` two words
+    re.sub(r"^(ln_[^_]*|[^_]*).*", r"\1", end.split(".")[1])
+    for kind in TYPES.values()
+    if kind is not TRAINABLE_TOKENS
+    for end in (*kind.ends, *kind.whole)
+}
+_OWN = re.compile(
+    rf"(^|\.)(({'|'.join(sorted({'lora', *_BEGIN}))})_|"
+    r"token_adapter\.|trainable_tokens|dora_scale$|diff$|diff_b$)"
+)
+# What VeLoRA and MonteCLoRA train by, and what runs is LoRA.
+_OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
+# A whole table under trained tokens, which PEFT saves where it was resized.
+_RESIZED = ".token_adapter.base_layer."
+_FLAT = ("lora_unet_", "lora_te", "lycoris_")
+_KINDS = {  # what is refused, by a part of its name
+    "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
+    "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
+    "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
+}
+# PEFT reads no such file.
+_MERGE_FILE_FIRST = (
+    "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
+    "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
+    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE), 1.0)), save the model, "
+    "and merge full models"
+)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Which factors an update takes of those of a stack of matrices, `(count, ·, ·)`.
+
+    Attributes:
+        count: number of matrices. `down` has the r rows of one after another, `up` the columns of
+            all of them term after term.
+        index: the one matrix of which the base's tensor is; None: it is the stack itself.
+        rows: those of that matrix that the base's tensor has.
+        held: elements of all factors of its module, which are read whole.
+        by_expert: the columns of `up` lie matrix after matrix, as Unsloth had them.
+    """
+
+    count: int
+    index: int | None = None
+    rows: range | None = None
+    held: int = 0
+    by_expert: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of low rank, scale · up · diag(middle) · down, by the names of its tensors.
+
+    Attributes:
+        name: of the base's tensor that it is added to.
+        shape: of that tensor, its axes after the first taken together.
+        rank: number of terms.
+        dtype: in which the factors are stored.
+        up: `(d_out, r)`; with `down` None the column that is added to a bias.
+        down: `(r, d_in)`.
+        scale: a number of the configuration.
+        transposed: the base's tensor is `(d_in, d_out)`.
+        table: of an embedding.
+        middle: r numbers between the factors.
+        alpha: a number by which the scale is multiplied.
+        divisor: a number by which it is divided.
+        stack: the factors are those of a stack of matrices; `rank` is that of each.
+        written: its name in the adapter's file, where the base's is another.
+        order: by row of `up`, that of the stored one; None: the same.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    dtype: torch.dtype
+    up: str
+    down: str | None
+    scale: float
+    transposed: bool = False
+    table: bool = False
+    middle: str | None = None
+    alpha: str | None = None
+    divisor: str | None = None
+    stack: Stacked | None = None
+    written: str | None = None
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The factors of one parameter of a module; which one, and of what shape, only the base tells.
+
+    Attributes:
+        owner: the module.
+        parameters: those of it that the configuration targets.
+        shape: `(d_out, d_in)` of the product.
+        terms: rows of `down`, of all matrices together if it is a stack.
+        dtype: in which the factors are stored.
+        up: name of the tensor `(d_out, terms)`.
+        down: name of the tensor `(terms, d_in)`.
+    """
+
+    owner: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, int]
+    terms: int
+    dtype: torch.dtype
+    up: str
+    down: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of both factors."""
+        return self.terms * sum(self.shape)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an adapter holds: updates, and names of whole tensors, by the base's names.
+
+    `wrapped` are factors whose tensors have not been found in a base, by the adapter's own names.
+    `folded` are layers whose update is no product of stored factors.
+    """
+
+    updates: Mapping[str, Update]
+    replaced: Mapping[str, str]
+    wrapped: Mapping[str, Wrapped] = field(default_factory=dict[str, Wrapped])
+    folded: Mapping[str, Folded] = field(default_factory=dict[str, Folded])
+
+
+def looks_like_adapter(names: Iterable[str]) -> bool:
+    """Whether a file of weights holds an adapter and no model.
+
+    Example:
+        >>> looks_like_adapter(["lora_unet_mid_block.alpha", "lora_unet_mid_block.lora_up.weight"])
+        True
+        >>> looks_like_adapter(["model.embed_tokens.weight"])
+        False
+    """
+    ends = (*(end for end in _FILE_PARTS if end != ".alpha"), *MLX_ENDS)
+    return any(name.endswith(ends) or name.startswith(_FLAT) for name in names)
+
+
+def read_names(
+    stored: Mapping[str, TensorHeader],
+    config: AdapterConfig | None,
+    where: str,
+    of_parts: Mapping[str, AdapterConfig] | None = None,
+) -> Contents:
+    """Sort the tensors of an adapter into updates and whole tensors.
+
+    Args:
+        stored: the headers of its file.
+        config: its configuration; None: a file by itself, whose scales are 1 or stored as alpha.
+        where: the adapter, for errors.
+        of_parts: of a file by itself, the configurations of parts of a pipeline, by their prefixes.
+
+    Raises:
+        CheckpointError: a tensor whose meaning is not known, half of a pair, shapes that
+            contradict each other or the configuration.
+    """
+    modules: dict[str, dict[str, str]] = {}
+    replaced: dict[str, str] = {}
+    kind = None if config is None else config.kind
+    shared: dict[str, TensorHeader] = {}
+    for name, header in stored.items():
+        if kind is not None and (part := kind.shared_part(name)):
+            shared[part] = header
+            continue
+        if config is not None and _OF_TRAINING.search(name):
+            continue
+        module, part = _split(name, stored, config, where)
+        if part:
+            found = modules.setdefault(module, {})
+            if part in found:
+                raise CheckpointError(f"{where} has both '{found[part]}' and '{name}': remove one")
+            found[part] = name
+        elif replaced.setdefault(_base_name(module), name) != name:
+            raise CheckpointError(
+                f"{where} has both '{replaced[_base_name(module)]}' and '{name}' for "
+                f"'{_base_name(module)}': remove one"
+            )
+    if config is not None:
+        config.expect({_owner(module) for module in modules})
+    reader = _Reader(stored, config, where, modules, of_parts or {})
+    updates: dict[str, Update] = {}
+    wrapped: dict[str, Wrapped] = {}
+    folded: dict[str, Folded] = {}
+    for module, parts in modules.items():
+        if (bias := reader.difference_of_bias(module, parts)) is not None:
+            folded[bias.name] = bias
+        parts = {part: name for part, name in parts.items() if part != OF_BIAS}
+        if not parts:
+            continue
+        if (own := reader.folded(module, parts, shared)) is not None:
+            folded[own.name] = own
+        elif (found := reader.wrapped(module, parts)) is not None:
+            wrapped[module] = found
+        else:
+            updates |= {update.name: update for update in reader.updates(module, parts)}
+    if not updates and not replaced and not wrapped and not folded:
+        raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
+    if twice := folded.keys() & updates.keys():
+        raise CheckpointError(
+            f"{where} changes '{min(twice)}' in two ways, with '{folded[min(twice)].up}' and by other "
+            f"tensors: {MERGE_FIRST}"
+        )
+    return Contents(updates, replaced, wrapped, folded)
+
+
+def oriented(update: Update, conv1d: Container[str]) -> Update:
+    """Return the update of a layer as the base stores that, whatever the configuration says.
+
+    PEFT goes by the module's class; its `fan_in_fan_out` is that of the last layer it came to.
+    """
+    layer = update.down is not None and update.stack is None and not update.table
+    transposed = update.name in conv1d
+    if not layer or not update.name.endswith(".weight") or update.transposed == transposed:
+        return update
+    rows, columns = update.shape
+    return replace(update, transposed=transposed, shape=(columns, rows))
+
+
+def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 where either is, float32 otherwise."""
+    return torch.float64 if torch.float64 in (one, other) else torch.float32
+
+
+def _split(
+    name: str, stored: Container[str], config: AdapterConfig | None, where: str
+) -> tuple[str, str]:
+    """Return module and part; a tensor that is no part of an update is its own module."""
+    module = name.removeprefix(PREFIX)
+    adalora = config is not None and config.is_adalora
+    table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
+    if config is not None and (kind := config.kind) is not None:
+        table = kind.ends
+        for end, leaf in kind.whole.items():
+            if module.endswith(end):
+                return module.removesuffix(end) + leaf, ""
+    for end, part in table.items():
+        if module.endswith(end):
+            stem = module.removesuffix(end)
+            # Diffusers' former attention processors stand for the layers beside them.
+            return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
+    if config is None and (found := _beside(name, stored)) is not None:
+        return found
+    if (_OWN.search(module) and _RESIZED not in module) or (config is None and module == name):
+        _refuse_tensor(name, config, where)
+    return module, ""
+
+
+def _beside(name: str, stored: Container[str]) -> tuple[str, str] | None:
+    """Return module and part of a tensor that is one by another tensor of its module alone."""
+    for kind in OF_FILES:
+        for end, part in kind.beside.items():
+            stem = name.removesuffix(end)
+            if stem != name and any(f"{stem}{mark}" in stored for mark in kind.ends):
+                return stem, part
+    return None
+
+
+def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoReturn:
+    if name.endswith(MLX_ENDS):
+        raise CheckpointError(
+            f"{where}: '{name}' is a factor of mlx-lm, whose scale is in adapter_config.json: put that and "
+            f"this file, called {MLX_NAME}, into one folder, and pass the folder"
+        )
+    kind = next((kind for mark, kind in _KINDS.items() if mark in name), "of no kind that is read")
+    step = MERGE_FIRST if config is not None else _MERGE_FILE_FIRST
+    raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {step}")
+
+
+def _base_name(module: str) -> str:
+    parts = module.replace(_RESIZED, ".").split(".")
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def _unwrapped(module: str) -> str:
+    """Return the module inside PEFT's wrappers, one for each parameter that it adapts."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
+def _owner(module: str) -> str:
+    """Return what the configuration knows a module by."""
+    return _unwrapped(module.removesuffix(".base_layer.out_proj"))
+
+
+class _Reader:
+    """Makes updates of the parts of modules."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, TensorHeader],
+        config: AdapterConfig | None,
+        where: str,
+        modules: Mapping[str, Mapping[str, str]],
+        of_parts: Mapping[str, AdapterConfig],
+    ) -> None:
+        self._of_parts = of_parts
+        self._stored = stored
+        self._config = config
+        self._where = where
+        self._modules = modules
+        ends = [(own.get("table_down"), own.get("table_up")) for own in modules.values()]
+        self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
+        self._attention = {
+            module.removesuffix(".base_layer.out_proj")
+            for module in modules
+            if module.endswith(".base_layer.out_proj")
+        }
+
+    def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
+        """Return what is added to a module's bias, whatever is done to its weight."""
+        if OF_BIAS not in parts:
+            return None
+        header = self._stored[parts[OF_BIAS]]
+        shape = (header.numel, 1)
+        return Folded(f"{module}.bias", module, DIFF, {DIFFERENCE: header}, shape)
+
+    def folded(
+        self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
+    ) -> Folded | None:
+        """Return the layer of a module whose update is no product of factors, if it is one."""
+        own = {part: self._stored[name] for part, name in parts.items()}
+        config, owner = self._configured(_unwrapped(module))
+        kind = self._kind(own, config)
+        if kind is None:
+            return None
+        name = f"{_unwrapped(module)}.{kind.leaf}"
+        if self._config is not None and kind is not TRAINABLE_TOKENS:
+            self._config.check_target(owner)
+        table = "table_down" in own or "table_up" in own
+        names = {"table_down": "down", "table_up": "up"}
+        found = {names.get(part, part): header for part, header in own.items()}
+        shapes = {part: header.shape for part, header in found.items()}
+        matrix = None if kind.matrix is None else kind.matrix(shapes)
+        return Folded(
+            name,
+            owner,
+            kind,
+            {**kind.of_layer(owner, shared), **found},
+            matrix,
+            table,
+            config=config,
+        )
+
+    def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
+        """The configuration that a module has, and what it calls the module."""
+        for part, config in self._of_parts.items():
+            if module.startswith(part):
+                return config, module.removeprefix(part)
+        return self._config, module
+
+    def _kind(
+        self, parts: Mapping[str, TensorHeader], config: AdapterConfig | None
+    ) -> AdapterType | None:
+        """The type of a layer; None: plain LoRA."""
+        if config is not None and config.kind is not None:
+            return config.kind
+        if TOKENS in parts:
+            if len(parts) > 1:
+                self._refuse_shape(parts[TOKENS], "beside factors of the same module")
+            return TRAINABLE_TOKENS
+        wants = config is not None and config.is_dora
+        if config is not None and wants != (MAGNITUDE in parts):
+            have = next(iter(parts.values())).name
+            raise CheckpointError(
+                f"{self._where} has '{have}' with{'out' if wants else ''} a magnitude, and use_dora = "
+                f"{str(wants).lower()} in its configuration: the files are of different versions, fetch "
+                "them again"
+            )
+        return kind_of(parts, {} if config is None else config.fields)
+
+    def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
+        """Return the factors of a parameter that must be looked for in the base, if these are."""
+        owner = _unwrapped(module)
+        names = self._config.parameters(owner) if self._config else ()
+        if self._config is None or not names or not {"down", "up"} <= parts.keys():
+            return None
+        for part in parts.keys() - {"down", "up"}:
+            self._refuse_shape(self._stored[parts[part]], "which PEFT has for no parameter")
+        down, up = parts["down"], parts["up"]
+        terms, d_out, d_in = self._sizes(down, up, rows=True)
+        nested = module != owner or f"{module}.base_layer" in self._modules
+        if not nested and len(names) == 1 and terms == self._config.rank(f"{owner}.{names[0]}"):
+            return None  # one matrix, and no doubt which
+        return Wrapped(owner, names, (d_out, d_in), terms, self._dtype(down, up), up, down)
+
+    def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
+        """Return the update of a module's weight, and of its bias if there is one."""
+        table = "table_down" in parts or "table_up" in parts
+        ends = ("table_down", "table_up") if table else ("down", "up")
+        for part, other in (ends, ends[::-1]):
+            if part not in parts:
+                have = parts.get(other, next(iter(parts.values())))
+                raise CheckpointError(
+                    f"{self._where} has '{have}' and not the factor that belongs to it: the file "
+                    "is incomplete, fetch it again"
+                )
+        down, up = parts[ends[0]], parts[ends[1]]
+        rank, d_out, d_in = self._sizes(down, up, rows=table)
+        target, weight = self._target(module)
+        # Of layers that are stored as (d_in, d_out); PEFT says so of all, and it is of no convolution.
+        flat = len(self._stored[down].shape) == 2
+        turned = flat and self._config is not None and self._config.transposed
+        transposed = table or turned
+        scale = self._scale(target, rank, parts)
+        update = Update(
+            name=weight,
+            shape=(d_in, d_out) if transposed else (d_out, d_in),
+            rank=rank,
+            dtype=self._dtype(down, up),
+            up=up,
+            down=down,
+            # PEFT adds that of an attention's out_proj twice, in training as when it merges.
+            scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
+            transposed=transposed,
+            table=table,
+            middle=self._middle(parts, rank),
+            alpha=self._number(parts.get("alpha")),
+            divisor=self._number(parts.get("divisor")),
+        )
+        return [update, *self._bias(update, module, parts, d_out)]
+
+    def _sizes(self, down: str, up: str, *, rows: bool) -> tuple[int, int, int]:
+        first, second = self._stored[down], self._stored[up]
+        for header in (first, second):
+            if len(header.shape) < 2 or not header.dtype.is_floating_point:
+                self._refuse_shape(header, "which is no matrix of floating numbers")
+        rank, d_out = first.shape[0], second.shape[0]
+        fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
+        if is_grouped(rank, second.shape):
+            raise CheckpointError(f"{self._where}: the layer of '{up}' {OF_GROUPS}")
+        if not fits or any(size != 1 for size in second.shape[2:]):
+            self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
+        d_in = first.numel // rank if rank else first.shape[1]
+        empty = rank == 0 and not (self._config is not None and self._config.is_adalora)
+        if empty or d_out == 0 or d_in == 0 or (rows and len(first.shape) != 2):
+            self._refuse_shape(first, "as the parts of a sharded model are")
+        return rank, d_out, d_in
+
+    def _target(self, module: str) -> tuple[str, str]:
+        """Return what the configuration knows the module by, and the name of its weight."""
+        inner = module.removesuffix(".base_layer.out_proj")
+        owner = inner if inner in self._attention else module
+        parameters = self._config.parameters(owner) if self._config else ()
+        if "base_layer" in owner.split("."):
+            raise CheckpointError(
+                f"{self._where}: '{owner}' is wrapped twice, and what is inside is not known: "
+                f"{MERGE_FIRST}"
+            )
+        if parameters:
+            return f"{owner}.{parameters[0]}", f"{owner}.{parameters[0]}"
+        if self._config is not None and not (self._config.tied and self._is_of_table(module)):
+            self._config.check_target(owner)
+        if owner in self._attention:
+            return owner, f"{owner}.{'in_proj_weight' if owner == module else 'out_proj.weight'}"
+        return owner, f"{owner}.weight"
+
+    def _is_of_table(self, module: str) -> bool:
+        """Whether a module is an embedding, or has the factors of one: `(r, n)` and `(d, r)`, turned."""
+        parts = self._modules[module]
+        if "table_down" in parts:
+            return True
+        down, up = (self._stored[parts[part]].shape for part in ("down", "up"))
+        return (up[::-1], down[::-1]) in self._tables
+
+    def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
+        config, name = self._configured(module)
+        if config is None:
+            return 1.0 / rank if "alpha" in parts else 1.0
+        scale = config.scale(name, rank)
+        if config.is_adalora and "divisor" not in parts:
+            return scale / config.rank_divisor
+        return scale
+
+    def _middle(self, parts: Mapping[str, str], rank: int) -> str | None:
+        if self._config is None or not self._config.is_adalora:
+            return None
+        if "middle" not in parts:
+            raise CheckpointError(
+                f"{self._where} has '{parts['down']}' and no lora_E beside it: the file is "
+                "incomplete, fetch it again"
+            )
+        header = self._stored[parts["middle"]]
+        if header.numel != rank or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {rank} floating numbers")
+        return header.name
+
+    def _number(self, name: str | None) -> str | None:
+        if name is not None and self._stored[name].numel != 1:
+            self._refuse_shape(self._stored[name], "which is not one number")
+        return name
+
+    def _bias(
+        self, weight: Update, module: str, parts: Mapping[str, str], d_out: int
+    ) -> list[Update]:
+        if "bias" not in parts:
+            return []
+        header = self._stored[parts["bias"]]
+        if weight.name != f"{module}.weight":
+            self._refuse_shape(header, "which PEFT leaves aside in nn.MultiheadAttention")
+        if header.shape != (d_out,) or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {d_out} floating numbers")
+        return [
+            Update(
+                name=f"{module}.bias",
+                shape=(d_out, 1),
+                rank=1,
+                dtype=header.dtype,
+                up=header.name,
+                down=None,
+                scale=weight.scale,
+                alpha=weight.alpha,
+            )
+        ]
+
+    def _dtype(self, down: str, up: str) -> torch.dtype:
+        one, other = self._stored[down].dtype, self._stored[up].dtype
+        return one if one == other else wider(one, other)
+
+    def _refuse_shape(
+        self,
+        header: TensorHeader,
+        why: str,
+    ) -> NoReturn:
+        raise CheckpointError(
+            f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
+            f"{why}: fetch it again, or save the adapter again from gathered weights"
+        )

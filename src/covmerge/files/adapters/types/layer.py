@@ -1,0 +1,319 @@
+"""What an adapter type is: which tensors it has of a layer, and what the layer's weight becomes by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.types import LowRank, TensorHeader
+
+if TYPE_CHECKING:
+    from covmerge.files.adapters.config import AdapterConfig
+
+_linalg: Any = torch.linalg  # torch carries no types for it
+Shape = tuple[int, ...]
+ALPHA = "alpha"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that an adapter changes.
+
+    Attributes:
+        where: the adapter, for errors.
+        name: of the module.
+        shape: of its weight, `(d_out, d_in)` or `(d_out, d_in, *window)`; an embedding's is `(d, rows)`.
+        parts: the adapter's tensors of it, by what they are.
+        config: of the adapter; None: its file is by itself.
+        read: reads one of the parts in the dtype of the computation.
+        base: reads the rows of the base's weight, flattened to `(rows, d_in · window)`.
+        base_bias: reads the base's bias.
+        widest: the largest `d_out` and `d_in` of all layers of the adapter.
+        count: of all layers of the adapter.
+        rows: of the weight that are wanted.
+    """
+
+    where: str
+    name: str
+    shape: Shape
+    parts: Mapping[str, TensorHeader]
+    config: AdapterConfig | None
+    read: Callable[[TensorHeader], Tensor]
+    base: Callable[[slice], Tensor]
+    base_bias: Callable[[], Tensor]
+    widest: tuple[int, int] = (0, 0)
+    count: int = 0
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def d_out(self) -> int:
+        """Rows of the weight."""
+        return self.shape[0]
+
+    @property
+    def d_in(self) -> int:
+        """Columns of the weight, without the window of a convolution."""
+        return self.shape[1] if len(self.shape) > 1 else 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the weight as a matrix."""
+        return prod(self.shape[1:])
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight, the wanted rows of it."""
+        return self.base(self.rows)
+
+    def __getitem__(self, part: str) -> Tensor:
+        """Read a part."""
+        return self.read(self.parts[part])
+
+    def __contains__(self, part: str) -> bool:
+        """Whether the adapter has a part of this layer."""
+        return part in self.parts
+
+    def size(self, part: str, axis: int) -> int:
+        """Return the length of one axis of a part; 0 where there is none."""
+        header = self.parts.get(part)
+        return 0 if header is None or len(header.shape) <= axis else header.shape[axis]
+
+    def rank(self, part: str, axis: int) -> int:
+        """Return the configuration's rank; of a file by itself, the length of an axis of a part."""
+        return self.size(part, axis) if self.config is None else self.config.rank(self.name)
+
+    def vector(self, part: str, length: int) -> Shape:
+        """Return the shape of a part if it is a vector of so many numbers, along whichever axis."""
+        shape = self.parts[part].shape if part in self.parts else ()
+        return shape if prod(shape) == length == max(shape, default=1) else (length,)
+
+    def option(self, name: str, default: object = None) -> Any:
+        """Return a field of the configuration."""
+        return default if self.config is None else self.config.fields.get(name, default)
+
+    def integer(self, name: str, default: int, least: int = 0) -> int:
+        """Return a field that is a whole number.
+
+        Raises:
+            CheckpointError: it is not, or is smaller than `least`.
+        """
+        value: object = self.option(name, default)
+        if type(value) is not int or value < least:
+            self._refuse_option(name, f"which is a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a field that is a finite number.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        value: object = self.option(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            self._refuse_option(name, "which is a finite number")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a field that is true or false.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        value: object = self.option(name, default)
+        if not isinstance(value, bool):
+            self._refuse_option(name, "which is true or false")
+        return value
+
+    def scaling(self, rank: int) -> float:
+        """Return alpha / rank: alpha of the file, of the configuration, or 1 for both together."""
+        if ALPHA in self.parts:
+            return float(self[ALPHA]) / rank
+        return 1.0 if self.config is None else self.config.scale(self.name, rank)
+
+    def refuse(self, why: str) -> NoReturn:
+        """Refuse the adapter over this layer."""
+        raise CheckpointError(f"{self.where}: '{self.name}' {why}")
+
+    def _refuse_option(self, name: str, why: str) -> NoReturn:
+        assert self.config is not None
+        self.config.refuse(name, why)
+
+
+def _nothing(_: Layer) -> Mapping[str, Shape]:
+    return {}
+
+
+def _all(_: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
+    return shared
+
+
+def _always(_: Layer) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterType:
+    """How adapters of one type change a layer.
+
+    One of `update`, `factors` and `weight` is given, or `whole` alone.
+
+    Attributes:
+        name: PEFT's `peft_type`, or LyCORIS's name of the algorithm.
+        equation: what the layer's weight W becomes, for the docs.
+        ends: what the names of its tensors end in, with what each is; the longest first.
+        shapes: the tensors that a layer must have, with their shapes; no other may be there.
+        update: what is added to the wanted rows of the weight, as a matrix.
+        factors: the same, of low rank, whole.
+        weight: what the wanted rows of the weight become.
+        bias: what the base's bias becomes, where the type changes that too.
+        has_bias: whether it changes that of a layer.
+        rank: of the factors.
+        matrix: the shape of the weight as a matrix, by those of the parts, where these tell.
+        fields: of `adapter_config.json` that change what the tensors mean.
+        unused: fields that do not, once it is trained.
+        shared: names of tensors that layers share, with what each is; of names that end in a dot, the
+            rest is a part's name too.
+        of_layer: which of these a layer has, by its name.
+        alpha: field of the number that is divided by the rank.
+        leaf: the tensor of a layer that it changes.
+        vectors: it may be one of a single axis.
+        whole: ends of names of whole tensors, with the name of the tensor that they replace.
+        by_rows: some rows are computed from the same rows of the base.
+        integers: parts that are whole numbers; all others are floating.
+        flags: parts that are zero or one, in any dtype.
+        keeps_ties: what is tied to the tensor stays tied.
+        adds_bias: a layer without a bias would get one.
+        marks: parts that no other type of files by themselves has.
+        beside: what names end in that are parts only beside one of the `marks`.
+        refused: values of fields with which its effect is not determined, each with the reason.
+    """
+
+    name: str
+    equation: str
+    ends: Mapping[str, str]
+    shapes: Callable[[Layer], Mapping[str, Shape]] = _nothing
+    update: Callable[[Layer], Tensor] | None = None
+    factors: Callable[[Layer], LowRank] | None = None
+    weight: Callable[[Layer], Tensor] | None = None
+    bias: Callable[[Layer], Tensor] | None = None
+    has_bias: Callable[[Layer], bool] = _always
+    rank: Callable[[Layer], int] | None = None
+    matrix: Callable[[Mapping[str, Shape]], tuple[int, int] | None] | None = None
+    fields: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+    shared: Mapping[str, str] = field(default_factory=dict[str, str])
+    of_layer: Callable[[str, Mapping[str, TensorHeader]], Mapping[str, TensorHeader]] = _all
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+    by_rows: bool = True
+    integers: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
+    keeps_ties: bool = False
+    adds_bias: bool = False
+    marks: frozenset[str] = frozenset()
+    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: Mapping[str, tuple[object, str]] = field(
+        default_factory=dict[str, "tuple[object, str]"]
+    )
+    alpha: str = ""
+    leaf: str = "weight"
+    vectors: bool = False
+
+    def shared_part(self, name: str) -> str | None:
+        """Return what a tensor that layers share is; None: it is none."""
+        name = name.removeprefix("base_model.")
+        for key, part in self.shared.items():
+            if name == key or (key.endswith(".") and name.startswith(key)):
+                return part + name.removeprefix(key)
+        return None
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the update depends on the base's values."""
+        return self.weight is not None or self.bias is not None
+
+
+def check_shapes(kind: AdapterType, layer: Layer) -> None:
+    """Check that a layer has the tensors that its type asks for, before any of them is read.
+
+    Raises:
+        CheckpointError: one is missing, is not wanted, or is of another shape.
+    """
+    expected = kind.shapes(layer)
+    for part in expected:  # first: ranks, and so the shapes, are those of other parts
+        if part not in layer:
+            names = ", ".join(f"'{own.name}'" for own in layer.parts.values())
+            ends = (end.lstrip(".") for end, of in kind.ends.items() if of == part)
+            layer.refuse(
+                f"has {names} and no '{next(ends, part)}' beside it: the file is incomplete, fetch it again"
+            )
+    for part, shape in expected.items():
+        header = layer.parts[part]
+        if header.numel == 0 and 0 not in shape[-1:]:
+            layer.refuse(
+                f"has '{header.name}' of shape {list(header.shape)}, as the parts of a sharded model are: "
+                "save the adapter again from gathered weights"
+            )
+        wrong = header.dtype.is_floating_point == (part in kind.integers)
+        if (wrong and part not in kind.flags) or header.complex:
+            layer.refuse(f"has '{header.name}' of dtype {header.dtype}: fetch the adapter again")
+        if _without_ones(header.shape) != _without_ones(shape):
+            layer.refuse(
+                f"is {list(layer.shape)} in the base, and '{header.name}' is of shape "
+                f"{list(header.shape)} where {list(shape)} belongs: pass the base that the adapter was "
+                "trained on, or fetch the adapter again"
+            )
+    for part, header in layer.parts.items():
+        if part not in expected:
+            layer.refuse(
+                f"has '{header.name}', which {kind.name} has no use for beside "
+                f"{', '.join(sorted(expected))}: the file is damaged, fetch it again"
+            )
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """A linear layer is a convolution with a window of one place to some libraries."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def alpha_of(layer: Layer) -> dict[str, Shape]:
+    """Return the shape of alpha where a file has it: one number."""
+    return {ALPHA: layer.vector(ALPHA, 1)} if ALPHA in layer else {}
+
+
+def check_places(layer: Layer, places: Tensor, count: int) -> None:
+    """Check that places are those of so many numbers.
+
+    Raises:
+        CheckpointError: one is outside.
+    """
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < count:
+        layer.refuse(
+            f"is {list(layer.shape)} in the base, and its places go from {int(places.min())} to "
+            f"{int(places.max())} of {count}: pass the base that the adapter was trained on"
+        )
+
+
+def lengths(tensor: Tensor, *axes: int) -> Tensor:
+    """Return the lengths of vectors along some axes, which stay with the length 1."""
+    return cast("Tensor", _linalg.vector_norm(tensor, dim=axes, keepdim=True))
+
+
+def cayley(skew: Tensor) -> Tensor:
+    """Return (I − Q)(I + Q)⁻¹ of skew matrices `(n, b, b)`."""
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype)
+    return cast("Tensor", _linalg.solve(eye + skew, eye - skew, left=False))
+
+
+def block_diagonal_times(weight: Tensor, blocks: Tensor) -> Tensor:
+    """Return W · blockdiag(blocks), without the matrix of the blocks; `(d_out, n·b)` and `(n, b, b)`."""
+    count, size, _ = blocks.shape
+    apart = weight.reshape(len(weight), count, size).transpose(0, 1)
+    return torch.bmm(apart, blocks).transpose(0, 1).reshape(weight.shape)
