@@ -117,7 +117,6 @@ LISTED = {
         "there is no program {}: name one that is installed",
         "cannot be split into words",
         "is no text in UTF-8: convert it",
-        "holds no scores of covmerge: move it away",
         "and one folder with definitions of your own at most",
         "is no folder: name one that holds definitions of tasks",
         "names no base: put its folder under 'base_model_name_or_path'",

@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_package
 from tests.advised import advice
@@ -183,3 +184,103 @@ def test_what_is_no_scorer(models, score, message):
     asked = ["compare", *flags(models), *METHODS, "--out", models / "out", "--score", score]
     assert message in words(covmerge(*asked, code=2).stderr)
     assert sorted(models.iterdir()) == before
+
+
+def test_a_resume_takes_no_changed_model(models):
+    """Neither a model that was changed since, nor models of an expert that was."""
+    out = models / "out"
+    asked = ["compare", *flags(models), "--methods", "average,ties", "--out", out, "--bounds"]
+    asked += ["--score", evaluator(models), "--resume"]
+    covmerge(*asked)
+    assert scored(models) == ["average", "ties"]
+    covmerge(*asked)
+    assert scored(models) == []
+    for changed, said in (
+        (
+            out / "ties" / "model.safetensors",
+            advice(". Pass --overwrite to merge anew, where scores of equal"),
+        ),
+        (
+            models / "b.safetensors",
+            advice("changed since the models in {} were merged: pass --overwrite"),
+        ),
+    ):
+        tensors = load_file(changed)
+        save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, changed)
+        ran = covmerge(*asked, code=2)
+        assert re.search(said, words(ran.stderr))
+        covmerge(*asked[:-1], "--overwrite")
+        covmerge(*asked)
+    assert scored(models) == ["average", "ties"]  # of the new expert; the bytes were as before
+
+
+PRINTED = """
+import json, sys
+print(json.dumps({{"average": {one}, "ties": {other}}}[sys.argv[1].rpartition("/")[2]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "values", "said"),
+    [
+        ("float('nan')", 0.5, {"score": None}, "note average has no finite score of score"),
+        ("[1, float('inf'), 0]", "[1, 0, 1]", {"score": None}, "best ties, 0.667"),
+        ("10**400", "{'score': [1e308, 1e308]}", {"score": None}, "best not known"),
+        ("{'a': 0.5}", "{'b': 0.5}", {"a": 0.5, "b": None, "mean": None}, "best not known"),
+        ("[1, 0]", "[1, 0, 1]", {"score": 0.5}, "different numbers of examples (2 to 3)"),
+        (
+            "{'mean': 0.1, 'seconds': 0.3}",
+            "{'mean': 0.2, 'seconds': 0.3}",
+            {"mean": 0.1, "seconds": 0.3, "covmerge's mean": 0.2},
+            "best ties, 0.250",
+        ),
+    ],
+)
+def test_odd_scores(models, one, other, values, said):
+    """None ends the run, hides another model's score, or passes for a score."""
+    (models / "eval.py").write_text(PRINTED.format(one=one, other=other))
+    asked = ["compare", *flags(models), "--methods", "average,ties", "--out", models / "out"]
+    asked += ["--score", f"{sys.executable} {models}/eval.py {{model}}"]
+    ran = covmerge(*asked)
+    assert said in words(ran.stdout) and "files " in words(ran.stdout)
+    again = covmerge(*asked, "--resume", "--json")
+    found = again.json["scores"]["scores"]["average"]
+    assert {name: cell["value"] for name, cell in found.items()} == pytest.approx(values)
+    (row, _) = csv.DictReader(io.StringIO((models / "out" / "scores.csv").read_text("utf-8")))
+    assert {n: float(row[n]) for n, v in values.items() if v is not None} == pytest.approx(
+        {n: v for n, v in values.items() if v is not None}
+    )
+
+
+def test_a_score_is_of_the_files_in_the_command(models):
+    """Also those that follow a flag's equals sign; a word too long for a name is no file."""
+    program = "import sys; print(open(sys.argv[2][7:]).read())" + "#" * 300
+    asked = ["compare", *flags(models), "--methods", "average", "--out", models / "out", "--json"]
+    asked += ["--score", f"{sys.executable} -c '{program}' {{model}} --data={models / 'test'}"]
+    for value, flag in (("0.1", ()), ("0.9", ("--resume",))):
+        (models / "test").write_text(value)
+        found = covmerge(*asked, *flag).json["scores"]["scores"]["average"]
+        assert found["score"]["value"] == float(value)
+
+
+def test_scores_that_are_no_scores(models):
+    asked = ["compare", *flags(models), "--methods", "average", "--out", models / "out"]
+    asked += ["--score", evaluator(models), "--resume"]
+    covmerge(*asked)
+    kept = models / "out" / "scores.json"
+    for content in ("{", '{"scores": {"a": {"seconds": "q", "tasks": {}}}}'):
+        kept.write_text(content)
+        assert re.search(
+            advice("{} holds no scores of covmerge: move it away"),
+            words(covmerge(*asked, code=2).stderr),
+        )
+    kept.rename(models / "away")
+    covmerge(*asked)
+
+
+def test_bounds_without_scores(models):
+    asked = ["compare", *flags(models), "--methods", "average", "--bounds"]
+    said = words(covmerge(*asked, code=2).stderr)
+    assert re.search(advice("--bounds is for scores: pass --score too, or leave it out"), said)
+    covmerge(*asked, "--score", evaluator(models), "--out", models / "out")
+    covmerge(*asked[:-1])

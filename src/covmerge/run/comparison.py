@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from covmerge.base.errors import RecipeError
+from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.findings import Fit
 from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.settings import Hint
@@ -20,9 +20,10 @@ from covmerge.base.table import Table, Tabular
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Staging, check_not_input
-from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison
+from covmerge.files.checkpoints import Staging, check_not_input, fingerprint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison, read_manifest
 from covmerge.files.stores.address import local_path
+from covmerge.files.stores.local import LocalFolder
 from covmerge.maths.measures.retention import overall
 from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning import Plan, Settings
@@ -56,6 +57,7 @@ from covmerge.run.scoring import (
     candidates,
 )
 from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.verification.files import check_files, hash_files
 
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
 # and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
@@ -315,6 +317,10 @@ class CompareJob:
         """
         entries, left_out = choose_methods(self.methods, self.parameters, checkpoints.statistics)
         if self.scorer is None:
+            if self.bounds:
+                raise RecipeError(
+                    f"{Hint('bounds')} is for scores: pass {Hint('score')} too, or leave it out"
+                )
             return self._merged(entries, left_out, checkpoints)
         if self.out is None:
             raise RecipeError(
@@ -335,8 +341,6 @@ class CompareJob:
         self, entries: Sequence[Entry], left_out: Mapping[str, str], checkpoints: OpenCheckpoints
     ) -> Comparison:
         """Merge, unless the models are there and the run is to go on with them."""
-        if self.options.resume and self.out is not None and (self.out / MANIFEST_NAME).is_file():
-            return stored(self.out, self.recipe, entries)
         recipes = [
             self.recipe.model_copy(
                 update={"method": entry.method, "parameters": dict(entry.parameters)}
@@ -344,6 +348,10 @@ class CompareJob:
             for entry in entries
         ]
         labels = [entry.label for entry in entries]
+        taken = None if self.out is None or not self.options.resume else self.out / MANIFEST_NAME
+        if taken is not None and taken.is_file():
+            _, checkpoints = checkpoints.plans(recipes, whole=True)
+            return stored(taken.parent, self.recipe, entries, checkpoints)
         if self.out is not None:
             local_path(self.out)
             check_not_input(self.out, checkpoints.paths())
@@ -469,11 +477,13 @@ class CompareJob:
         )
 
 
-def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
+def stored(
+    out: Path, recipe: Recipe, entries: Sequence[Entry], checkpoints: OpenCheckpoints
+) -> Comparison:
     """Read the comparison that lies in a folder, if it is of these experts and methods.
 
     Raises:
-        InputError: it is of others, or the folder holds something else.
+        InputError: it is of others, a file of them changed since, or the folder holds something else.
     """
     manifest = read_comparison(out)
     asked = [json.loads(json.dumps(asdict(entry))) for entry in entries]
@@ -482,6 +492,7 @@ def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
             f"{out} holds models of other experts or methods: pass {Hint('overwrite')} to merge anew, "
             "where scores of equal models are kept, or name another folder"
         )
+    _check_unchanged(out, manifest["sources"], entries, checkpoints)
     found = manifest["comparison"]
     try:
         return Comparison(
@@ -498,6 +509,32 @@ def stored(out: Path, recipe: Recipe, entries: Sequence[Entry]) -> Comparison:
         raise RecipeError(
             f"{out / MANIFEST_NAME} was written by another version: pass {Hint('overwrite')} to merge anew"
         ) from error
+
+
+def _check_unchanged(
+    out: Path,
+    recorded: Mapping[str, Mapping[str, Any]],
+    entries: Sequence[Entry],
+    checkpoints: OpenCheckpoints,
+) -> None:
+    """Refuse models that are not as they were written, and those of sources that changed since."""
+    now: dict[str, Json] = {key: fingerprint(one) for key, one in checkpoints.all()}
+    now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
+    for key, content in now.items():
+        if recorded.get(key, {}).get("content") != content:
+            raise InputError(
+                f"{key} changed since the models in {out} were merged: pass {Hint('overwrite')} to "
+                "merge anew"
+            )
+    for entry in entries:
+        store = LocalFolder(out / entry.label)
+        files = read_manifest(store).get("files", {})
+        found = check_files(store, {"files": files}, hash_files(store, files))
+        if not found.ok:
+            raise InputError(
+                f"{store} is not as it was written: {found.detail}. Pass {Hint('overwrite')} to merge "
+                "anew, where scores of equal models are kept"
+            )
 
 
 def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:

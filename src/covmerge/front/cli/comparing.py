@@ -122,9 +122,12 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
         more = "--resume" if comparison.path else "--out DIR"
         flags = f"{more} --score 'python your_eval.py {{model}}'"
         return [("best", f"not known without scores. To have them, add {flags} to this command")]
-    if best is None:
+    if not scores.rows:
         return []
-    return [("best", _lead(scores, best, comparison)), ("files", _files(comparison))]
+    told = "not known: no method has a finite score of every task"
+    if best is not None:
+        told = _lead(scores, best, comparison)
+    return [("best", told), ("files", _files(comparison))]
 
 
 def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
@@ -140,7 +143,8 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
     next_ = f"{told}; next is {second}, {written(scores.value(rest[second], column) or 0.0)}"
     if lead is None:
         return (
-            f"{next_}. Have the scorer give a number for each example to see whether that is chance"
+            f"{next_}. Have the scorer give a number for each example, the same ones for every model, to "
+            "see whether that is chance"
         )
     between = f"{written(lead.mean)} [{written(lead.low)}, {written(lead.high)}]"
     return f"{next_}. The lead is {between}{'' if lead.clear else ': it may be chance'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -72,9 +73,9 @@ class Command:
         """The command, and the content of the files that it names."""
         found = hashlib.sha256(self.name.encode())
         for word in self._words:
-            path = Path(word)
-            if MODEL not in word and path.is_file() and path.stat().st_size <= _MOST_BYTES:
-                found.update(hashlib.sha256(path.read_bytes()).digest())
+            for name in (word, word.partition("=")[2]):  # and of `--data=FILE`
+                if name and MODEL not in name and _is_small_file(name):
+                    found.update(hashlib.sha256(Path(name).read_bytes()).digest())
         return found.hexdigest()
 
     def check(self) -> None:
@@ -110,6 +111,14 @@ class Command:
                 f"`{shown}` printed more than {_MOST_BYTES} bytes: have it print less"
             )
         return printed_scores(text.decode(errors="replace"), f"`{shown}`")
+
+
+def _is_small_file(word: str) -> bool:
+    try:
+        found = Path(word).stat()
+    except (OSError, ValueError):  # such as a script that is too long for a name
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
 
 
 def _in_script(words: Sequence[str]) -> bool:

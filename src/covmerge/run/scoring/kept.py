@@ -92,10 +92,11 @@ class Kept:
         """
         if not path.is_file():
             return cls()
-        found = read_object(path, _MOST_VALUES, size=MAX_BYTES).get("scores")
         try:
+            found = read_object(path, _MOST_VALUES, size=MAX_BYTES).get("scores")
             entries = {str(key): dict(entry) for key, entry in dict(found or {}).items()}
             for entry in entries.values():
+                float(entry["seconds"])
                 for stored in dict(entry["tasks"]).values():
                     score_of(stored)
         except (InputError, KeyError, TypeError, ValueError) as error:

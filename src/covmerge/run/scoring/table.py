@@ -10,6 +10,7 @@ from statistics import fmean
 
 from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.text import spread
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.run.scoring.intervals import Interval, Resamples
@@ -62,7 +63,7 @@ class ScoreTable(Tabular):
     @property
     def columns(self) -> tuple[str, ...]:
         """The tasks, and their mean where there are several."""
-        return (*self.tasks, MEAN) if len(self.tasks) > 1 else self.tasks
+        return (*self.tasks, self._own(MEAN)) if len(self.tasks) > 1 else self.tasks
 
     def value(self, row: Scored, column: str) -> float | None:
         """Return a score, or the mean over the tasks; None where the model has no score of one."""
@@ -94,16 +95,27 @@ class ScoreTable(Tabular):
         return sampled.difference(one, two)
 
     def missing(self) -> list[str]:
-        """Say which models lack a score of a task that others have."""
-        return [
+        """Say where scores, or intervals, are missing."""
+        lacking = [
             f"{row.label} has no score of {', '.join(lacks)}, and no mean"
             for row in self.rows
             if (lacks := [task for task in self.tasks if task not in row.scores])
         ]
+        infinite = [
+            f"{row.label} has no finite score of {', '.join(lacks)}"
+            for row in self.rows
+            if (lacks := [task for task, own in row.scores.items() if not isfinite(own.value)])
+        ]
+        uneven = [
+            f"{task} has no intervals: the models have different numbers of examples ({spread(own)})"
+            for task, own in self._counts.items()
+            if len(own) > 1
+        ]
+        return [*lacking, *infinite, *uneven]
 
     def table(self) -> Table:
         """A row for each model: scores, with their intervals where there are examples, and seconds."""
-        columns = ["model"]
+        columns = [self._own("model")]
         for column in self.columns:
             columns += [column, *(f"{column} {end}" for end in self._ends(column))]
         rows: list[tuple[Cell, ...]] = []
@@ -115,7 +127,7 @@ class ScoreTable(Tabular):
                     found = self.interval(row, column)
                     cells += [None, None] if found is None else [found.low, found.high]
             rows.append((*cells, row.seconds))
-        return Table((*columns, "seconds"), tuple(rows))
+        return Table((*columns, self._own("seconds")), tuple(rows))
 
     def latex(self) -> str:
         """The table for a paper: booktabs, the highest of each column in bold."""
@@ -154,7 +166,13 @@ class ScoreTable(Tabular):
         return f"<ScoreTable: {len(self.rows)} models by {self.scorer}>"
 
     def _of(self, column: str) -> tuple[str, ...]:
-        return self.tasks if column == MEAN and len(self.tasks) > 1 else (column,)
+        return self.tasks if column == self._own(MEAN) and len(self.tasks) > 1 else (column,)
+
+    def _own(self, name: str) -> str:
+        """The name of a column that is no task's."""
+        while name in self.tasks:
+            name = f"covmerge's {name}"
+        return name
 
     def _examples(self, row: Scored, column: str) -> dict[str, list[tuple[float, ...]]] | None:
         found: dict[str, list[tuple[float, ...]]] = {}
@@ -168,11 +186,20 @@ class ScoreTable(Tabular):
     @cached_property
     def _sizes(self) -> dict[str, int]:
         """Examples by task, where every model was scored on as many."""
-        counts = {
-            task: {len(row.scores[task].examples or ()) for row in self.rows if task in row.scores}
+        counts = self._counts.items()
+        return {task: next(iter(own)) for task, own in counts if len(own) == 1 and own != {0}}
+
+    @cached_property
+    def _counts(self) -> dict[str, set[int]]:
+        """By task on how many examples models were scored; 0 where only a number is known."""
+        return {
+            task: {
+                len(row.scores[task].examples or ())
+                for row in self.rows
+                if task in row.scores and isfinite(row.scores[task].value)
+            }
             for task in self.tasks
         }
-        return {task: own.pop() for task, own in counts.items() if len(own) == 1 and own != {0}}
 
     def _resamples(self, column: str) -> Resamples | None:
         if any(task not in self._sizes for task in self._of(column)):

@@ -24,7 +24,7 @@ class Score:
     """How a model does on one task.
 
     Attributes:
-        value: more is better; NaN where it is not finite.
+        value: more is better; NaN where it, or an example, is not finite.
         examples: one number for each example, whose mean is the value; None where only the value is known.
     """
 
@@ -104,7 +104,8 @@ def _score(value: object, task: object, source: str) -> Score:
         given = cast("Sequence[object]", value)
         if 0 < len(given) <= _MOST_EXAMPLES and all(map(_is_number, given)):
             examples = tuple(map(_finite, given))
-            return Score(fmean(examples), examples)
+            value = _mean(examples)
+            return Score(value, examples if isfinite(value) else None)
         what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
     else:
         what = repr(value)[:200]
@@ -116,5 +117,15 @@ def _is_number(value: object) -> bool:
 
 
 def _finite(value: Any) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of an integer
+        return nan
     return number if isfinite(number) else nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return fmean(values)
+    except OverflowError:
+        return nan
