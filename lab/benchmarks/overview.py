@@ -24,7 +24,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "results.md", DOCS / "auto-measured.md"]
 _TABLE = re.compile(r"(<!-- results(?:: (.*?))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 PRESENT = "-auto"  # has `auto` by its present rule
-FOLDERS = ("-newer", "-measured", "-first", "", PRESENT)  # the later first, but the few rows beside `auto`
+FOLDERS = (
+    "-newer",
+    "-measured",
+    "-first",
+    "",
+    PRESENT,
+)  # the later first, but the few rows beside `auto`
 EARLIER = ("auto", "auto, base's inputs")  # in all folders but that one
 MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from peft import AdaLoraConfig, GloraConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PsoftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from transformers import AutoModelForCausalLM
@@ -584,7 +584,7 @@ def test_a_tensor_under_two_names(factors, one, said, lora):
 def test_an_adapter_of_another_kind_is_merged_by_peft(tmp_path):
     base = llama()
     base.save_pretrained(tmp_path / "base")
-    save(base, GloraConfig(r=2, target_modules=["q_proj"], init_weights=False), tmp_path / "a")
+    save(base, PsoftConfig(r=2, target_modules=["q_proj"], init_weights=False), tmp_path / "a")
     said = advice(
         "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge"
     )

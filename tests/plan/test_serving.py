@@ -46,7 +46,7 @@ def test_the_rank_that_vllm_must_be_told(rank, told):
 
 
 def test_what_vllm_does_not_take():
-    assert "--rank 512 truncates it" in who_loads_it([layer(513)], [])
+    assert "rank=512 truncates it" in who_loads_it([layer(513)], [])
     assert "no LoRA of convolutions" in who_loads_it([layer(4, (8, 3, 3, 3))], [])
     norm = WholeTensor(("model.norm.weight",), TensorHeader("n", (8,), torch.float32))
     note = who_loads_it([layer(4)], [norm])
