@@ -56,7 +56,7 @@ def load_records(path: Path) -> object:
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
-        raise _unreadable(where, "a pickled module", error) from error
+        raise _unreadable(where, "a pickle", error) from error
 
 
 def load_archive(file: IO[bytes], size: int, where: str) -> object:
