@@ -17,12 +17,12 @@ import signal, sys, time
 import covmerge.run.engine.threads as reader
 from covmerge.plan.planning import Count
 
-surveyed, name = sys.argv.pop(1) == "survey", sys.argv.pop(1)
+counted, name = sys.argv.pop(1) == "global pass", sys.argv.pop(1)
 read, interrupted = reader.read_inputs, []
 
 def held(items, sources):
     tensor = items[0].tensor
-    here = tensor.name == name and isinstance(tensor.operation, Count) == surveyed
+    here = tensor.name == name and isinstance(tensor.operation, Count) == counted
     while here and not interrupted:
         time.sleep(0.002)
     return read(items, sources)
@@ -45,7 +45,7 @@ def held(program: str, *arguments: object, before: str, stage: str = "run") -> I
         program: what to run, `COMMAND_LINE` for example.
         arguments: its `sys.argv[1:]`.
         before: the tensor; with one lane all that come before it in the plan are finished.
-        stage: "run", or "survey" to hold it in a pass before the merge.
+        stage: "run", or "global pass" to hold it in a pass before the merge.
     """
     process = Forked(_HOLD + program, stage, before, *arguments)
     try:

@@ -33,7 +33,7 @@ COLOURS = {
 }
 # Of a block its name in full, and how many a model has.
 MODELS = {"vit-l14": ("ViT-L/14 × 8", 24), "gpt2": ("GPT-2 × 7", 12)}
-STAGES = {"survey": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
+STAGES = {"global pass": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"

@@ -9,6 +9,7 @@ Everything public is reachable from here and imported on first use, so that `imp
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     # Each from the file that defines it: `run.verification.verify` and `plan.statistics.collect` are a
     # file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods, steps, testing
-    from covmerge.base.noticed import Noticed, Seen, Words
+    from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
     from covmerge.base.types import LinearGroup, LowRank, Merged
     from covmerge.files.checkpoints import open_checkpoint
     from covmerge.front.api import compare, extract, inspect, plan_recipe, report, run_recipe
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from covmerge.front.reporting import figures as figures
     from covmerge.maths.layer import merge_layer
     from covmerge.maths.linalg.auto import Cost
-    from covmerge.maths.methods.registry import Laws, Reference, Survey, register
+    from covmerge.maths.methods.registry import GlobalPass, Laws, Reference, register
     from covmerge.maths.steps.registry import register_step
     from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.plan.statistics.collect import collect
@@ -57,13 +58,13 @@ _HOMES = {
     "Merged": "covmerge.base.types",
     "MergedFolder": "covmerge.run.result",
     "MergedTensors": "covmerge.run.result",
-    "Noticed": "covmerge.base.noticed",
+    "Diagnostics": "covmerge.base.diagnostics",
     "Progress": "covmerge.run.engine",
     "Reference": "covmerge.maths.methods.registry",
     "RunOptions": "covmerge.run.engine",
-    "Seen": "covmerge.base.noticed",
-    "Survey": "covmerge.maths.methods.registry",
-    "Words": "covmerge.base.noticed",
+    "TensorDiagnostics": "covmerge.base.diagnostics",
+    "GlobalPass": "covmerge.maths.methods.registry",
+    "Summary": "covmerge.base.diagnostics",
     "collect": "covmerge.plan.statistics",
     "compare": "covmerge.front.api",
     "extract": "covmerge.front.api",
@@ -90,6 +91,14 @@ _GONE = {
 }
 
 # Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
+# Older names, for one release.
+_FORMER = {
+    "Noticed": "Diagnostics",
+    "Seen": "TensorDiagnostics",
+    "Survey": "GlobalPass",
+    "Words": "Summary",
+}
+
 _PACKAGES = {
     "figures": "covmerge.front.reporting.figures",
     "methods": "covmerge.methods",
@@ -100,7 +109,9 @@ _PACKAGES = {
 __all__ = [
     "Comparison",
     "Cost",
+    "Diagnostics",
     "Generated",
+    "GlobalPass",
     "Laws",
     "LinearGroup",
     "LowRank",
@@ -108,14 +119,12 @@ __all__ = [
     "Merged",
     "MergedFolder",
     "MergedTensors",
-    "Noticed",
     "Progress",
     "Recipe",
     "Reference",
     "RunOptions",
-    "Seen",
-    "Survey",
-    "Words",
+    "Summary",
+    "TensorDiagnostics",
     "__version__",
     "collect",
     "compare",
@@ -143,6 +152,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(_PACKAGES[name])
+    if name in _FORMER:
+        warnings.warn(
+            f"covmerge.{name} is now covmerge.{_FORMER[name]}", DeprecationWarning, stacklevel=2
+        )
+        name = _FORMER[name]
     if name not in _HOMES:
         where = f": {_GONE[name]}" if name in _GONE else ""
         raise AttributeError(f"module 'covmerge' has no attribute '{name}'{where}")

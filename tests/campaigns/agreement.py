@@ -124,7 +124,7 @@ def _others(layer: Layer, group: LinearGroup) -> list[tuple[str, Callable[[], Te
         order = list(range(len(group.weights)))[::-1]
         if layer.step is None and not layer.parameters:  # at the defaults it is declared
             return [("order", lambda: layer.merged(permuted(group, order)), False)]
-    if which == 3 and by_entries and group.shape[0] > 1 and layer.method.survey is None:
+    if which == 3 and by_entries and group.shape[0] > 1 and layer.method.global_pass is None:
         rows, blocks = group.shape[0], 2 + layer.number // 4 % 3
         cuts = sorted(Random(layer.number).sample(range(1, rows), min(blocks, rows) - 1))
         parts = [slice(*ends) for ends in pairwise((0, *cuts, rows))]

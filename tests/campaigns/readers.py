@@ -37,7 +37,7 @@ from covmerge.files.tensors import conv1d_names, describe_checkpoint
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import dump_recipe, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import import_recipe, load_stages
-from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.chat import template_of
@@ -349,8 +349,8 @@ def _build_mergekit() -> None:
 def _read_mergekit(path: Path) -> None:
     file = path / "recipe.yml"
     with suppress(RecipeError):  # of several documents, or with what it passes over
-        import_recipe(file, Told())
-    load_stages(file, OUT / "merged", Told(lenient=True))
+        import_recipe(file, ImportLog())
+    load_stages(file, OUT / "merged", ImportLog(lenient=True))
 
 
 def _build_run() -> None:
@@ -392,8 +392,8 @@ def _build_journal() -> None:
     IN.mkdir(exist_ok=True)
     journal = Journal.create(IN / "journal.jsonl", plan_hash="1f")
     for number in range(4):
-        noticed = {"norms": {"a": 1.5, "b": None}, "noticed": [{"rank": 3}]}
-        journal.append(Entry(f"layers.{number}.weight", (0, number), "c0ffee", noticed))
+        diagnostics = {"norms": {"a": 1.5, "b": None}, "noticed": [{"rank": 3}]}
+        journal.append(Entry(f"layers.{number}.weight", (0, number), "c0ffee", diagnostics))
 
 
 def _read_journal(path: Path) -> None:
@@ -501,10 +501,8 @@ def _build_rows() -> None:
         folder.mkdir(parents=True)
         for number, name in enumerate(("base", "a", "b")):
             size = 1280 * 1024 * 4
-            told = {
-                "big.weight": {"dtype": "F32", "shape": [1280, 1024], "data_offsets": [0, size]}
-            }
-            header = json.dumps(told).encode()
+            log = {"big.weight": {"dtype": "F32", "shape": [1280, 1024], "data_offsets": [0, size]}}
+            header = json.dumps(log).encode()
             header += b" " * (-len(header) % 8 + 64)
             path = folder / f"{name}.safetensors"
             path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([0, 0, number, 63]))

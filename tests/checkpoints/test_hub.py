@@ -345,9 +345,7 @@ def test_unknown_names_and_refusals_are_told_apart(single: None, hub: Hub, monke
     hub.gated = True
     with pytest.raises(CheckpointError, match=r"org/name is gated.*hf auth login"):
         open_checkpoint("org/name")
-    with pytest.raises(
-        CheckpointError, match="org/na--me is no file or folder here, and"
-    ):
+    with pytest.raises(CheckpointError, match="org/na--me is no file or folder here, and"):
         open_checkpoint("org/na--me")
 
 

@@ -62,7 +62,7 @@ def test_the_command_that_scores_it_beside_others_is_run(models, monkeypatch):
         assert torch.equal(merged(own, name), merged(models / "an out", name))
 
 
-def test_what_the_method_noticed(models):
+def test_the_diagnostics(models):
     text = words(
         covmerge("merge", *flags(models), "--method=ace", "--verbose", models / "out").stdout
     )

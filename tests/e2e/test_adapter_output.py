@@ -149,7 +149,7 @@ def test_at_full_rank_every_method_is_its_full_merge(family, method):  # noqa: F
 
 
 @of_gpt2
-def test_the_survey_may_look_at_a_sample_first(family, monkeypatch):  # noqa: F811
+def test_the_global_pass_may_look_at_a_sample_first(family, monkeypatch):  # noqa: F811
     def merged(out):
         given = {"form": "adapter", "rank": 999}
         covmerge.merge(family / "base", experts(family, "adapter"), "ties", out, **given)
@@ -297,7 +297,7 @@ def test_full_models_among_adapters(family):  # noqa: F811
 
 @of_gpt2
 def test_the_rank_and_the_progress_are_seen(family):  # noqa: F811
-    class Seen:
+    class TensorDiagnostics:
         def __init__(self):
             self.total = self.done = 0
             self.finished = False
@@ -311,7 +311,7 @@ def test_the_rank_and_the_progress_are_seen(family):  # noqa: F811
         def finish(self):
             self.finished = True
 
-    seen = Seen()
+    seen = TensorDiagnostics()
     covmerge.merge(
         family / "base",
         experts(family, "adapter"),

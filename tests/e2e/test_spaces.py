@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import covmerge
 from covmerge.files.checkpoints import open_checkpoint
 from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
-from covmerge.maths.methods.factored import merge_factors, survey_factors
+from covmerge.maths.methods.factored import merge_factors, ranked_factors
 from covmerge.methods import registry
 from tests.e2e.test_adapter_output import base_of
 from tests.e2e.test_adapters import experts, family, of_gpt2, saved_family  # noqa: F401 - fixtures
@@ -51,8 +51,8 @@ def test_adapters_merge_by_their_factors(family, method, parameters, dtype):  # 
     for name in adapters[0].low_rank:
         layers[name] = [adapter.read_factors(name).to(torch.float64) for adapter in adapters]
     limits = None
-    if registered.surveyed(given) is not None:
-        found = [survey_factors(registered, u, [1.0] * 3, given) for u in layers.values()]
+    if registered.ranked(given) is not None:
+        found = [ranked_factors(registered, u, [1.0] * 3, given) for u in layers.values()]
         whole = [torch.cat([v[t].flatten() for v in found]) for t in range(3)]
         limits = [kth_magnitude(v, threshold_rank(0.2, len(v))) for v in whole]
     base = load_file(family / "base" / "model.safetensors")

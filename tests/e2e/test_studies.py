@@ -1,4 +1,4 @@
-"""Surveys, comparisons, masks and statistics from files to files, beside dense computations."""
+"""Global passes, comparisons, masks and statistics from files to files, beside dense computations."""
 
 import hashlib
 import json
@@ -147,7 +147,7 @@ def blocks(request, monkeypatch):
     monkeypatch.setattr(plan_build, "BLOCK_ELEMENTS", request.param)
 
 
-class TestSurveys:
+class TestGlobalPasses:
     @pytest.mark.covering(1)
     @pytest.mark.parametrize("computed", ["float32", "float64"])
     @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ class TestSurveys:
             state |= {name: buffer.clone() for name, buffer in buffers.items()}
         del experts["a"][UP], experts["b"][NORM]
         for state in experts.values():
-            del state["scale"]  # nobody has it: copied, and no part of the survey
-            state["rotary_emb.inv_freq"] += 0.5  # averaged, and no part of the survey either
+            del state["scale"]  # nobody has it: copied, and no part of the global pass
+            state["rotary_emb.inv_freq"] += 0.5  # averaged, and no part of the global pass either
             state["position_ids"] += 1
         experts["b"][EMBED] = experts["b"][EMBED][:33].clone()
         experts["c"][EMBED] = torch.cat([experts["c"][EMBED], torch.full((5, 10), 9.0)])
@@ -198,7 +198,7 @@ class TestSurveys:
             merged["rotary_emb.inv_freq"], buffers["rotary_emb.inv_freq"] + 0.5
         )
 
-    def test_rules_take_tensors_out_of_the_survey(self, blocks):
+    def test_rules_take_tensors_out_of_the_global_pass(self, blocks):
         base, experts = make()
         rules = [
             {"match": EMBED, "use": "base"},
@@ -234,7 +234,7 @@ class TestSurveys:
             assert_merged(merged, base, dense_ties(used))
 
     def test_shards_pickles_and_ties(self, tmp_path):
-        """One model, stored in four ways: the survey goes through the same entries."""
+        """One model, stored in four ways: the global pass goes through the same entries."""
         config = transformers.LlamaConfig(
             vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=2,
             intermediate_size=24, num_key_value_heads=1, max_position_embeddings=32,
@@ -265,7 +265,7 @@ class TestSurveys:
             assert_merged(merged, start, expected)
             transformers.AutoModelForCausalLM.from_pretrained(out)
 
-    def test_not_finite_is_found_in_the_survey(self, tmp_path):
+    def test_not_finite_is_found_in_the_global_pass(self, tmp_path):
         base, experts = make()
         experts["c"][UP][5, 1] = float("nan")
         with pytest.raises(TensorError, match=rf"'{UP}' of expert 'c'.*the first at \[5, 1\]"):
@@ -274,7 +274,7 @@ class TestSurveys:
         covmerge.merge(base, experts, "ties", rules=[{"match": UP, "use": "base"}])
 
 
-# One method of each kind: with a survey, with random numbers, with masks, with W₀, and of matrices.
+# One method of each kind: with a global pass, with random numbers, with masks, with W₀, and of matrices.
 KINDS = ["average", "ties", "della", "emr", "free", "ace", "iso_cts", "knots"]
 COMPARED = {
     "bert": ("bert", DATA_FREE, {}, ()),
@@ -337,7 +337,7 @@ class TestCompare:
                 assert_same(weights_in(tmp_path / str(trial) / method), alone[method])
 
     @pytest.mark.parametrize("methods", [("average", "ties"), ("ties", "average")])
-    def test_a_rule_and_a_compared_method_have_surveys_of_their_own(self, methods, tmp_path):
+    def test_a_rule_and_a_compared_method_have_global_passes_of_their_own(self, methods, tmp_path):
         base, experts = make()
         rules = [{"match": EMBED, "method": "ties"}]
         covmerge.compare(base, experts, methods, tmp_path / "all", rules=rules)

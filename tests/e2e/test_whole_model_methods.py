@@ -15,7 +15,7 @@ from covmerge.plan.planning import Count, build, build_plan, types
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
-from covmerge.run.engine import Silent, read_inputs, survey
+from covmerge.run.engine import Silent, global_pass, read_inputs
 from covmerge.run.engine.selection import Selections
 from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
@@ -79,7 +79,7 @@ def test_ties_trims_over_the_whole_model(states, blocks, dtype):
 
 
 def test_ties_trims_by_the_update_not_by_the_tensor(states):
-    """Expert b moved ten times as far as a; a survey per expert keeps a fifth of each."""
+    """Expert b moved ten times as far as a; a global pass per expert keeps a fifth of each."""
     base, experts = states
     alone = covmerge.merge(base, {"b": experts["b"]}, method="ties").tensors
     changed = sum(int((alone[n] != base[n]).sum()) for n in base)
@@ -119,11 +119,11 @@ def test_blocks_change_nothing(states, monkeypatch, method, size):
 
 
 class TestTheSample:
-    """The survey's guess saves a pass, and decides nothing."""
+    """The global pass's guess saves a pass, and decides nothing."""
 
     @pytest.fixture
     def passes(self, monkeypatch):
-        """How often each whole item is read by the surveys."""
+        """How often each whole item is read by the global passes."""
         read = Counter()
 
         def counted(items, sources):
@@ -155,14 +155,14 @@ class TestTheSample:
         monkeypatch.setattr(types, "_SAMPLED", 1.0)
 
         class Misled(Selections):
-            def __init__(self, surveys, dtype, guesses):
+            def __init__(self, global_passes, dtype, guesses):
                 wrong = [
                     {key: {e: value * off for e, value in own.items()} for key, own in plan.items()}
                     for plan in guesses
                 ]
-                super().__init__(surveys, dtype, wrong)
+                super().__init__(global_passes, dtype, wrong)
 
-        monkeypatch.setattr(survey, "Selections", Misled)
+        monkeypatch.setattr(global_pass, "Selections", Misled)
         moved = Moved()
         sampled = covmerge.merge(*states, method="ties", progress=moved).tensors
         assert all(torch.equal(tensor, sampled[name]) for name, tensor in merged.items())
@@ -177,8 +177,8 @@ class TestTheSample:
             given = {"base": "b", "experts": {e: e for e in experts}, "method": method}
             with open_checkpoints(base, experts, {}) as opened:
                 plan = build_plan(parse_recipe(given), opened.base, opened.experts, {})
-            (survey,) = plan.surveys
-            assert bool(survey.sample) == sampled
+            (global_pass,) = plan.global_passes
+            assert bool(global_pass.sample) == sampled
 
 
 class Moved(Silent):
@@ -194,7 +194,7 @@ class Moved(Silent):
         self.done += size
 
 
-def test_two_surveys_of_one_recipe_have_their_own_tensors(states):
+def test_two_global_passes_of_one_recipe_have_their_own_tensors(states):
     rules = [{"match": "embed*", "method": "ties", "parameters": {"density": 0.5}}]
     merged = covmerge.merge(*states, method="ties", rules=rules).tensors
     only = {n: w for n, w in states[0].items() if n.startswith("embed")}

@@ -1,4 +1,4 @@
-"""What a method noticed is said, with what to do that helps."""
+"""Diagnostics are said, with what to do that helps."""
 
 import re
 from dataclasses import replace
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.base.noticed import Noticed, Seen
-from covmerge.maths.methods.auto_measured_noticed import EqualisedMeasured
+from covmerge.base.diagnostics import Diagnostics, TensorDiagnostics
+from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.run.engine import account_of_lengths
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain, words
@@ -70,16 +70,20 @@ def test_a_merged_update_longer_than_its_experts_together_is_said():
 
 
 def test_one_that_is_longer_only_where_no_inputs_go_is_a_note_that_says_so():
-    noticed = EqualisedMeasured(inputs_known=True, outputs_length=0.5)
+    diagnostics = EqualisedMeasured(inputs_known=True, outputs_length=0.5)
     entry = {"merged_norm": 12.0, "update_norm": dict.fromkeys("abcd", 1.0)}
-    account = account_of_lengths({NAME: entry}, [Seen(NAME, {}, tuple("abcd"), (noticed,))])
+    account = account_of_lengths(
+        {NAME: entry}, [TensorDiagnostics(NAME, {}, tuple("abcd"), (diagnostics,))]
+    )
     (note,) = account.notes
     assert "another method" not in note and not account.warnings
     assert "on the inputs that it looked at that is at most 0.5 times as long" in note
     # By a method that goes by weights, or where nobody knows the inputs, it is what it looks like.
-    unknown = replace(noticed, inputs_known=False)
-    for noticed in (unknown, Noticed()):
-        account = account_of_lengths({NAME: entry}, [Seen(NAME, {}, tuple("abcd"), (noticed,))])
+    unknown = replace(diagnostics, inputs_known=False)
+    for diagnostics in (unknown, Diagnostics()):
+        account = account_of_lengths(
+            {NAME: entry}, [TensorDiagnostics(NAME, {}, tuple("abcd"), (diagnostics,))]
+        )
         assert "another method" in account.warnings[0] and not account.notes
 
 

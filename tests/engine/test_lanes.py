@@ -46,7 +46,7 @@ def test_the_number_of_lanes_changes_no_byte(method):
         assert torch.equal(tensor, merged[1][name])
 
 
-def test_large_items_are_surveyed_alone(monkeypatch):
+def test_large_items_are_counted_alone(monkeypatch):
     base, experts = models()
     expected = covmerge.merge(base, experts, "ties", threads=3).tensors
     monkeypatch.setattr("covmerge.plan.planning.work._NARROW_ELEMENTS", 0)

@@ -22,14 +22,14 @@ from covmerge.files.checkpoints.sealed import sealed
 from covmerge.files.stores.local import LocalFolder
 from covmerge.front import api
 from covmerge.methods import registry
-from covmerge.methods.registry import Survey
+from covmerge.methods.registry import GlobalPass
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.run.engine import Rank, RunOptions, find_rank
 from covmerge.run.engine.ranks.hashing import SharedHashing
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.shares import own_first, shares
 from covmerge.run.engine.ranks.sharing import Sharing
-from covmerge.run.verification import WeightsLook
+from covmerge.run.verification import WeightsCheck
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import Forked, fork_workers
 from tests.held import COMMAND_LINE, wait_until
@@ -144,7 +144,7 @@ from pathlib import Path
 import covmerge.run.engine.threads as reader
 from covmerge.run.engine.ranks.hashing import SharedHashing
 from covmerge.run.engine.ranks.sharing import Sharing
-from covmerge.run.verification import WeightsLook
+from covmerge.run.verification import WeightsCheck
 
 go = Path(sys.argv.pop(1))
 
@@ -161,7 +161,7 @@ _HASHING = """
 SharedHashing._hash = waiting(SharedHashing._hash)
 Sharing._help = lambda self: None  # one thread, so that each has a file
 """
-_VERIFYING = "WeightsLook.__call__ = waiting(WeightsLook.__call__)\n"
+_VERIFYING = "WeightsCheck.__call__ = waiting(WeightsCheck.__call__)\n"
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
     monkeypatch.setattr("covmerge.run.engine.reading._CORES", 10**6)  # one thread each
     recipe = with_output(recipe_of(plain, "ace"), shard_size=40_000)
     api.run_recipe(recipe, tmp_path / "whole", RunOptions())
-    seen, look, met = [], WeightsLook.__call__, threading.Barrier(world)
+    seen, look, met = [], WeightsCheck.__call__, threading.Barrier(world)
 
     def noted(self, base, name):
         thread = threading.get_ident()
@@ -261,7 +261,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
             met.wait(30)
         return look(self, base, name)
 
-    monkeypatch.setattr(WeightsLook, "__call__", noted)
+    monkeypatch.setattr(WeightsCheck, "__call__", noted)
     monkeypatch.setattr("tests.engine.test_ranks.recipe_of", lambda *_: recipe)
     results = merge_ranks(plain, "ace", tmp_path / "out", world)
     assert results[0].verification.ok
@@ -292,12 +292,12 @@ def test_outputs_of_which_one_rank_checks_more(plain, tmp_path, together, monkey
 
 def test_what_another_rank_sees_of_the_output_fails_it(plain, tmp_path, together, monkeypatch):
     together(2)
-    look = WeightsLook.__call__
+    look = WeightsCheck.__call__
 
     def damaged(self, base, name):
         return {**look(self, base, name), "not_finite": ["layers.0.proj.weight"]}
 
-    monkeypatch.setattr(WeightsLook, "__call__", damaged)
+    monkeypatch.setattr(WeightsCheck, "__call__", damaged)
     results = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=1.0)
     assert isinstance(results[0], CheckFailed)
     assert "finite: layers.0.proj.weight" in str(results[0])
@@ -492,11 +492,15 @@ def test_an_error_of_one_ends_all(plain, tmp_path, together):
 @pytest.mark.parametrize(
     ("raised", "error", "said"),
     [
-        (SystemExit, TensorError, "'task_arithmetic' tried to end the program .* for its survey"),
-        (MemoryError, ResourceError, "'task_arithmetic' had no memory for its survey"),
+        (
+            SystemExit,
+            TensorError,
+            "'task_arithmetic' tried to end the program .* for its global pass",
+        ),
+        (MemoryError, ResourceError, "'task_arithmetic' had no memory for its global pass"),
     ],
 )
-def test_a_survey_that_ends_the_program_ends_all_ranks(
+def test_a_global_pass_that_ends_the_program_ends_all_ranks(
     plain, tmp_path, monkeypatch, raised, error, said
 ):
     """Its rank ended without a word, and what was unfinished stayed."""
@@ -504,7 +508,7 @@ def test_a_survey_that_ends_the_program_ends_all_ranks(
     def ends(*given):
         raise raised
 
-    own = replace(registry.get("task_arithmetic"), survey=Survey(lambda given: 0.5, ends))
+    own = replace(registry.get("task_arithmetic"), global_pass=GlobalPass(lambda given: 0.5, ends))
     monkeypatch.setitem(registry._declared, "task_arithmetic", own)
     results = merge_ranks(plain, "task_arithmetic", tmp_path / "out", 2, patience=1.0)
     assert all(isinstance(one, InputError | ResourceError) for one in results)
@@ -576,7 +580,7 @@ def test_memory_is_that_of_each_rank(plain, tmp_path):
 
 
 def test_what_a_rank_says_of_files_is_checked(tmp_path):
-    look = WeightsLook(LocalFolder(tmp_path), compared=True)
+    look = WeightsCheck(LocalFolder(tmp_path), compared=True)
     good = {"sha256": "0" * 64, "tensors": {"w": "1" * 64}, "not_finite": ["w"], "changed": []}
     assert look.check("a", good) == good
     assert look.check("a", {"problem": "is missing"}) == {"problem": "is missing"}

@@ -7,13 +7,13 @@ import torch
 
 import covmerge
 from covmerge.plan.planning import types
-from covmerge.run.engine import survey
+from covmerge.run.engine import global_pass
 from covmerge.run.engine.selection import Selections
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The selections of every pass of a survey with guesses, before what it counted is looked at."""
+    """The selections of every pass of a global pass with guesses, before what it counted is looked at."""
     seen = []
 
     class Shown(Selections):
@@ -26,7 +26,7 @@ def passes(monkeypatch):
             seen.append((self.emptied(), whole))
             super().end_pass()
 
-    monkeypatch.setattr(survey, "Selections", Shown)
+    monkeypatch.setattr(global_pass, "Selections", Shown)
     monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)
     base = {"w": torch.zeros(64, 64)}
     experts = {e: {"w": torch.randn(64, 64)} for e in "ab"}

@@ -63,7 +63,7 @@ def squares(group):
         (ignores_strides, {}, "strides.*RuntimeError"),
         (needs_float64, {}, "single_precision.*float32 and float64 differ"),
         (by_rows, {"unit": "element"}, "blocks_of_rows.*declare `tensor`"),
-        (notes_a_tensor, {}, "noticed_is_plain_json"),
+        (notes_a_tensor, {}, "diagnostics_are_plain_json"),
         (crashes, {}, "raises IndexError: out of range"),
         (
             lambda group: group.updates[0],
@@ -143,7 +143,7 @@ def test_checks_are_for_parametrize():
 
 
 # All others pass the same checks one by one, in tests/methods/test_laws.py and test_strange_groups.py:
-# one without declarations, one with a survey and a seed, with data, with W₀, of factors.
+# one without declarations, one with a global pass and a seed, with data, with W₀, of factors.
 @pytest.mark.parametrize("name", ["average", "dare_ties", "regmean", "free", "knots"])
 def test_ours_pass(name):
     check_method(name)

@@ -159,7 +159,7 @@ def test_parameters_are_those_of_the_signature():
 
 
 def test_the_types_are_public():
-    for name in ("Cost", "Laws", "LinearGroup", "Merged", "Reference", "Survey"):
+    for name in ("Cost", "Laws", "LinearGroup", "Merged", "Reference", "GlobalPass"):
         assert name in covmerge.__all__
         assert isinstance(getattr(covmerge, name), type)
     assert covmerge.LinearGroup is LinearGroup

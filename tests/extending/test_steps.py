@@ -154,7 +154,7 @@ def test_a_step_that_knows_nothing_of_factors_takes_them_from_the_method():
     assert len(seen[1][0]) == 1
 
 
-def test_a_survey_sees_what_the_steps_made():
+def test_a_global_pass_sees_what_the_steps_made():
     base = {"a.weight": torch.zeros(40, 30), "b.weight": torch.zeros(40, 30)}
     generator = torch.Generator().manual_seed(0)
     experts = [

@@ -176,8 +176,8 @@ def test_numbers_are_those_of_the_tensors(bert):
     assert layer.spectra["b"].sigma[0] == pytest.approx(float(sigma[0]), rel=1e-4)
     assert layer.spectra["b"].places[-1] == len(sigma) - 1
     merged = covmerge.merge(bert / "base", {n: bert / n for n in NAMES}, "ace").stats
-    noticed = merged["tensors"][name]["matrices"][0]
-    assert layer.gate("paper").gamma == pytest.approx(noticed["gamma"], rel=1e-4)
+    diagnostics = merged["tensors"][name]["matrices"][0]
+    assert layer.gate("paper").gamma == pytest.approx(diagnostics["gamma"], rel=1e-4)
 
 
 def test_an_expert_of_another_base(family):

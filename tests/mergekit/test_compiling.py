@@ -6,7 +6,7 @@ import pytest
 
 from covmerge.errors import RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
-from covmerge.plan.recipe.mergekit import Told, compile_mergekit
+from covmerge.plan.recipe.mergekit import ImportLog, compile_mergekit
 from covmerge.plan.recipe.mergekit.models import Reference, located, names_of
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.plan.recipe.varied import value_at
@@ -19,9 +19,9 @@ BACK = "models: [{model: y}, {model: x}]"
 WEIGHT = "parameters: {weight: 0.5}\n"
 
 
-def compiled(text, told=None):
+def compiled(text, log=None):
     data, origin = parse_yaml(text, "their.yml")
-    return compile_mergekit(data, origin, told or Told())
+    return compile_mergekit(data, origin, log or ImportLog())
 
 
 def refused(text):
@@ -211,10 +211,10 @@ class TestParameters:
     def test_what_is_unknown_is_named_with_the_nearest(self, more, said):
         text = f"{TIES}models:\n  - {{model: org/a, parameters: {{weight: 1}}}}\n{more}"
         assert refused(text).startswith(said)
-        told = Told(lenient=True)
-        compiled(text, told)
-        assert told.warnings[0].startswith(said)
-        assert told.warnings[0].endswith("It is left out (--lenient)")
+        log = ImportLog(lenient=True)
+        compiled(text, log)
+        assert log.warnings[0].startswith(said)
+        assert log.warnings[0].endswith("It is left out (--lenient)")
 
     def test_of_a_model_and_one_for_all(self):
         models = "models: [{model: a, parameters: {weight: 1, normalize: false}}]\n"
@@ -222,11 +222,11 @@ class TestParameters:
 
     @pytest.mark.parametrize("method", ["slerp", "sce", "nearswap"])
     def test_a_weight_that_a_method_has_not_is_no_error(self, method):
-        told = Told()
+        log = ImportLog()
         text = f"merge_method: {method}\nbase_model: b\nmodels: [{{model: a, parameters: {{weight: 1}}}}]\n"
-        ours = compiled(text + "parameters: {weight: 2%s}" % (", t: 0.5" * (method != "sce")), told)
+        ours = compiled(text + "parameters: {weight: 2%s}" % (", t: 0.5" * (method != "sce")), log)
         assert "weight" not in ours["parameters"]
-        assert told.notes == [f"a model's `weight` changes nothing: {method} has none"]
+        assert log.notes == [f"a model's `weight` changes nothing: {method} has none"]
 
     @pytest.mark.parametrize(
         ("value", "said"),
@@ -295,17 +295,17 @@ class TestParameters:
         assert compiled(text)["parameters"]["by"] == "rows"
 
     def test_covmerges_own_method_with_its_own_parameters(self):
-        told = Told()
+        log = ImportLog()
         ours = compiled(
             "merge_method: ace\nbase_model: org/base\n"
             + MODELS
             + "parameters: {eps: 0.01, density: 1}",
-            told,
+            log,
         )
         assert ours["method"] == "ace"
         assert ours["parameters"] == {"eps": 0.01}
         assert ours["experts"] == {"a": {"source": "org/a", "weight": 1}, "b": "org/b"}
-        assert "density" in told.notes[0]
+        assert "density" in log.notes[0]
 
 
 class TestWholeRecipes:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from covmerge.errors import CovmergeError
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.run.engine import RunOptions
 from tests.forked import fork_workers
 from tests.mergekit import differences, module_generator, token_generator
@@ -78,7 +78,7 @@ def test_what_import_prints_is_the_same_recipe(recipe):
     theirs = Path("their.yml")
     theirs.write_text(yaml.safe_dump(recipe, sort_keys=False))
     try:
-        ours = import_recipe(theirs, Told())
+        ours = import_recipe(theirs, ImportLog())
     except CovmergeError as error:
         assert str(error).startswith("their.yml")
         return

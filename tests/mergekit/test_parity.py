@@ -13,7 +13,7 @@ from covmerge.front.api import run_recipe
 from covmerge.front.cli.flags import read_recipe
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.plan.recipe.mergekit.methods import METHODS
 from covmerge.run.recompute import recompute
 from tests.mergekit.agreement import assert_agrees
@@ -64,7 +64,7 @@ def test_the_imported_recipe_makes_the_same(name, here, tmp_path):
     theirs.write_text(RECIPES[name])
     first = merged(RECIPES[name], tmp_path / "out")
     ours = here / f"{name}.ours.yml"
-    ours.write_text(yaml.safe_dump(import_recipe(theirs, Told()), sort_keys=False))
+    ours.write_text(yaml.safe_dump(import_recipe(theirs, ImportLog()), sort_keys=False))
     assert load_recipe(ours).slices == load_recipe(theirs).slices
     run_recipe(load_recipe(ours), tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -97,20 +97,20 @@ def test_what_is_merged_in_half_precision_is_computed_again(method, here, tmp_pa
 @pytest.mark.parametrize(("name", "layers"), [("passthrough_stack", 6), ("stack_over_a_base", 6)])
 def test_transformers_loads_a_stack(name, layers, here, tmp_path):
     merged(RECIPES[name], tmp_path / "out", allow=ALLOWED.get(name, ()))
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, log = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(log[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_hidden_layers == layers != LAYERS
 
 
 def test_one_changed_line_and_it_is_covmerges_own(here, tmp_path):
     text = RECIPES["ties_with_everything"].splitlines()
     changed = "\n".join("merge_method: auto" if "merge_method" in line else line for line in text)
-    told = Told()
+    log = ImportLog()
     file = tmp_path / "auto.yml"
     file.write_text(changed)
-    recipe = load_recipe(file, told)
+    recipe = load_recipe(file, log)
     assert recipe.method == "auto"
-    assert any("density, int8_mask, lambda, normalize" in note for note in told.notes)
+    assert any("density, int8_mask, lambda, normalize" in note for note in log.notes)
     assert run_recipe(recipe, None).tensors is not None

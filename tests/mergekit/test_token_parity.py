@@ -13,7 +13,7 @@ import covmerge
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit import ImportLog
 from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.test_parity import merged
 from tests.mergekit.token_cases import RECIPES, by_token, ids_of, save_models
@@ -24,8 +24,8 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_tokens.safetensors"
 @pytest.fixture(scope="module")
 def golden():
     with safe_open(GOLDEN, "pt") as file:
-        told = {case: json.loads(own) for case, own in file.metadata().items()}
-    return load_file(GOLDEN), told
+        log = {case: json.loads(own) for case, own in file.metadata().items()}
+    return load_file(GOLDEN), log
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def here(models, monkeypatch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_mergekit(name, golden, here, tmp_path):
-    wanted, told = golden
+    wanted, log = golden
     out = tmp_path / "out"
     stored = merged(RECIPES[name], out)
     ids = ids_of(out)
-    assert set(ids) == set(told[name]["ids"])
+    assert set(ids) == set(log[name]["ids"])
     found, padding = by_token(stored, ids)
     assert_agrees(found, wanted[name], yaml.safe_load(RECIPES[name]))
     # The mean of all rows, which mergekit sums up in the rows' own dtype.
     torch.testing.assert_close(padding, wanted[f"{name} padding"], rtol=0, atol=1e-6)
     config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == told[name]["vocab_size"]
+    assert config["vocab_size"] == log[name]["vocab_size"]
     assert covmerge.verify(out).ok
 
 
@@ -64,7 +64,7 @@ def test_the_imported_recipe_makes_the_same(name, here, tmp_path):
     theirs.write_text(RECIPES[name])
     first = merged(RECIPES[name], tmp_path / "out")
     ours = here / f"{name}.ours.yml"
-    ours.write_text(yaml.safe_dump(import_recipe(theirs, Told()), sort_keys=False))
+    ours.write_text(yaml.safe_dump(import_recipe(theirs, ImportLog()), sort_keys=False))
     run_recipe(load_recipe(ours), tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(first[n], again[n]) for n in first)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import covmerge
 from covmerge import LowRank
-from covmerge.base.noticed import Seen, account_of
+from covmerge.base.diagnostics import TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.maths.reference import REFERENCES
@@ -79,7 +79,7 @@ def test_one_expert_and_copies_of_it_come_back(weights):
 def test_how_many_unlike_experts_there_are_in_float32():
     """Copies are one to the last digit, and lengths far apart lose nothing."""
     (update,) = random_updates(60, 80, 1, 60, 1.0, seed=3)
-    assert AUTO(group_of([update.float()] * 5)).noticed.unlike_experts == pytest.approx(
+    assert AUTO(group_of([update.float()] * 5)).diagnostics.unlike_experts == pytest.approx(
         1, abs=1e-12
     )
     updates = random_updates(60, 80, 9, 60, 1e30, seed=6)
@@ -174,7 +174,9 @@ def test_unlike_updates_whose_sum_cancels_make_no_jump():
     near = [merged([one, two, 10.0**-power * moved - one - two]) for power in (6, 9)]
     assert relative(near[0], found.delta) < 1e-4 and relative(near[1], found.delta) < 1e-7
     assert relative(REFERENCES["auto"](group_of([one, two, -one - two])), found.delta) < 1e-9
-    assert found.stats["flat_share"] == pytest.approx(0.5 * (1 - found.noticed.unlike_experts**-2))
+    assert found.stats["flat_share"] == pytest.approx(
+        0.5 * (1 - found.diagnostics.unlike_experts**-2)
+    )
     assert found.stats["flat_share"] > 0.2 and "agreement" not in found.stats
 
 
@@ -187,10 +189,10 @@ def test_it_does_not_modify_the_updates():
 
 def test_what_it_says():
     updates = random_updates(24, 40, 3, 24, 1.0, seed=9)
-    found = AUTO(group_of(updates)).noticed
+    found = AUTO(group_of(updates)).diagnostics
     assert 2.5 < found.unlike_experts <= 3.0 and 0.4 < found.flat_share < 0.5
     assert 0.0 < found.agreement < 1.0
-    account = account_of([Seen("a", {}, ("x", "y", "z"), (found,))])
+    account = summarise([TensorDiagnostics("a", {}, ("x", "y", "z"), (found,))])
     assert account.totals["flat_share"] == pytest.approx(found.flat_share)
     assert dict(account.rows)["h, flat share"].startswith(f"{found.flat_share:.2f},")
     assert found.told(("x", "y", "z"))["h, flat share"] == found.flat_share

@@ -107,7 +107,7 @@ def test_one_update_that_is_many_times_as_long_is_bounded():
     updates = random_updates(24, 24, 4, 24, 1.0, seed=2)
     longer = [updates[0] * 100, *updates[1:]]
     merged = METHOD(group_of(longer))
-    assert merged.noticed.bounds[0] < 0.1 and merged.noticed.bounds[1] > 0.95
+    assert merged.diagnostics.bounds[0] < 0.1 and merged.diagnostics.bounds[1] > 0.95
     assert merged.delta.norm() < 10 * METHOD(group_of(updates)).delta.norm()
 
 
@@ -117,15 +117,15 @@ def test_beside_short_weights_it_goes_to_least_squares():
     covariances = [
         replace(measured, value=covariance(update, measured.value, share))
         for update, measured, share in zip(
-            group.updates, group.expert_statistics, merged.noticed.shares, strict=True
+            group.updates, group.expert_statistics, merged.diagnostics.shares, strict=True
         )
     ]
     least = REGMEAN(
         replace(group, expert_statistics=tuple(covariances)), off_diagonal=1.0, ridge=0.0
     )
     assert relative(merged.delta, least.delta) < 1e-5
-    assert merged.noticed.towards_least_squares > 0.999
-    told = merged.noticed.told(["a", "b", "c", "d"])
+    assert merged.diagnostics.towards_least_squares > 0.999
+    told = merged.diagnostics.told(["a", "b", "c", "d"])
     assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)
     assert "a, to the average, %" not in told and told["experts' inputs"] == "known"
 
@@ -148,7 +148,7 @@ def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
         group.updates[1:], group.weights[1:], expert_statistics=group.expert_statistics[1:]
     )
     assert torch.equal(merged.delta, METHOD(others).delta)
-    assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 0)
+    assert (merged.diagnostics.unheard, merged.diagnostics.unchanged) == (1, 0)
     still = [torch.zeros_like(update) for update in group.updates[1:]]
     alone = replace(
         group,
@@ -157,8 +157,8 @@ def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
     )
     merged = METHOD(alone)  # it alone changed the layer, and nobody knows on what
     assert relative(merged.delta, group.updates[0] / 3) < 1e-6
-    assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 2)
-    assert not merged.noticed.inputs_known
+    assert (merged.diagnostics.unheard, merged.diagnostics.unchanged) == (1, 2)
+    assert not merged.diagnostics.inputs_known
 
 
 def test_updates_of_which_no_input_sees_anything():

@@ -74,11 +74,11 @@ def test_bases_are_those_of_the_step():
 def test_it_says_what_the_bases_hold():
     method = covmerge.methods.get("ctm")
     group = LinearGroup((*UPDATES, torch.zeros_like(UPDATES[0])), (1.0,) * 4)
-    noticed = method(group, **method.resolve({"core_rank": 3})).stats
-    assert noticed["core"] == (3, 3)
-    assert noticed["unchanged"] == 1
-    assert 0.3 < noticed["share_held"] < 0.9
-    assert noticed["rounds"] >= 3
+    diagnostics = method(group, **method.resolve({"core_rank": 3})).stats
+    assert diagnostics["core"] == (3, 3)
+    assert diagnostics["unchanged"] == 1
+    assert 0.3 < diagnostics["share_held"] < 0.9
+    assert diagnostics["rounds"] >= 3
     whole = method(replace(group), **method.resolve({})).stats
     assert whole["core"] == (12, 12)
     assert whole["share_held"] == pytest.approx(1.0)

@@ -95,7 +95,7 @@ def merged(name, updates):
     delta = covmerge.merge_layer(
         updates, column.method, data=data, stored=stored, **column.parameters
     )
-    return torch.tensor(rescalers([kernel(name, group).noticed])) if name == FACTORS else delta
+    return torch.tensor(rescalers([kernel(name, group).diagnostics])) if name == FACTORS else delta
 
 
 @cache

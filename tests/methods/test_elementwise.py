@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.base.noticed import Seen
+from covmerge.base.diagnostics import TensorDiagnostics
 from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError
 from covmerge.maths.linalg.random import Stream
@@ -15,7 +15,7 @@ from covmerge.maths.methods.dare import sparsified
 from covmerge.maths.methods.della import keep_probability
 from covmerge.maths.methods.elect import thresholds_of
 from covmerge.maths.methods.emr import Masses, rescalers, rescalers_of
-from covmerge.maths.methods.sparsify import Kept, keep_probabilities
+from covmerge.maths.methods.sparsify import KeptEntries, keep_probabilities
 from covmerge.methods import registry
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
@@ -81,8 +81,8 @@ def test_blocks_of_rows_give_the_same_bits(name, parameters, rows, tail, step, w
     updates = draw((rows, *tail), norms=(0.4, 0.3, 0.2), seed=seed)
     weights = [1.0, 1.3, 0.7] if weighted else None
     whole = group_of(updates, weights)
-    if method.surveyed(given) is not None:
-        vectors = method.survey.vectors(whole, given)
+    if method.ranked(given) is not None:
+        vectors = method.global_pass.vectors(whole, given)
         whole = replace(whole, thresholds=thresholds_of(vectors, given["density"]))
     blocks = [
         method(
@@ -103,7 +103,7 @@ def test_blocks_of_rows_give_the_same_bits(name, parameters, rows, tail, step, w
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_ties"])
-def test_a_survey_is_needed_for_the_global_trim_only(name):
+def test_a_global_pass_is_needed_for_the_global_trim_only(name):
     method = registry.get(name)
     for chosen, unit, density in [
         ({}, "element", 0.2),
@@ -113,7 +113,7 @@ def test_a_survey_is_needed_for_the_global_trim_only(name):
     ]:
         parameters = method.resolve(chosen)
         assert method.unit_for(parameters) == unit
-        assert method.surveyed(parameters) == density
+        assert method.ranked(parameters) == density
 
 
 # TIES
@@ -290,7 +290,9 @@ def test_emr_masks_are_the_published_ones(variant):
 def test_one_expert_is_reconstructed_exactly():
     update = draw(norms=(0.4,))
     result = merge("emr", group_of(update))
-    assert torch.equal(rescalers([result.noticed])[0] * result.masks[0] * result.delta, update[0])
+    assert torch.equal(
+        rescalers([result.diagnostics])[0] * result.masks[0] * result.delta, update[0]
+    )
 
 
 def test_an_exact_tie_elects_the_negative_sign():
@@ -313,7 +315,7 @@ def test_an_expert_of_which_nothing_is_kept_is_not_rescaled():
     """Published: x/0 and 0/0."""
     updates = [torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([-0.5, -0.5])]
     result = merge("emr", group_of(updates))
-    assert rescalers([result.noticed]) == [1.0, 1.0, 1.0]
+    assert rescalers([result.diagnostics]) == [1.0, 1.0, 1.0]
     assert not result.masks[1].any()
     assert not result.masks[2].any()
 
@@ -338,10 +340,13 @@ def test_rows_of_one_entry_are_kept_with_the_mean_probability():
 
 def test_rescalers_are_those_of_the_experts_by_name():
     masses = Masses(2, (4.0, 3.0), (2.0, 6.0))
-    assert rescalers_of([Seen("fc", {}, ("a", "b"), (masses,))]) == {"a": 2.0, "b": 0.5}
+    assert rescalers_of([TensorDiagnostics("fc", {}, ("a", "b"), (masses,))]) == {
+        "a": 2.0,
+        "b": 0.5,
+    }
     assert rescalers_of([]) == {}
 
 
 def test_what_is_left_has_the_dtype_of_the_update():
     update = torch.ones(3, dtype=torch.float64)
-    assert Kept(dtype=torch.float32).of(update).dtype == update.dtype
+    assert KeptEntries(dtype=torch.float32).of(update).dtype == update.dtype

@@ -10,7 +10,7 @@ from covmerge.base.types import LinearGroup, LowRank
 from covmerge.maths.linalg.joint import joint_directions
 from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
 from covmerge.maths.methods import knots as knots_module
-from covmerge.maths.methods.factored import merge_factors, survey_factors
+from covmerge.maths.methods.factored import merge_factors, ranked_factors
 from covmerge.maths.methods.knots import align
 from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
@@ -190,12 +190,12 @@ def test_a_flat_spectrum_of_directions_that_rounding_may_have_made_is_said(dtype
     for other, directions, rounded in ((-long, 1, None), (-long + 1e-3 * near, 3, 6)):
         updates = tuple(update.to(dtype) for update in (long, other, 1e-2 * short))
         found = merge("core_space", LinearGroup(updates, (1.0,) * 3), inner="task_arithmetic")
-        noticed = registry.get("core_space").noticed.from_json(found.stats)
+        diagnostics = registry.get("core_space").diagnostics.from_json(found.stats)
         rounded = rounded if dtype == torch.float32 else None
         known = directions if rounded is None else 9
         assert torch.linalg.matrix_rank(found.delta.double(), rtol=1e-3) == known
         assert found.stats.get("short") == rounded
-        assert noticed.arbitrary_result == (rounded is not None)
+        assert diagnostics.arbitrary_result == (rounded is not None)
     plain = merge("core_space", LinearGroup(updates, (1.0,) * 3), isotropize=False)
     assert "short" not in plain.stats
 
@@ -216,7 +216,7 @@ def test_an_adapter_that_changes_nothing_has_no_part_in_the_bases(name):
 # KnOTS' thresholds over all layers.
 
 
-def test_the_survey_is_for_ties_with_a_global_trim():
+def test_the_global_pass_is_for_ties_with_a_global_trim():
     method = registry.get("knots")
     for chosen, density in [
         ({}, 0.2),
@@ -225,17 +225,17 @@ def test_the_survey_is_for_ties_with_a_global_trim():
         ({"trim": "tensor"}, None),
         ({"inner": "tsv_m"}, None),
     ]:
-        assert method.surveyed(method.resolve(chosen)) == density
+        assert method.ranked(method.resolve(chosen)) == density
 
 
 @pytest.mark.parametrize("concat", ["inputs", "outputs"])
-def test_the_survey_counts_components(concat):
+def test_the_global_pass_counts_components(concat):
     """Its N is (rank of all adapters) · d_in a layer, not the entries of the layer."""
     method = registry.get("knots")
     given = method.resolve({"concat": concat, "rank_rtol": 1e-9})
     updates = adapters()
-    found = survey_factors(method, updates, WEIGHTS, given)
-    dense = method.survey.vectors(group_of(updates), given)
+    found = ranked_factors(method, updates, WEIGHTS, given)
+    dense = method.global_pass.vectors(group_of(updates), given)
     assert [v.shape for v in found] == [(9, 40) if concat == "inputs" else (9, 24)] * 3
     for own, other in zip(found, dense, strict=True):
         assert relative(own.abs(), other.abs()) < 1e-9
@@ -246,7 +246,7 @@ def test_thresholds_of_all_layers_are_used():
     given = method.resolve({})
     layers = [adapters(seed=seed) for seed in (1, 2)]
     layers[1] = [LowRank(5 * update.left, update.right) for update in layers[1]]
-    found = [survey_factors(method, updates, WEIGHTS, given) for updates in layers]
+    found = [ranked_factors(method, updates, WEIGHTS, given) for updates in layers]
     whole = [torch.cat([v[t].flatten() for v in found]) for t in range(3)]
     limits = [kth_magnitude(vector, threshold_rank(0.2, len(vector))) for vector in whole]
     kept = [sum(int((v[t].abs() >= limits[t]).sum()) for v in found) for t in range(3)]

@@ -46,7 +46,7 @@ def test_rows_are_those_of_the_whole(name, given, dtype, monkeypatch):
         return (of(base, experts, rows, places) for rows in blocks)
 
     with torch_threads(1):
-        known = method.overview.of(groups, SHAPE, parameters)
+        known = method.tensor_pass.of(groups, SHAPE, parameters)
         rows = [
             method.kernel(
                 of(base, experts, own, known=(known.rows(range(SHAPE[0])[own]),)), **parameters

@@ -228,6 +228,8 @@ def test_the_angle_of_slerp_is_the_same_wherever_its_pieces_end(ends, monkeypatc
             models = tuple(model[start:end] for model in group.models)
             yield LinearGroup((), group.weights, models=models, base=group.base[start:end])
 
-    found = covmerge.methods.get("slerp").overview.of(pieces, (21,), {"t": 0.3, "arithmetic": None})
+    found = covmerge.methods.get("slerp").tensor_pass.of(
+        pieces, (21,), {"t": 0.3, "arithmetic": None}
+    )
     rows = LinearGroup((), group.weights, models=group.models, base=group.base, known=(found,))
     assert torch.equal(merged("slerp", rows, t=0.3), merged("slerp", group, t=0.3))

@@ -15,7 +15,7 @@ from covmerge.plan.planning import Copy, Merge, build_plan
 from covmerge.plan.recipe import format_size, parse_recipe
 from covmerge.run.engine import plan_memory
 from covmerge.run.engine.executor import held_together
-from covmerge.run.engine.survey import survey_bytes
+from covmerge.run.engine.global_pass import global_pass_bytes
 from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
 
@@ -461,10 +461,12 @@ def test_blocks_of_a_tensor_cost_what_their_rows_do_and_are_counted_as_one_tenso
     assert last.flops < first.flops
     assert sum(item.read_bytes for item in blocks) == 3 * 4 * rows * width
     assert sum(item.write_bytes for item in blocks) == 4 * rows * width
-    (survey,) = plan.surveys
-    assert [item.rows for item in survey.items] == [item.rows for item in plan.items]
-    assert len({id(item.tensor) for item in survey.items}) == 2
-    passes = zip(survey.passes("float32"), (survey.sample, survey.items), strict=True)
+    (global_pass,) = plan.global_passes
+    assert [item.rows for item in global_pass.items] == [item.rows for item in plan.items]
+    assert len({id(item.tensor) for item in global_pass.items}) == 2
+    passes = zip(
+        global_pass.passes("float32"), (global_pass.sample, global_pass.items), strict=True
+    )
     read = sum(times * item.read_bytes for times, items in passes for item in items)
-    assert survey_bytes([plan]) == read == plan.read_bytes - 2 * 3 * 4 * rows * width
-    assert survey_bytes([plan, plan]) == read
+    assert global_pass_bytes([plan]) == read == plan.read_bytes - 2 * 3 * 4 * rows * width
+    assert global_pass_bytes([plan, plan]) == read

@@ -58,7 +58,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("method", ["ties", "actmat"])
 def test_a_quantised_expert_is_merged_as_its_twin(models, tmp_path, method):
-    """A survey over rows first, and whole matrices."""
+    """A global pass over rows first, and whole matrices."""
     for kind in ("packed", "twin"):
         experts = {"a": models / f"expert-{kind}", "b": models / "other"}
         covmerge.merge(models / "base", experts, method, tmp_path / kind)

@@ -15,7 +15,7 @@ from covmerge.files.stores.hub import HubStore
 from covmerge.files.stores.hub_cache import is_commit
 from covmerge.files.stores.remote import RemoteStore, remote_store
 from covmerge.files.stores.retries import ChangedError, RefusedError, persist
-from covmerge.files.stores.server import Look
+from covmerge.files.stores.server import FileStat
 from tests.checkpoints.hub_server import connect, serve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -52,7 +52,7 @@ def test_what_no_further_attempt_mends(error, told, said: str) -> None:
 def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
     for size in (None, -1, "9"):
         with pytest.raises(RefusedError, match="does not say how long it is"):
-            object_server._look({"size": size})
+            object_server._stat({"size": size})
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_files_that_a_hub_has_not_or_too_large() -> None:
 
 def test_windows_are_let_go_of(monkeypatch) -> None:
     monkeypatch.setattr(remote, "_HELD", 5)
-    windows, look = remote._Windows(), Look(4, "1")
+    windows, stat = remote._Windows(), FileStat(4, "1")
     for name in ("a", "b"):
-        windows.keep(name, remote._Window(look, 0, b"1234"))
-    assert windows.find("a", look, 0) is None and windows.find("b", look, 3) is not None
+        windows.keep(name, remote._Window(stat, 0, b"1234"))
+    assert windows.find("a", stat, 0) is None and windows.find("b", stat, 3) is not None
     store = RemoteStore(SimpleNamespace(shown=str), Address("s3", "bucket").path)
     assert store.inside("") is store
 

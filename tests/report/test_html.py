@@ -84,7 +84,7 @@ def test_a_gate_is_shown_of_methods_that_have_one(made):
     """This merge was by ace; of another method nothing notices a gate."""
     gated, without = (
         {picture.name for picture in pictures(report)}
-        for report in (made, replace(made, noticed={}))
+        for report in (made, replace(made, diagnostics={}))
     )
     assert gated - without == {"gamma"}
 

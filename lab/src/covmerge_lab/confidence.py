@@ -52,7 +52,7 @@ class Confidence:
         self._weight = 1.0
         self._largest = 0.0
 
-    def look_at(self, example: Batch) -> None:
+    def inspect_rows(self, example: Batch) -> None:
         """Ask the head of one example; until the next one, its weight is what `of` gives.
 
         Raises:

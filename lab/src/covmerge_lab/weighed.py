@@ -75,7 +75,7 @@ def collect_weighed(
         for batch in batches:
             for one in single(batch) if isinstance(weights, Confidence) else (batch,):
                 if isinstance(weights, Confidence):
-                    weights.look_at(one)
+                    weights.inspect_rows(one)
                 with grams.watching(one), torch.no_grad():
                     model.run(one)
             seen += size_of(batch)

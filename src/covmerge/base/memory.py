@@ -70,7 +70,7 @@ def _has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"  # which reads Python's own file
 
 
-class Kept:
+class HeapTrimmer:
     """Has malloc give back what it keeps, whenever this process holds more than it should.
 
     Args:
@@ -81,8 +81,8 @@ class Kept:
         self._most = most
         self._process = psutil.Process()
 
-    def look(self) -> None:
-        """Give back what can be; where that was too little, look again once more is held."""
+    def trim(self) -> None:
+        """Return freed memory to the system; where that was too little, try again once more is held."""
         if self._most is not None and self._process.memory_info().rss > self._most:
             give_back()
             self._most = max(self._most, self._process.memory_info().rss + _MORE)

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.json_type import Json as Json
-from covmerge.base.noticed import Noticed
 
 _T = TypeVar("_T")
 
@@ -281,8 +281,8 @@ class LinearGroup:
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
         expert_statistics: per expert, what its data says of the layer, for methods registered with `data`;
             empty for the others.
-        thresholds: per expert, what the survey of all tensors found, for methods registered with a
-            `survey`; None: this group is all there is.
+        thresholds: per expert, what the global pass found, for methods registered with a
+            `global_pass`; None: this group is all there is.
         shared: results that several methods ask for on the same group; None: nothing is kept.
         frame: the bases that updates of low rank are written in, so that `updates` are their cores
             `(p, q)`; None: the updates are what they are. Whoever declares `factored` treats a core
@@ -295,8 +295,8 @@ class LinearGroup:
             `needs_base`; None for the others. It must not be modified.
         models: W_t bit for bit, which W_0 + Δ_t is not, for methods that are registered as ones that
             see the `weights`, in place of the updates; empty for the others. They must not be modified.
-        known: per expert, what the overview of its whole tensor found, of these rows, for methods
-            registered with an `overview`; empty: this group is all of the tensor.
+        known: per expert, what the pass over its whole tensor found, of these rows, for methods
+            registered with an `tensor_pass`; empty: this group is all of the tensor.
         base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
             blocks; None: it stands in none, or its weights were not read.
     """
@@ -383,8 +383,8 @@ class Merged:
 
     Attributes:
         delta: the merged update W̄ − W_0 `(d_out, d_in)`; a method that sees weights returns W̄ here.
-        noticed: what the method noticed, as the type that it is registered with; or a mapping of facts,
-            for which there are no words.
+        diagnostics: the method's diagnostics, of the type that it is registered with, or a
+            mapping of facts without a summary.
         masks: one boolean tensor of the update's shape per expert, from methods that write masks beside
             the model.
         weights: W̄ itself, which `Method` fills in for methods that see weights: W_0 + delta is not it
@@ -392,15 +392,15 @@ class Merged:
     """
 
     delta: Tensor
-    noticed: Noticed | Mapping[str, Json] = field(default_factory=Noticed)
+    diagnostics: Diagnostics | Mapping[str, Json] = field(default_factory=Diagnostics)
     masks: tuple[Tensor, ...] = ()
     weights: Tensor | None = None
 
     @property
     def stats(self) -> Mapping[str, Json]:
-        """What the method noticed, as it goes into covmerge.json."""
-        noticed = self.noticed
-        return noticed.as_json() if isinstance(noticed, Noticed) else noticed
+        """The method's diagnostics, as it goes into covmerge.json."""
+        diagnostics = self.diagnostics
+        return diagnostics.as_json() if isinstance(diagnostics, Diagnostics) else diagnostics
 
     def times(self, scale: float, base: Tensor | None = None) -> Merged:
         """Return the update times a number; the base is needed where the weights are known."""

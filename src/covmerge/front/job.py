@@ -112,7 +112,7 @@ class Job:
             stats=stats,
             run=run_figures(done, work.memory, work.checkpoints),
             timeline=done.spans,
-            noticed=account.rows,
+            diagnostics=account.rows,
             notes=(*plan.notes, *account.notes, *fit.notes),
             warnings=(*fit.warnings, *account.warnings),
             masks={

@@ -32,7 +32,7 @@ from covmerge.run.engine import (
 from covmerge.run.export import open_output, plan_parts
 from covmerge.run.result import MergedFolder, MergeResult, RunFigures, Stats
 from covmerge.run.sources import OpenCheckpoints
-from covmerge.run.verification import WeightsLook
+from covmerge.run.verification import WeightsCheck
 
 _FOLDER = "ranks"
 # Seconds after which an output is missed whose work is gone: so long NFS shows what was before.
@@ -132,7 +132,7 @@ class RankJob:
                     )
                 hashing.result()
             help_reading(
-                session, partial(WeightsLook.from_json, self.out.work), self.checkpoints.base
+                session, partial(WeightsCheck.from_json, self.out.work), self.checkpoints.base
             )
             while True:
                 session.wait()

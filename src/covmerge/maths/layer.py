@@ -216,12 +216,12 @@ def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:
 
 
 def _say_if_long(
-    method: Method, noticed: Mapping[str, Json], merged: float, experts: Sequence[float]
+    method: Method, diagnostics: Mapping[str, Json], merged: float, experts: Sequence[float]
 ) -> None:
     times = times_as_long(merged, experts)
     if times == 1.0:
         return
-    in_outputs = method.noticed.from_json(noticed).length_in_outputs
+    in_outputs = method.diagnostics.from_json(diagnostics).length_in_outputs
     if in_outputs is None or in_outputs > 1.0:
         warnings.warn(
             f"{method.name}: the merged update is {times:.3g} times as long as the experts' together; take "

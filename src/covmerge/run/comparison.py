@@ -81,7 +81,7 @@ class Row:
         retention: by expert, the share of its contribution that is predicted to survive
             (`covmerge.maths.measures.retention`).
         retention_by_layer: the same of every matrix; None where the expert did not change it.
-        seconds: its own mathematics; reading, surveys and writing serve all.
+        seconds: its own mathematics; reading, global passes and writing serve all.
         workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
         folder: its model; None if none was written.
     """

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
+from covmerge.base.diagnostics import MergeSummary, summarise
 from covmerge.base.findings import Fit
-from covmerge.base.noticed import Account, account_of
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -33,9 +33,9 @@ from covmerge.run.engine import (
     RunResult,
     account_of_lengths,
     account_of_losses,
+    diagnostics_in,
     peak_memory,
     read_files,
-    seen_in,
     tensor_entries,
     totals,
 )
@@ -165,7 +165,7 @@ class OutputFiles:
             recipe=plan.recipe,
             stats=stats,
             run=run_figures(done, memory, self._checkpoints),
-            noticed=account.rows,
+            diagnostics=account.rows,
             notes=(*notes, *self._linked, *sealed.notes),
             warnings=warnings,
             verification=sealed.report,
@@ -310,11 +310,11 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
     return None if stored == "base" else getattr(torch, stored)
 
 
-def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, Account]:
+def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, MergeSummary]:
     """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
     entries = tensor_entries(plan, done)
-    seen = seen_in(plan, entries)
-    account = account_of(seen, always=WORDS) + account_of_lengths(entries, seen)
+    seen = diagnostics_in(plan, entries)
+    account = summarise(seen, always=WORDS) + account_of_lengths(entries, seen)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
     factors = rescalers_of(seen)
     counted = totals(entries, account.totals)

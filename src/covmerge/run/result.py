@@ -1,4 +1,4 @@
-"""What a merge gave: its tensors or its folder, and what was counted, measured and noticed on the way."""
+"""What a merge gave: its tensors or its folder, and what was counted and measured on the way."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Stats(TypedDict):
     """What became of the tensors, as in covmerge.json.
 
     Attributes:
-        totals: counts by rule, what the method noticed, norms and what storing loses, over all tensors.
+        totals: counts by rule, the method's diagnostics, norms and what storing loses, over all tensors.
         heads: by expert, the names of its task head.
         rescalers: by expert, the factor beside its masks, of EMR-Merging alone.
-        tensors: by tensor: role, rule, dtype, shape, norms, and what the method noticed.
+        tensors: by tensor: role, rule, dtype, shape, norms, and the method's diagnostics.
     """
 
     totals: Mapping[str, Any]
@@ -67,8 +67,8 @@ class MergeResult(Tabular):
         stats: per tensor and in total, as in `covmerge.json`.
         run: seconds and memory of this run.
         seconds: of mathematics by tensor, of those that this run merged.
-        timeline: when this run surveyed, read, computed and wrote.
-        noticed: what the method noticed, in words: labels and what stands beside them.
+        timeline: when this run counted, read, computed and wrote.
+        diagnostics: the method's diagnostics, in words: labels and what stands beside them.
         notes: what the plan and the run want a reader to know.
         warnings: what may make the result worse, and what to do.
         verification: result of re-reading the output, for a merge to disk.
@@ -83,7 +83,7 @@ class MergeResult(Tabular):
     heads: Mapping[str, Mapping[str, Tensor]] = field(
         default_factory=dict[str, Mapping[str, Tensor]]
     )
-    noticed: tuple[tuple[str, str], ...] = ()
+    diagnostics: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -128,7 +128,7 @@ class MergeResult(Tabular):
 
     def html(self) -> str:
         """What a notebook shows."""
-        said = [*self.noticed, *(("warning", warning) for warning in self.warnings)]
+        said = [*self.diagnostics, *(("warning", warning) for warning in self.warnings)]
         table = self.table()
         drawn = {name for name in table.columns if "norm" in name}
         return "".join(

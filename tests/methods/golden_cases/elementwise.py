@@ -54,12 +54,12 @@ def masked_group(file: str, kind: str, variant: str, name: str) -> LinearGroup:
     return group_of(updates_of(variant, name), streams=streams)
 
 
-def surveyed(method: str, groups: Groups, parameters: dict[str, object]) -> Groups:
-    """The groups with the thresholds that the survey of all of them finds."""
+def ranked(method: str, groups: Groups, parameters: dict[str, object]) -> Groups:
+    """The groups with the thresholds that the global pass of all of them finds."""
     registered = registry.get(method)
     given = registered.resolve(parameters)
-    density = registered.surveyed(given)
-    vectors = [registered.survey.vectors(group, given) for group in groups.values()]
+    density = registered.ranked(given)
+    vectors = [registered.global_pass.vectors(group, given) for group in groups.values()]
     whole = [torch.cat([v[t].flatten() for v in vectors]) for t in EXPERTS]
     rank = whole[0].numel() - int(density * whole[0].numel())
     thresholds = tuple(kth_magnitude(vector, rank) for vector in whole)
@@ -79,7 +79,7 @@ def over_the_model(
     """All tensors with one threshold per expert."""
 
     def run(variant: str) -> dict[str, Tensor]:
-        groups = surveyed(method, {name: group(variant, name) for name in NAMES}, parameters)
+        groups = ranked(method, {name: group(variant, name) for name in NAMES}, parameters)
         return {name: merged(method, group, **parameters) for name, group in groups.items()}
 
     return Case(run, says(method, parameters))
@@ -129,7 +129,7 @@ def masked(method: str, group: Callable[[str, str], LinearGroup], **parameters: 
 def emr(variant: str) -> dict[str, Tensor]:
     """The unified vector, what each expert runs with, and the rescalers."""
     results = {name: registry.get("emr")(group_of(updates_of(variant, name))) for name in NAMES}
-    factors = rescalers([result.noticed for result in results.values()])
+    factors = rescalers([result.diagnostics for result in results.values()])
     computed = {"rescalers": torch.tensor(factors)}
     for name, result in results.items():
         computed[f"unified/{name}"] = result.delta

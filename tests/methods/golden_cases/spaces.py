@@ -7,7 +7,7 @@ from torch import Tensor
 
 from covmerge.base.types import LowRank
 from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
-from covmerge.maths.methods.factored import merge_factors, survey_factors
+from covmerge.maths.methods.factored import merge_factors, ranked_factors
 from covmerge.methods import registry
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, Case, inputs, says
 
@@ -29,13 +29,13 @@ def adapters(method: str, **parameters: object) -> Case:
     """All tensors by their factors; with one threshold per expert where the method wants that."""
     registered = registry.get(method)
     given = registered.resolve(parameters)
-    density = registered.surveyed(given)
+    density = registered.ranked(given)
 
     def run(variant: str) -> dict[str, Tensor]:
         updates = {name: factors_of(variant, name) for name in LINEAR}
         thresholds = None
         if density is not None:
-            found = [survey_factors(registered, u, WEIGHTS, given) for u in updates.values()]
+            found = [ranked_factors(registered, u, WEIGHTS, given) for u in updates.values()]
             whole = [torch.cat([v[t].flatten() for v in found]) for t in EXPERTS]
             thresholds = [kth_magnitude(v, threshold_rank(density, len(v))) for v in whole]
         return {

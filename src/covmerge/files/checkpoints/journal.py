@@ -54,7 +54,7 @@ class Entry:
         tensor: its name in the output.
         rows: first row, and one past the last.
         checksum: of the bytes written, as `ShardWriter.write` returns it.
-        stats: what the method noticed; it goes to the report of a resumed merge as well.
+        stats: the method's diagnostics; it goes to the report of a resumed merge as well.
     """
 
     tensor: str

@@ -16,7 +16,7 @@ from covmerge.base.errors import InputError
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.link import MOST
 from covmerge.files.stores.retries import RefusedError
-from covmerge.files.stores.server import Look
+from covmerge.files.stores.server import FileStat
 
 _S3 = "s3"
 SILENCE = 30  # seconds without a byte
@@ -70,13 +70,13 @@ class ObjectServer:
     def shown(self, path: str) -> str:
         return f"{self._scheme}://{path}"
 
-    async def look(self, path: str) -> Look:
+    async def stat(self, path: str) -> FileStat:
         info: Mapping[str, Any] = await self._system._info(path, refresh=True)
         if info.get("type") != "file":
             raise FileNotFoundError(path)
-        return _look(info)
+        return _stat(info)
 
-    async def listed(self, folder: str) -> Mapping[str, Look | None]:
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
         """See `Server.listed`; a bucket or folder that there is not holds nothing."""
         try:
             entries: Sequence[Mapping[str, Any]] = await self._system._ls(
@@ -84,18 +84,18 @@ class ObjectServer:
             )
         except FileNotFoundError:
             return {}
-        found: dict[str, Look | None] = {}
+        found: dict[str, FileStat | None] = {}
         for entry in entries:
             where, _, name = str(entry["name"]).rstrip("/").rpartition("/")
             if where == folder:  # not the marker of the folder itself
-                found[name] = _look(entry) if entry["type"] == "file" else None
+                found[name] = _stat(entry) if entry["type"] == "file" else None
         return found
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
         end = offset + len(target)
         if self._scheme == _S3 and seen.version:
             data = await self._of_version(path, offset, end, seen.version)
-        else:  # the number of a generation never comes again: `look` tells of the next one
+        else:  # the number of a generation never comes again: `stat` tells of the next one
             data = await self._system._cat_file(path, start=offset, end=end)
         if len(data) != len(target):
             raise OSError(f"sent {len(data)} bytes of {len(target)}")
@@ -132,13 +132,13 @@ class ObjectServer:
             await self._system._rm_file(path)
 
 
-def _look(info: Mapping[str, Any]) -> Look:
+def _stat(info: Mapping[str, Any]) -> FileStat:
     size = info.get("size")
     if not isinstance(size, int) or size < 0:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
     version = next(said, "")
-    return Look(size, version)
+    return FileStat(size, version)
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:

@@ -14,7 +14,7 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import PAGES, Address
 from covmerge.files.stores.retries import ChangedError, RefusedError
-from covmerge.files.stores.server import Look
+from covmerge.files.stores.server import FileStat
 
 SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
 
@@ -56,24 +56,24 @@ class PageServer:
     def shown(self, path: str) -> str:
         return path
 
-    async def look(self, path: str) -> Look:
-        """See `Server.look`: asked for is the first byte, which also shows whether there are ranges."""
+    async def stat(self, path: str) -> FileStat:
+        """See `Server.stat`: asked for is the first byte, which also shows whether there are ranges."""
         async with await self._get(path, 0, 1) as answer:
             if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
                 raise FileNotFoundError(path)  # a page that says so, or lists a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
-                return _look(int(found[3]), answer)
+                return _stat(int(found[3]), answer)
             length = str(answer.headers.get("Content-Length", ""))
             if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
-                return _look(int(length), answer)
+                return _stat(int(length), answer)
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
-    async def listed(self, folder: str) -> Mapping[str, Look | None]:
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
         """Raise: a web server lists no folders."""
         raise RefusedError("a web server lists no folders: name a file in it")
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
         """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
         async with await self._get(path, offset, len(target)) as answer:
             if seen.version and _version(answer) != seen.version:
@@ -174,8 +174,8 @@ def _is_near(host: str) -> bool:
         return name.rpartition(".")[2].startswith(tuple("0123456789"))
 
 
-def _look(size: int, answer: Any) -> Look:
-    return Look(size, _version(answer))
+def _stat(size: int, answer: Any) -> FileStat:
+    return FileStat(size, _version(answer))
 
 
 def _version(answer: Any) -> str:

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
+from covmerge.files.stores.checked_file import CheckedFile
 from covmerge.files.stores.link import link_to
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.object_server import ObjectServer
 from covmerge.files.stores.page_server import PageServer
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.retries import all_of, persist
-from covmerge.files.stores.seen import SeenFile
-from covmerge.files.stores.server import Look, Server
+from covmerge.files.stores.server import FileStat, Server
 from covmerge.files.stores.store import Stamp
 
 Found = TypeVar("Found")
@@ -66,10 +66,10 @@ class RemoteStore:
         return self._server.shown(self._at(name))
 
     def names(self) -> list[str]:
-        return [name for name, look in self._listed().items() if look is not None]
+        return [name for name, stat in self._listed().items() if stat is not None]
 
     def folders(self) -> list[str]:
-        return [name for name, look in self._listed().items() if look is None]
+        return [name for name, stat in self._listed().items() if stat is None]
 
     def check(self, name: str) -> None:
         check_bare(name, str(self))
@@ -77,14 +77,14 @@ class RemoteStore:
     def is_file(self, name: str, *, follow: bool = True) -> bool:
         del follow  # there are no links
         try:
-            self._look(name)
+            self._stat(name)
         except FileNotFoundError:
             return False
         return True
 
     def stamp(self, name: str) -> Stamp:
         """See `Store.stamp`; the server is asked."""
-        return _stamp(self._look(name, anew=True))
+        return _stamp(self._stat(name, anew=True))
 
     def version(self, name: str) -> str:
         """Return what the server calls the file's version; "": it has no name for it.
@@ -92,13 +92,13 @@ class RemoteStore:
         Raises:
             OSError: as `stamp`.
         """
-        return self._look(name).version
+        return self._stat(name).version
 
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
         del follow
-        path, look = self._at(name), self._look(name)
-        seen = None if look.version else self._known.seen(path, look)
-        return RemoteFile(self._server, path, look, self._windows, seen)
+        path, stat = self._at(name), self._stat(name)
+        seen = None if stat.version else self._known.seen(path, stat)
+        return RemoteFile(self._server, path, stat, self._windows, seen)
 
     def inside(self, folder: str) -> RemoteStore:
         if not folder:
@@ -110,37 +110,37 @@ class RemoteStore:
     def _at(self, name: str) -> str:
         return self._server.inside(self._path, name)
 
-    def _listed(self) -> Mapping[str, Look | None]:
+    def _listed(self) -> Mapping[str, FileStat | None]:
         found = self._known.listing(self._path)
         if found is None:
             found = ask(self._server, lambda: self._server.listed(self._path))
             self._known.put_listing(self._path, found)
-            for name, look in found.items():
-                if look is not None:
-                    self._known.put(self._at(name), look)
+            for name, stat in found.items():
+                if stat is not None:
+                    self._known.put(self._at(name), stat)
         return found
 
-    def _look(self, name: str, *, anew: bool = False) -> Look:
+    def _stat(self, name: str, *, anew: bool = False) -> FileStat:
         path = self._at(name)
-        if anew or (look := self._known.get(path)) is None:
-            look = ask(self._server, lambda: self._server.look(path))
-            self._known.put(path, look)
-        return look
+        if anew or (stat := self._known.get(path)) is None:
+            stat = ask(self._server, lambda: self._server.stat(path))
+            self._known.put(path, stat)
+        return stat
 
 
 class RemoteFile:
     """A file that is read by requests; see `Opened`."""
 
     def __init__(
-        self, server: Server, path: str, look: Look, windows: _Windows, seen: SeenFile | None
+        self, server: Server, path: str, stat: FileStat, windows: _Windows, seen: CheckedFile | None
     ) -> None:
         self._server = server
         self._path = path
-        self._look = look
+        self._stat = stat
         self._windows = windows
         self._seen = seen
         self._link = link_to("/".join(server.shown(path).split("/")[:3]))
-        self.stamp = _stamp(look)
+        self.stamp = _stamp(stat)
 
     def __enter__(self) -> RemoteFile:
         return self
@@ -148,18 +148,18 @@ class RemoteFile:
     def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        count = min(len(target), max(0, self._look.size - offset))
+        count = min(len(target), max(0, self._stat.size - offset))
         if not count:
             return 0
         if count >= _SMALL:
             self._fetch(target[:count], offset)
             return count
-        held = self._windows.find(self._path, self._look, offset)
+        held = self._windows.find(self._path, self._stat, offset)
         if held is None:
-            start, length = self._windows.next(self._path, self._look, offset)
-            data = bytearray(min(max(count, length), self._look.size - start))
+            start, length = self._windows.next(self._path, self._stat, offset)
+            data = bytearray(min(max(count, length), self._stat.size - start))
             self._fetch(memoryview(data), start)
-            held = _Window(self._look, start, bytes(data))
+            held = _Window(self._stat, start, bytes(data))
             self._windows.keep(self._path, held)
         begin = offset - held.start
         found = memoryview(held.data)[begin : begin + count]
@@ -193,7 +193,7 @@ class RemoteFile:
         own = own[: len(part)]
         await persist(
             lambda: self._link.attempt(
-                lambda: self._server.fetch(self._path, own, part.start, self._look), len(own)
+                lambda: self._server.fetch(self._path, own, part.start, self._stat), len(own)
             )
         )
         if not inside:
@@ -216,8 +216,8 @@ def _taken(missing: list[range], size: int) -> range:
 class _Window:
     """Bytes of a file that are held, from `start`."""
 
-    def __init__(self, look: Look, start: int, data: bytes) -> None:
-        self.look, self.start, self.data = look, start, data
+    def __init__(self, stat: FileStat, start: int, data: bytes) -> None:
+        self.stat, self.start, self.data = stat, start, data
 
     @property
     def end(self) -> int:
@@ -231,18 +231,18 @@ class _Windows:
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Window] = OrderedDict()
 
-    def find(self, path: str, look: Look, offset: int) -> _Window | None:
+    def find(self, path: str, stat: FileStat, offset: int) -> _Window | None:
         """Return the window that has the byte at an offset."""
         with self._lock:
             held = self._held.get(path)
-        fits = held is not None and held.look == look and held.start <= offset < held.end
+        fits = held is not None and held.stat == stat and held.start <= offset < held.end
         return held if fits else None
 
-    def next(self, path: str, look: Look, offset: int) -> tuple[int, int]:
+    def next(self, path: str, stat: FileStat, offset: int) -> tuple[int, int]:
         """Return where the window to be fetched for an offset begins, and its bytes."""
         with self._lock:
             held = self._held.get(path)
-        if held is None or held.look != look or offset != held.end:
+        if held is None or held.stat != stat or offset != held.end:
             return offset, _WINDOW
         return offset, min(2 * len(held.data), _WIDEST)
 
@@ -259,29 +259,29 @@ class _Known:
     """What was said of files, and when."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, tuple[float, Look]] = {}
-        self._seen: dict[tuple[str, Look], SeenFile] = {}
-        self._listings: dict[str, tuple[float, Mapping[str, Look | None]]] = {}
+        self._stats: dict[str, tuple[float, FileStat]] = {}
+        self._seen: dict[tuple[str, FileStat], CheckedFile] = {}
+        self._listings: dict[str, tuple[float, Mapping[str, FileStat | None]]] = {}
 
-    def get(self, path: str) -> Look | None:
+    def get(self, path: str) -> FileStat | None:
         """Return what was said of a file a moment ago."""
-        asked, look = self._looks.get(path, (0.0, None))
-        return look if time.monotonic() - asked < _FRESH else None
+        asked, stat = self._stats.get(path, (0.0, None))
+        return stat if time.monotonic() - asked < _FRESH else None
 
-    def put(self, path: str, look: Look) -> None:
+    def put(self, path: str, stat: FileStat) -> None:
         """Keep what was said just now."""
-        self._looks[path] = (time.monotonic(), look)
+        self._stats[path] = (time.monotonic(), stat)
 
-    def seen(self, path: str, look: Look) -> SeenFile:
+    def seen(self, path: str, stat: FileStat) -> CheckedFile:
         """Return what was read of a file of which no version is told."""
-        return self._seen.setdefault((path, look), SeenFile(look.size))
+        return self._seen.setdefault((path, stat), CheckedFile(stat.size))
 
-    def listing(self, path: str) -> Mapping[str, Look | None] | None:
+    def listing(self, path: str) -> Mapping[str, FileStat | None] | None:
         """Return what a folder held just now."""
         asked, found = self._listings.get(path, (0.0, None))
         return found if time.monotonic() - asked < _LISTED else None
 
-    def put_listing(self, path: str, found: Mapping[str, Look | None]) -> None:
+    def put_listing(self, path: str, found: Mapping[str, FileStat | None]) -> None:
         """Keep what a folder holds now."""
         self._listings[path] = (time.monotonic(), found)
 
@@ -334,9 +334,9 @@ def _run(server: Any, work: Callable[[], Awaitable[Found]]) -> Found:
     return run.sync(server.loop, work)
 
 
-def _stamp(look: Look) -> Stamp:
+def _stamp(stat: FileStat) -> Stamp:
     """The size and what stands for the version; 0: the server tells none."""
-    if not look.version:
-        return look.size, 0, 0
-    version = hashlib.sha256(look.version.encode()).digest()[:8]
-    return look.size, int.from_bytes(version, "big"), 0
+    if not stat.version:
+        return stat.size, 0, 0
+    version = hashlib.sha256(stat.version.encode()).digest()[:8]
+    return stat.size, int.from_bytes(version, "big"), 0

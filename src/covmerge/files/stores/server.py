@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Look:
+class FileStat:
     """What a server says of a file.
 
     Attributes:
@@ -39,7 +39,7 @@ class Server(Protocol):
         """Return a path as it is written in recipes."""
         ...
 
-    async def look(self, path: str) -> Look:
+    async def stat(self, path: str) -> FileStat:
         """Return what it says of a file.
 
         Raises:
@@ -47,11 +47,11 @@ class Server(Protocol):
         """
         ...
 
-    async def listed(self, folder: str) -> Mapping[str, Look | None]:
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
         """Return what is in a folder, by name; None: a folder."""
         ...
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
         """Fill memory from a place in a file, or fail.
 
         Raises:

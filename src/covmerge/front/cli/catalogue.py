@@ -160,7 +160,7 @@ def tensors(method: Method) -> str:
     """Say which tensors a method merges, and what becomes of the others."""
     defaults = {parameter.name: parameter.default for parameter in method.parameters}
     text = _UNITS[method.unit_for(defaults)]
-    if method.survey is not None:
+    if method.global_pass is not None:
         text += ", after a pass over all of them"
     if method.sees == "weights":
         text += "; it sees the weights themselves, not updates"
@@ -233,7 +233,7 @@ def markdown(
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",
         "",
-        *_overview(pages, anchor),
+        *_tensor_pass(pages, anchor),
         "",
         "Data: what the method needs to know of the experts' data. *none (tuned)*: nothing, but the",
         "published numbers chose a parameter on labelled data; its page says which.",
@@ -246,7 +246,7 @@ def markdown(
         "alone. A step before a method makes other updates of the experts'; one after it makes another",
         "merged update of the method's, and is given the experts' updates as they came.",
         "",
-        *_steps_overview(around, anchor),
+        *_steps_tensor_pass(around, anchor),
         "",
         "What a step needs the whole needs. An elementwise method with a step that works on whole",
         "tensors reads whole tensors, and takes the memory of them. Steps that need matrices are left out",
@@ -268,7 +268,7 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
+def _tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
     yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
@@ -287,7 +287,7 @@ def _overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Ite
         yield f"| {' | '.join(cells)} |"
 
 
-def _steps_overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
+def _steps_tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
     yield "| step | when | order | scale | rotation | works on | adapters | defaults |"
     yield "|---|---|---|---|---|---|---|---|"
     for each in pages:

@@ -164,7 +164,7 @@ def _legend(comparison: Comparison) -> list[tuple[str, str]]:
         ("memory", "the method's workspace, by its cost model"),
         (
             "run",
-            f"{format_seconds(run['seconds'])}: surveys "
+            f"{format_seconds(run['seconds'])}: global passes "
             f"{format_seconds(run['survey_seconds'])}, read "
             f"{format_seconds(run['read_seconds'])}, all methods "
             f"{format_seconds(run['compute_seconds'])}, write "

@@ -17,7 +17,7 @@ from covmerge.front.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.maths.methods import registry
 from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import load_stages
-from covmerge.plan.recipe.mergekit import Told
+from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.run.comparison import Wanted
 from covmerge.run.engine import RunOptions, run_options
@@ -93,17 +93,17 @@ def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
         CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: the file or a flag is wrong.
     """
-    told = Told(flags.get("lenient", False))
+    log = ImportLog(flags.get("lenient", False))
     of_run = _check_source(file, flags)
     said: dict[str, Any] = {"experts": {}}
     if file is not None:
-        said = _said(load_recipe(file, told))
+        said = _said(load_recipe(file, log))
     elif "run" in flags:
         given = {"run": {"folder": flags["run"], **of_run}}
-        said = _said(parse_recipe(given, origin="command line", told=told))
+        said = _said(parse_recipe(given, origin="command line", log=log))
     elif "base" not in flags:
         raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
-    _say(told)
+    _say(log)
     return _laid_over(said, flags, file)
 
 
@@ -149,7 +149,7 @@ def read_stages(
         CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: a file or a flag is wrong.
     """
-    told = Told(flags.get("lenient", False))
+    log = ImportLog(flags.get("lenient", False))
     if file is None and (out is None or stages is not None):
         raise RecipeError(
             "--stages is the folder of several recipes in one file: leave it out, and end the command with "
@@ -159,8 +159,8 @@ def read_stages(
         assert out is not None
         return [(out, read_recipe(file, flags))]
     _check_source(file, flags)
-    found = load_stages(file, out, told, stages)
-    _say(told)
+    found = load_stages(file, out, log, stages)
+    _say(log)
     if len(found) == 1:
         return [(folder, _laid_over(_said(recipe), flags, file)) for folder, recipe in found]
     folders = [folder for folder, _ in found]
@@ -183,8 +183,8 @@ def read_stages(
     ]
 
 
-def _say(told: Told) -> None:
-    for kind, messages in (("warning", told.warnings), ("note", told.notes)):
+def _say(log: ImportLog) -> None:
+    for kind, messages in (("warning", log.warnings), ("note", log.notes)):
         for message in messages:
             say(kind, message)
 

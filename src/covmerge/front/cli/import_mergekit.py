@@ -27,11 +27,11 @@ def import_mergekit(
     import yaml
 
     from covmerge.plan.recipe.load import import_recipe
-    from covmerge.plan.recipe.mergekit import Told
+    from covmerge.plan.recipe.mergekit import ImportLog
 
-    told = Told(lenient)
-    ours = import_recipe(recipe, told)
-    for kind, messages in (("warning", told.warnings), ("note", told.notes)):
+    log = ImportLog(lenient)
+    ours = import_recipe(recipe, log)
+    for kind, messages in (("warning", log.warnings), ("note", log.notes)):
         for message in messages:
             say(kind, message)
     typer.echo(yaml.safe_dump(ours, sort_keys=False, allow_unicode=True), nl=False)

@@ -136,7 +136,7 @@ def show_result(
         console: where to.
         result: of a merge to disk.
         run: its cost, as in the JSON summary.
-        verbose: print rules by role, what the method noticed, time, memory and checks too.
+        verbose: print rules by role, the method's diagnostics, time, memory and checks too.
     """
     report = cast("Verification", result.verification)
     stats = result.stats
@@ -206,7 +206,7 @@ def _is_much_lost(result: MergeResult) -> bool:
 
 
 def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Time and memory, what the method noticed, what storing loses, and the checks."""
+    """Time and memory, the method's diagnostics, what storing loses, and the checks."""
     return [
         ("run", _run(run)),
         (
@@ -214,7 +214,7 @@ def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str
             f"{format_size(run['peak_memory'])} measured, "
             f"{format_size(run['expected_peak_memory'])} expected",
         ),
-        *result.noticed,
+        *result.diagnostics,
         *(() if _is_much_lost(result) else _rounding(result)),
         (
             "verified",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from covmerge.base.diagnostics import TensorDiagnostics
 from covmerge.base.notebook import paragraph
-from covmerge.base.noticed import Seen
 from covmerge.base.table import Table, Tabular
 from covmerge.base.types import Json
 from covmerge.run.inspection import Inspection
@@ -37,7 +37,7 @@ class Report(Tabular):
         title: a name for people: the output folder's, or the base's.
         inspection: what was measured, layer by layer.
         manifest: covmerge.json of the merged model; None before a merge.
-        noticed: what its methods noticed, by tensor; empty before a merge.
+        diagnostics: its methods' diagnostics, by tensor; empty before a merge.
         verification: outcome of re-reading it.
         costs: by tensor of the merge; empty before one.
         run: seconds and memory of the whole merge, where it was just run; as in `MergeResult.run`.
@@ -47,7 +47,9 @@ class Report(Tabular):
     inspection: Inspection
     manifest: Mapping[str, Any] | None = None
     verification: Verification | None = None
-    noticed: Mapping[str, Seen] = field(default_factory=dict[str, Seen])
+    diagnostics: Mapping[str, TensorDiagnostics] = field(
+        default_factory=dict[str, TensorDiagnostics]
+    )
     costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -14,7 +14,7 @@ from covmerge.maths.steps import resolve_steps
 from covmerge.plan.planning import Merge, Plan, Settings
 from covmerge.plan.recipe import Recipe, parse_recipe
 from covmerge.plan.recipe.varied import is_varied
-from covmerge.run.engine import RunOptions, seen_in
+from covmerge.run.engine import RunOptions, diagnostics_in
 from covmerge.run.inspection import InspectJob, SpectraOf, open_merged
 from covmerge.run.sources import open_recipe
 from covmerge.run.verification import Verification, verify
@@ -67,7 +67,7 @@ class ReportJob:
             title=self.folder.resolve().name,
             inspection=inspection,
             manifest=manifest,
-            noticed={one.tensor: one for one in seen_in(plan, manifest["tensors"])},
+            diagnostics={one.tensor: one for one in diagnostics_in(plan, manifest["tensors"])},
             verification=verification,
             costs=_costs(plan, self.seconds),
             run=self.measured,

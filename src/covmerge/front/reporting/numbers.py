@@ -8,7 +8,7 @@ from itertools import combinations
 from math import hypot
 from statistics import fmean
 
-from covmerge.base.noticed import Seen
+from covmerge.base.diagnostics import TensorDiagnostics
 from covmerge.base.types import Role
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.grid import panels
@@ -18,13 +18,13 @@ from covmerge.maths.methods import registry
 from covmerge.plan.planning import Settings
 from covmerge.run.inspection import Inspection, LayerView, SpectrumView
 
-Look = Inspection | Report
+Inspect = Inspection | Report
 STATISTICS: Mapping[Statistic, str] = {"paper": "paper's", "scale_free": "scale-free"}
 BEFORE, MERGED = "merged, before refinement", "merged"
 _SPECTRA = 4  # layers whose singular values are drawn
 
 
-def inspection_of(look: Look) -> Inspection:
+def inspection_of(look: Inspect) -> Inspection:
     """What was measured."""
     return look.inspection if isinstance(look, Report) else look
 
@@ -80,7 +80,7 @@ class Pair:
     chance: float | None
 
 
-def pairs(look: Look) -> dict[tuple[str, str], Pair]:
+def pairs(look: Inspect) -> dict[tuple[str, str], Pair]:
     """Compare each two experts."""
     inspection = inspection_of(look)
     seen = [
@@ -119,9 +119,9 @@ class Gamma:
     fired: bool | None
 
 
-def gammas(look: Look) -> list[Gamma]:
+def gammas(look: Inspect) -> list[Gamma]:
     """γ of every matrix that two experts or more changed."""
-    merge: Mapping[str, Seen] = look.noticed if isinstance(look, Report) else {}
+    merge: Mapping[str, TensorDiagnostics] = look.diagnostics if isinstance(look, Report) else {}
     found: list[Gamma] = []
     seen: dict[str, int] = {}
     for layer in inspection_of(look).matrices:
@@ -130,13 +130,13 @@ def gammas(look: Look) -> list[Gamma]:
         sizes = [norm for norm in layer.norms.values() if norm]
         if len(sizes) < 2:
             continue
-        noticed = merge[layer.tensor].matrices if layer.tensor in merge else ()
-        fired = noticed[place].fired if place < len(noticed) else None
+        diagnostics = merge[layer.tensor].matrices if layer.tensor in merge else ()
+        fired = diagnostics[place].fired if place < len(diagnostics) else None
         found.append(Gamma(layer, {s: heterogeneity(sizes, s) for s in STATISTICS}, fired))
     return found
 
 
-def thresholds(look: Look) -> dict[Statistic, float]:
+def thresholds(look: Inspect) -> dict[Statistic, float]:
     """The gate's τ by statistic: what the recipe says, or else its default."""
     found = dict(DEFAULT_TAU)
     if not isinstance(look, Report) or look.manifest is None:
@@ -149,7 +149,7 @@ def thresholds(look: Look) -> dict[Statistic, float]:
     return found
 
 
-def shown_spectra(look: Look) -> list[LayerView]:
+def shown_spectra(look: Inspect) -> list[LayerView]:
     """A few of the matrices whose spectra were taken, of different kinds, from input to output.
 
     Where the merge refined some, these.

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from covmerge.base.noticed import account_of
+from covmerge.base.diagnostics import summarise
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.words import number, quoted, share
@@ -100,7 +100,7 @@ def messages(report: Report) -> list[Message]:
         ),
         *(
             (Severity.WARNING, w)
-            for w in (*account_of(tuple(report.noticed.values())).warnings, *losses)
+            for w in (*summarise(tuple(report.diagnostics.values())).warnings, *losses)
         ),
         *((Severity.NOTE, n) for n in (() if manifest is None else manifest["notes"])),
     ]
@@ -149,7 +149,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     if heads:
         kept = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
         yield "heads kept", f"{', '.join(kept)}; one file each under heads/"
-    yield from account_of(tuple(report.noticed.values())).rows
+    yield from summarise(tuple(report.diagnostics.values())).rows
     yield from account_of_losses(totals).rows
 
 

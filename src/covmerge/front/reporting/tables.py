@@ -11,7 +11,7 @@ from covmerge.front.reporting.numbers import (
     BEFORE,
     MERGED,
     STATISTICS,
-    Look,
+    Inspect,
     Pair,
     changed,
     curves,
@@ -28,32 +28,32 @@ from covmerge.run.inspection import LayerView
 _PLACES = 9  # singular values of a curve
 
 
-def norms(look: Look) -> Table:
+def norms(look: Inspect) -> Table:
     """‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
     return _by_expert(look, lambda layer: _percents(layer.relative))
 
 
-def retention(look: Look) -> Table:
+def retention(look: Inspect) -> Table:
     """What the merged model keeps of each expert in percent, layer by expert."""
     return _by_expert(look, lambda layer: _percents(layer.retention))
 
 
-def merged_cosines(look: Look) -> Table:
+def merged_cosines(look: Inspect) -> Table:
     """Cosine of each expert's update with the merged one, layer by expert."""
     return _by_expert(look, lambda layer: changed(layer, layer.merged_cosines))
 
 
-def cosines(look: Look) -> Table:
+def cosines(look: Inspect) -> Table:
     """Cosine between the updates of each two experts."""
     return _by_pair(look, "cosine", lambda pair: pair.cosine)
 
 
-def sign_conflicts(look: Look) -> Table:
+def sign_conflicts(look: Inspect) -> Table:
     """Weights that each two experts pull apart, in percent."""
     return _by_pair(look, "opposite signs, %", lambda pair: _percent(pair.conflict))
 
 
-def overlaps(look: Look) -> Table:
+def overlaps(look: Inspect) -> Table:
     """Leading inputs that each two experts share, in percent, and how many unrelated ones would."""
     found = _by_pair(look, "shared inputs, %", lambda pair: _percent(pair.overlap))
     chances = [_percent(pair.chance) for pair in pairs(look).values()]
@@ -61,7 +61,7 @@ def overlaps(look: Look) -> Table:
     return Table((*found.columns, "by chance, %"), tuple(rows))
 
 
-def gamma(look: Look) -> Table:
+def gamma(look: Inspect) -> Table:
     """γ, whether it is above its threshold, and whether the merge's gate fired."""
     taus, found = thresholds(look), gammas(look)
     known = any(entry.fired is not None for entry in found)
@@ -92,7 +92,7 @@ def spectrum(layer: LayerView) -> Table:
     return Table((layer.name, *found), tuple(rows))
 
 
-def ranks(look: Look) -> Table:
+def ranks(look: Inspect) -> Table:
     """Effective ranks and leading energy of every matrix; the experts' in the mean."""
     layers = [layer for layer in inspection_of(look).matrices if layer.spectra]
     parts = [label for label in (BEFORE, MERGED) if any(label in curves(layer) for layer in layers)]
@@ -145,12 +145,12 @@ def experts(report: Report) -> Table:
     return Table(("expert", *known), tuple(rows))
 
 
-def told(report: Report) -> list[Table]:
+def method_columns(report: Report) -> list[Table]:
     """What methods tell of each matrix that they merged, a table for each set of headings."""
     found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
-    for one in report.noticed.values():
+    for one in report.diagnostics.values():
         for place, matrix in enumerate(one.matrices):
-            own = matrix.told(one.experts)
+            own = matrix.report_columns(one.experts)
             if own:
                 name = f"{one.tensor}[{place}]" if len(one.matrices) > 1 else one.tensor
                 found.setdefault(("layer", *own), []).append((name, *own.values()))
@@ -192,12 +192,12 @@ def costs(report: Report) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _by_pair(look: Look, heading: str, value: Callable[[Pair], float | None]) -> Table:
+def _by_pair(look: Inspect, heading: str, value: Callable[[Pair], float | None]) -> Table:
     rows = [(f"{one} and {other}", value(pair)) for (one, other), pair in pairs(look).items()]
     return Table(("experts", heading), tuple(rows))
 
 
-def _by_expert(look: Look, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
+def _by_expert(look: Inspect, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
     inspection = inspection_of(look)
     names = inspection.compared
     rows = [

@@ -44,11 +44,11 @@ from covmerge.maths.methods import (
     tsv_m,
     wudi,
 )
-from covmerge.maths.methods.ace_noticed import AVERAGED, GATE, RIDGE
+from covmerge.maths.methods.ace_diagnostics import AVERAGED, GATE, RIDGE
 from covmerge.maths.methods.registry import Method, registry
-from covmerge.maths.methods.words import ARBITRARY, DEPENDENT, JITTER, UNCHANGED
+from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, JITTER, UNCHANGED
 
-# The words of covmerge's own methods, in the order in which they are said. Their totals are in every
+# The summaries of covmerge's own methods, in the order in which they are printed. Their totals are in every
 # covmerge.json, whatever the method; those of others where they were used.
 WORDS = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
 

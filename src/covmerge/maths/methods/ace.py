@@ -31,7 +31,7 @@ from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.pinv import largest_eigenvalue
 from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions
 from covmerge.maths.linalg.symmetric import gram
-from covmerge.maths.methods.ace_noticed import AceNoticed
+from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
 from covmerge.maths.methods.ace_rules import (
     AMPLIFIED,
     BLIND,
@@ -105,7 +105,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
-    noticed=AceNoticed,
+    diagnostics=AceDiagnostics,
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )
 def ace(
@@ -192,10 +192,10 @@ def ace(
     active, gamma = _estimated(changed, frame, eps=eps, tau=tau, gate=gate, normalize=normalize)
     averaged = len(changed.updates) - len(active.updates)
     fired = gamma.fired and normalize
-    noticed = AceNoticed(changed.unchanged, averaged, gamma.gamma, fired)
+    diagnostics = AceDiagnostics(changed.unchanged, averaged, gamma.gamma, fired)
     if not active.updates:
         rest = _average_of_the_rest(changed, active)
-        return Merged(torch.zeros_like(first) if rest is None else rest, noticed)
+        return Merged(torch.zeros_like(first) if rest is None else rest, diagnostics)
 
     covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
     solve = partial(_solve, active, group=group, prior=prior, scaled=fired, refine=fired and refine)
@@ -207,8 +207,8 @@ def ace(
         del pre
         pre = solve(exact, above_rounding=True)
     merged = pre.merged.to(first.dtype)
-    noticed = replace(
-        noticed,
+    diagnostics = replace(
+        diagnostics,
         route=pre.route,
         spread=heterogeneity(active.norms, "scale_free"),
         ridge_share=ridge_share(covariances, [c.energy() for c in covariances], group.shape[1]),
@@ -223,9 +223,9 @@ def ace(
         top = _refinement_directions(fused, active, group.shape, k_frac, rank_rtol)
         sigma_iso = float(top.sigma[: top.k].mean())
         merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
-        noticed = replace(noticed, k=top.k, rank=top.rank, sigma_iso=sigma_iso)
+        diagnostics = replace(diagnostics, k=top.k, rank=top.rank, sigma_iso=sigma_iso)
     rest = _average_of_the_rest(changed, active)
-    return Merged(merged if rest is None else merged.add_(rest), noticed)
+    return Merged(merged if rest is None else merged.add_(rest), diagnostics)
 
 
 def _estimated(

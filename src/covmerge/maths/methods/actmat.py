@@ -51,7 +51,7 @@ def _covariances(active: Active) -> list[Covariance]:
     ),
     cost=_cost,
     factored="both",
-    noticed=CutOff,
+    diagnostics=CutOff,
 )
 def actmat(
     group: LinearGroup,
@@ -93,5 +93,5 @@ def actmat(
     if not active.updates:
         return Merged(torch.zeros_like(group.updates[0]), CutOff(unchanged=active.unchanged))
 
-    merged, noticed = solve_cut_off(active, _covariances(active), rtol)
-    return Merged(merged.to(dtype), noticed)
+    merged, diagnostics = solve_cut_off(active, _covariances(active), rtol)
+    return Merged(merged.to(dtype), diagnostics)

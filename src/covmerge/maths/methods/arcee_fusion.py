@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, register
+from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
 
 _EPS = 1e-8
 _OUTLYING = 1.5  # interquartile ranges above the median
@@ -36,12 +36,12 @@ class Least:
         return self
 
 
-def _overview_bytes(parameters: Parameters) -> float:
+def _tensor_pass_bytes(parameters: Parameters) -> float:
     """Importances, and a copy that is partitioned."""
     return 8.0 if parameters["arithmetic"] in ("float32", "float16", "bfloat16") else 16.0
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Least:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Least:
     found: Tensor | None = None
     done = 0
     for group in groups():
@@ -66,7 +66,7 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> L
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, _overview_bytes),
+    tensor_pass=TensorPass(_tensor_pass, _tensor_pass_bytes),
     sees="weights",
     experts=(1, 1),
 )

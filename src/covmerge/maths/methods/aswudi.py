@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.normal import normal_equations
 from covmerge.maths.linalg.auto import Cost, pinv_cost
@@ -19,7 +19,7 @@ from covmerge.maths.linalg.pinv import kept_eigenpairs
 from covmerge.maths.linalg.spectral import with_equals
 from covmerge.maths.methods.closed_form import active_experts, stack_weighted
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
-from covmerge.maths.methods.words import UNCHANGED
+from covmerge.maths.methods.summaries import UNCHANGED
 
 # Rounding of a count that is a whole number must not make it the next one.
 _WHOLE = 1e-9
@@ -41,8 +41,8 @@ CutOffAt = Annotated[
 
 
 @dataclass(frozen=True)
-class FilterNoticed(Noticed):
-    """What was noticed in one matrix.
+class FilterDiagnostics(Diagnostics):
+    """Diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that left the sums.
@@ -51,7 +51,7 @@ class FilterNoticed(Noticed):
         k: directions along which the minimum is taken.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
     unchanged: int = 0
     route: str | None = None
@@ -94,7 +94,7 @@ _REFERENCE = Reference(
     laws=_LAWS,
     cost=_cost,
     factored="both",
-    noticed=FilterNoticed,
+    diagnostics=FilterDiagnostics,
     published_tuning="the scale of two multimodal models, 0.2 and 0.1; nothing elsewhere",
 )
 def aswudi(
@@ -143,7 +143,7 @@ def aswudi(
     laws=_LAWS,
     cost=_cost,
     factored="both",
-    noticed=FilterNoticed,
+    diagnostics=FilterDiagnostics,
     published_tuning="t and the ratio, by a grid per model: (1300, 0.65) for ViT-B/32, (1800, 0.65) for "
     "B/16, (300, 0.85) for Llama-3.2-3B; the scale as of `aswudi`",
 )
@@ -199,9 +199,9 @@ def _filtered(
     """Θ₀ + (D − Θ₀ΣĈ_t) Q (h/Λ) Qᵀ; `choose` gives K and h of the eigenvalues, descending."""
     first = group.updates[0]
     active = active_experts(group)
-    noticed = FilterNoticed(active.unchanged)
+    diagnostics = FilterDiagnostics(active.unchanged)
     if not active.updates:
-        return Merged(torch.zeros_like(first), noticed)
+        return Merged(torch.zeros_like(first), diagnostics)
     covariances = active.unit_grams(exact=True)
     normal = normal_equations(covariances)
     cutoff, rounding = active.cut_off(covariances, rtol)
@@ -219,5 +219,5 @@ def _filtered(
     along = vectors[:, :k]
     coordinates = (residual @ along).mul_(filtered / values[:k])
     theta += normal.lift(coordinates @ along.mT)
-    noticed = replace(noticed, route=normal.route, rank=len(values), k=k)
-    return Merged(theta.mul_(scale).to(first.dtype), noticed)
+    diagnostics = replace(diagnostics, route=normal.route, rank=len(values), k=k)
+    return Merged(theta.mul_(scale).to(first.dtype), diagnostics)

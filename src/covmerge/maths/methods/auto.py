@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import normal_equations
@@ -19,7 +19,7 @@ from covmerge.maths.linalg.metric import row_blocks
 from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import Laws, register
-from covmerge.maths.methods.words import UNCHANGED, Median
+from covmerge.maths.methods.summaries import UNCHANGED, Median
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ FLAT_SHARE = Median("flat_share", "h, flat share", "{numbers}, the rest is the r
 
 
 @dataclass(frozen=True)
-class AutoNoticed(Noticed):
-    """What `auto` noticed in one matrix.
+class AutoDiagnostics(Diagnostics):
+    """`auto`'s diagnostics of one matrix.
 
     Attributes:
         unchanged: experts whose update is zero.
@@ -54,14 +54,14 @@ class AutoNoticed(Noticed):
         agreement: cosine between the updates of the regression and of the flat spectrum.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (FLAT_SHARE, UNCHANGED)
+    summaries: ClassVar[tuple[Summary, ...]] = (FLAT_SHARE, UNCHANGED)
 
     unchanged: int = 0
     unlike_experts: float | None = None
     flat_share: float | None = None
     agreement: float | None = None
 
-    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+    def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """The same by headings."""
         return {
             "N, unlike experts": self.unlike_experts,
@@ -97,7 +97,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
-    noticed=AutoNoticed,
+    diagnostics=AutoDiagnostics,
 )
 def auto(group: LinearGroup) -> Merged:
     """Merge one linear layer by the mean of a regression and of a flat spectrum.
@@ -139,17 +139,17 @@ def auto(group: LinearGroup) -> Merged:
     """
     active = active_experts(group)
     if not active.updates:
-        return Merged(torch.zeros_like(group.updates[0]), AutoNoticed(active.unchanged))
+        return Merged(torch.zeros_like(group.updates[0]), AutoDiagnostics(active.unchanged))
     alike = _Alike.of(active)
     merged = _regression(active, alike)
     share = 0.5 * (1.0 - alike.experts**-2)
     if not share:
-        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, share))
+        return Merged(merged, AutoDiagnostics(active.unchanged, alike.experts, share))
     flat = _flat(active, alike, group)
     sizes = norm(merged), norm(flat)
     agreement = float(_cosines((merged, flat), sizes)[0, 1]) if all(sizes) else None
-    noticed = AutoNoticed(active.unchanged, alike.experts, share, agreement)
-    return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), noticed)
+    diagnostics = AutoDiagnostics(active.unchanged, alike.experts, share, agreement)
+    return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), diagnostics)
 
 
 @dataclass(frozen=True)

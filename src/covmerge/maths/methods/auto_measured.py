@@ -9,17 +9,17 @@ from math import sqrt
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Merged
+from covmerge.maths.covariance.input_share import share_of_inputs
 from covmerge.maths.covariance.measured import (
     measured_equations,
     measured_equations_cost,
     measured_values,
 )
-from covmerge.maths.covariance.told import share_told
 from covmerge.maths.linalg.auto import Cost, dots_cost, metric_cost, symmetric_cost
 from covmerge.maths.linalg.metric import Metric
 from covmerge.maths.linalg.spectral import rank_tolerance
 from covmerge.maths.linalg.symmetric import gram
-from covmerge.maths.methods.auto_measured_noticed import EqualisedMeasured
+from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.maths.methods.closed_form import solve_ridge, stack_average
 from covmerge.maths.methods.equalise import Counted, equalise
 from covmerge.maths.methods.registry import Laws, register
@@ -71,7 +71,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     data="gram",
-    noticed=EqualisedMeasured,
+    diagnostics=EqualisedMeasured,
     base_norm=True,
 )
 def auto_measured(group: LinearGroup) -> Merged:
@@ -125,8 +125,8 @@ def auto_measured(group: LinearGroup) -> Merged:
     unheard = sum(own and not there for own, there in zip(changed, heard, strict=True))
     counted = Counted.of(known)
     if counted is None:  # data says nothing of what was changed, if anything was
-        noticed = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
-        return Merged(stack_average(group), noticed)
+        diagnostics = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
+        return Merged(stack_average(group), diagnostics)
     told: list[float] = []
 
     def covariances() -> Iterator[Tensor]:
@@ -145,11 +145,11 @@ def auto_measured(group: LinearGroup) -> Merged:
     for own, weight in zip(grams, group.weights, strict=True):
         inputs.add_(own, alpha=weight)
     rtol = rank_tolerance(group.shape, fused.dtype, None, group.rounding)
-    noticed = EqualisedMeasured(
+    diagnostics = EqualisedMeasured(
         unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(told)
     )
-    found = equalise(counted, fused, Metric.of(_shrunk(inputs)), noticed, rtol=rtol)
-    return Merged(fused, noticed) if found is None else found
+    found = equalise(counted, fused, Metric.of(_shrunk(inputs)), diagnostics, rtol=rtol)
+    return Merged(fused, diagnostics) if found is None else found
 
 
 def _covariance(
@@ -160,7 +160,7 @@ def _covariance(
     if share == 0.0:
         return inputs, 0.0
     told = gram(update * (sqrt(d_in) / size))
-    used = share_told(told, d_in)
+    used = share_of_inputs(told, d_in)
     mean = float(inputs.diagonal().mean())
     return inputs.add_(told, alpha=share * used * mean), used
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.covariance.estimate import Covariance, gram
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
@@ -27,11 +27,11 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, solve_full_rank
 from covmerge.maths.linalg.rank_one import add_rank_one_
 from covmerge.maths.linalg.spectral import EXACT
-from covmerge.maths.methods.words import UNCHANGED
+from covmerge.maths.methods.summaries import UNCHANGED
 
 
 @dataclass(frozen=True)
-class CutOff(Noticed):
+class CutOff(Diagnostics):
     """How a pseudo-inverse was taken.
 
     Attributes:
@@ -42,7 +42,7 @@ class CutOff(Noticed):
         unchanged: experts that left the sums.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
     route: str | None = None
     rtol: float | None = None
@@ -182,14 +182,16 @@ def solve_cut_off(
         del normal
         normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
         solved = solve_full_rank(normal.gram, normal.numerator, rtol=cutoff, floor=floor)
-    noticed = CutOff(normal.route, cutoff, unchanged=active.unchanged)
+    diagnostics = CutOff(normal.route, cutoff, unchanged=active.unchanged)
     if solved is None:
         d_out, d_in = covariances[0].update.shape
         shape = (len(covariances) * d_out, d_in)
         lifted, rank, solver = solve_pinv(normal, rtol=cutoff, rounding=rounding, shape=shape)
-        return lifted, replace(noticed, rank=rank, solver=solver)
+        return lifted, replace(diagnostics, rank=rank, solver=solver)
     bits = torch.finfo(solved.dtype).bits
-    return normal.lift(solved), replace(noticed, rank=len(normal.gram), solver=f"cholesky{bits}")
+    return normal.lift(solved), replace(
+        diagnostics, rank=len(normal.gram), solver=f"cholesky{bits}"
+    )
 
 
 def stack_average(group: LinearGroup) -> Tensor:

@@ -79,7 +79,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=_cost,
     factored="both",
-    noticed=Inside,
+    diagnostics=Inside,
     published_tuning="α, on labelled validation data",
 )
 def core_space(
@@ -141,9 +141,9 @@ def core_space(
     known = resolution(group, rank_rtol)
     rtol = known.rtol
     changed = [t for t, update in enumerate(group.updates) if update.any()]
-    noticed = Inside(len(group.updates) - len(changed))
+    diagnostics = Inside(len(group.updates) - len(changed))
     if not changed:
-        return Merged(torch.zeros_like(like), noticed)
+        return Merged(torch.zeros_like(like), diagnostics)
     factors = [
         group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.rounding[t])
         for t in changed
@@ -152,7 +152,7 @@ def core_space(
     inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
     left, right = outputs.left, inputs.left
     if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
-        noticed = replace(noticed, arbitrary=outputs.arbitrary + inputs.arbitrary)
+        diagnostics = replace(diagnostics, arbitrary=outputs.arbitrary + inputs.arbitrary)
     sizes = [norm(update) for update in group.updates]
     if far_apart(sizes):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
@@ -178,11 +178,11 @@ def core_space(
         longest = max(abs(w) * size for w, size in zip(group.weights, sizes, strict=True))
         told = max(_KNOWN, rank_tolerance(group.shape, like.dtype, None, group.rounding))
         short = int((whole.kept < told * longest).sum())
-        noticed = replace(noticed, short=short or None)
+        diagnostics = replace(diagnostics, short=short or None)
         core = flattened(whole)
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
-    noticed = replace(noticed, core=(core.shape[0], core.shape[1]))
-    return Merged(delta.to(like.dtype), noticed.beside(merged))
+    diagnostics = replace(diagnostics, core=(core.shape[0], core.shape[1]))
+    return Merged(delta.to(like.dtype), diagnostics.beside(merged))
 
 
 def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:

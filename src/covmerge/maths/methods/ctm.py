@@ -33,7 +33,7 @@ _ROUNDS = 20  # of the bases, for the plan: what adapters mostly take
 
 @dataclass(frozen=True)
 class Compressed(Inside):
-    """What was noticed of the bases, beside the facts of the method that merged in them.
+    """Diagnostics of the bases, beside the facts of the method that merged in them.
 
     Attributes:
         rounds: how often both bases were found anew.
@@ -87,7 +87,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
-    noticed=Compressed,
+    diagnostics=Compressed,
     published_tuning="λ, the density and s (their β is 1 − s), on labelled validation data",
 )
 def ctm(
@@ -144,9 +144,9 @@ def ctm(
     targets = balanced(group, strength)
     known = resolution(targets, rank_rtol)
     changed = [t for t, update in enumerate(targets.updates) if update.any()]
-    noticed = Compressed(len(group.updates) - len(changed))
+    diagnostics = Compressed(len(group.updates) - len(changed))
     if not changed:
-        return Merged(torch.zeros_like(like), noticed)
+        return Merged(torch.zeros_like(like), diagnostics)
     apart = known.told_apart(targets.updates)
     bases = tucker2(
         [apart[t] for t in changed],
@@ -157,7 +157,9 @@ def ctm(
     del targets, apart
     left, right = bases.left.left, bases.right.left
     if inner == "ties":
-        noticed = replace(noticed, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None)
+        diagnostics = replace(
+            diagnostics, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None
+        )
     cores = cores_of(resolution(group, rank_rtol).told_apart(group.updates), left, right)
     merged = merge_inside(
         LinearGroup(cores, group.weights, rounding=group.rounding),
@@ -168,11 +170,11 @@ def ctm(
         rank_ratio=rank_ratio,
         rank_rtol=rank_rtol,
     )
-    noticed = replace(
-        noticed,
+    diagnostics = replace(
+        diagnostics,
         core=(left.shape[1], right.shape[1]),
         rounds=bases.iterations,
         share_held=bases.energy,
     )
     delta = left @ merged.delta.to(torch.float64) @ right.mT
-    return Merged(delta.to(like.dtype), noticed.beside(merged))
+    return Merged(delta.to(like.dtype), diagnostics.beside(merged))

@@ -19,11 +19,11 @@ from covmerge.maths.methods.elect import (
     TrimParameter,
     elect_cost,
     merge_agreeing,
-    surveyed_density,
+    ranked_density,
     thresholds_of,
     trim_unit,
 )
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, Survey, register
+from covmerge.maths.methods.registry import GlobalPass, Laws, Parameters, Reference, register
 
 _REFERENCE = Reference(
     title="Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free "
@@ -121,7 +121,7 @@ def dare_task_arithmetic(
     return Merged(total)
 
 
-def _surveyed_vectors(group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
+def _ranked_values(group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
     drop, rescale, seed = parameters["drop"], parameters["rescale"], parameters["seed"]
     return tuple(sparsified(group, drop=drop, rescale=rescale, seed=seed))
 
@@ -133,7 +133,7 @@ def _surveyed_vectors(group: LinearGroup, parameters: Parameters) -> tuple[Tenso
     laws=_LAWS,
     cost=_ties_cost,
     unit=trim_unit,
-    survey=Survey(surveyed_density, _surveyed_vectors),
+    global_pass=GlobalPass(ranked_density, _ranked_values),
     published_tuning="p and λ, on labelled validation data",
 )
 def dare_ties(
@@ -172,7 +172,7 @@ def dare_ties(
         >>> dare_ties(group, drop=0.5, density=1.0).delta.unique().tolist()
         [0.0, 2.0]
     """
-    del trim  # the engine's survey has followed it
+    del trim  # the engine's global pass has followed it
     vectors = tuple(sparsified(group, drop=drop, rescale=rescale, seed=seed))
     thresholds = group.thresholds or thresholds_of(vectors, density)
     merged = merge_agreeing(vectors, group.weights, thresholds=thresholds, combine=merge)

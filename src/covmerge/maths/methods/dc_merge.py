@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.select import kth_magnitude
@@ -18,16 +18,16 @@ from covmerge.maths.linalg.spectral import TruncatedSvd, rank_tolerance, without
 from covmerge.maths.methods.elect import merge_agreeing
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.triplets import kept_together, leading_triplets, together, triplets_cost
-from covmerge.maths.methods.words import ARBITRARY, DEPENDENT, UNCHANGED
 
 # What float32 makes of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0
 
 
 @dataclass(frozen=True)
-class DcNoticed(Noticed):
-    """What DC-Merge noticed in one matrix.
+class DcDiagnostics(Diagnostics):
+    """DC-Merge's diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -38,7 +38,7 @@ class DcNoticed(Noticed):
             values; None: none.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
 
     unchanged: int = 0
     k: int | None = None
@@ -84,7 +84,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
-    noticed=DcNoticed,
+    diagnostics=DcDiagnostics,
     published_tuning="α, on labelled validation data; for adapters the better of smoothing 1 and 5 "
     "is reported",
 )
@@ -159,7 +159,7 @@ def dc_merge(
     known = resolution(group, rank_rtol)
     found = leading_triplets(group, known)
     if not found.parts:
-        return Merged(torch.zeros_like(like), DcNoticed(found.unchanged))
+        return Merged(torch.zeros_like(like), DcDiagnostics(found.unchanged))
     joined = together(group, known, found)
     places = list(_side_by_side(found.parts))
     resolved = _ROUNDED_APART * rank_tolerance(group.shape, torch.float32, None)
@@ -178,10 +178,10 @@ def dc_merge(
         left[:, own] = joined.left[:, own] @ merged[start : start + side**2].view(side, side)
         start += side**2
     turning = sum(without_order(part.kept) for part in found.parts) if len(places) > 1 else 0
-    noticed = DcNoticed(
+    diagnostics = DcDiagnostics(
         found.unchanged, found.k, places[-1].stop, joined.dependent, turning or None
     )
-    return Merged(left.mul_(scale) @ joined.right, noticed)
+    return Merged(left.mul_(scale) @ joined.right, diagnostics)
 
 
 def smoothed(sigma: Tensor, steepest: float | None) -> Tensor:

@@ -37,12 +37,12 @@ def elect_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 
 def trim_unit(parameters: Parameters) -> Unit:
-    """A threshold that a survey has found serves entry by entry; a tensor's own needs all of it."""
+    """A threshold that a global pass has found serves entry by entry; a tensor's own needs all of it."""
     return "element" if parameters["trim"] == "global" else "tensor"
 
 
-def surveyed_density(parameters: Parameters) -> float | None:
-    """The density whose thresholds a survey looks for; None where every tensor has its own."""
+def ranked_density(parameters: Parameters) -> float | None:
+    """The density whose thresholds a global pass looks for; None where every tensor has its own."""
     density: float = parameters["density"]
     return density if parameters["trim"] == "global" and density < 1 else None
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Seen
+from covmerge.base.diagnostics import Diagnostics, TensorDiagnostics
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.registry import Laws, Reference, register
 
 
 @dataclass(frozen=True)
-class Masses(Noticed):
+class Masses(Diagnostics):
     """The sums over a tensor, or some rows of it, that `rescalers` needs; they add up.
 
     Attributes:
@@ -55,7 +55,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit="element",
-    noticed=Masses,
+    diagnostics=Masses,
     writes_masks=True,
 )
 def emr(group: LinearGroup) -> Merged:
@@ -81,7 +81,7 @@ def emr(group: LinearGroup) -> Merged:
         >>> merged = emr(group)
         >>> merged.delta.tolist(), [mask.tolist() for mask in merged.masks]
         ([[3.0, 2.0]], [[[True, False]], [[True, True]]])
-        >>> rescalers([merged.noticed])
+        >>> rescalers([merged.diagnostics])
         [1.3333333333333333, 0.6]
     """
     votes = torch.zeros_like(group.updates[0])
@@ -111,7 +111,7 @@ def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
     its masks are empty.
 
     Args:
-        per_tensor: what `emr` noticed, one of each tensor, those of its row blocks added up.
+        per_tensor: diagnostics of `emr`, one of each tensor, those of its row blocks added up.
     """
     tensors = [tensor for tensor in per_tensor if tensor.size]
     factors: list[float] = []
@@ -122,8 +122,8 @@ def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
     return factors
 
 
-def rescalers_of(seen: Sequence[Seen]) -> dict[str, float]:
-    """Return γ_t by expert, from what was noticed in a merge; of tensors of other methods nothing."""
+def rescalers_of(seen: Sequence[TensorDiagnostics]) -> dict[str, float]:
+    """Return γ_t by expert, from the diagnostics in a merge; of tensors of other methods nothing."""
     masked = [
         (one.experts, masses)
         for one in seen

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.told import share_used
+from covmerge.maths.covariance.input_share import share_used
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.metric import Metric
 from covmerge.maths.linalg.spectral import EXACT
-from covmerge.maths.methods.auto_measured_noticed import EqualisedMeasured
+from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.maths.methods.closed_form import Active, active_experts, stack_weighted
 
 # An expert of so much of the others' energy counts half, one of less for less.
@@ -117,7 +117,7 @@ class Counted:
         of_active = dict(zip(map(id, self.active.updates), values, strict=True))
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
 
-    def noticed(self, before: EqualisedMeasured, alike: Likeness) -> EqualisedMeasured:
+    def diagnostics(self, before: EqualisedMeasured, alike: Likeness) -> EqualisedMeasured:
         """What there is to say of how they count."""
         return replace(
             before,
@@ -168,17 +168,17 @@ class Flattening:
         lift: of those of R `(k,)`, without λ.
         scale: λ.
         unseen: of what C₀ does not see, with λ.
-        noticed: and what there is to say of it.
+        diagnostics: and what there is to say of it.
     """
 
     lift: Tensor
     scale: float
     unseen: float
-    noticed: EqualisedMeasured
+    diagnostics: EqualisedMeasured
 
 
 def flattening(
-    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, noticed: EqualisedMeasured
+    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, diagnostics: EqualisedMeasured
 ) -> Flattening:
     """How far the spectrum of RC₀^½ is brought to flat, and how long it becomes.
 
@@ -187,7 +187,7 @@ def flattening(
         alike: how alike they are.
         sigma: the singular values of RC₀^½ within the numerical rank `(k,)`, float64, k > 0.
         whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
-        noticed: what is known before.
+        diagnostics: what is known before.
     """
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
@@ -196,22 +196,22 @@ def flattening(
     scale = alike.agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
     together = float((alike.lengths * counted.weights).sum())
-    noticed = replace(
-        noticed,
+    diagnostics = replace(
+        diagnostics,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),
         outputs_length=norm(lifted) / together,
     )
     unseen = float(faint) ** (-exponent / 2.0) * scale
-    return Flattening(lift, scale, unseen, noticed)
+    return Flattening(lift, scale, unseen, diagnostics)
 
 
 def equalise(
     counted: Counted,
     fused: Tensor,
     seen: Metric,
-    noticed: EqualisedMeasured,
+    diagnostics: EqualisedMeasured,
     *,
     rtol: float,
 ) -> Merged | None:
@@ -221,7 +221,7 @@ def equalise(
         counted: the experts, each of which lends λ, q and a its part.
         fused: R `(d_out, d_in)`, of the updates' dtype.
         seen: C₀.
-        noticed: what is known before.
+        diagnostics: what is known before.
         rtol: where the numerical rank of R ends.
 
     Returns:
@@ -230,17 +230,17 @@ def equalise(
     active = counted.active
     alike = Likeness.of(seen.dots(active.updates), counted.shares)
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=EXACT)
-    noticed = counted.noticed(noticed, alike)
+    diagnostics = counted.diagnostics(diagnostics, alike)
     if not len(spectrum.sigma):
         return None
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
-    found = flattening(counted, alike, spectrum.sigma, whole, noticed)
-    merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
+    found = flattening(counted, alike, spectrum.sigma, whole, diagnostics)
+    merged, diagnostics = spectrum.lifted(found.lift * found.scale, found.unseen), found.diagnostics
     away = counted.towards_safest()
     if away is not None:
         merged = merged.mul_(1.0 - away).add_(fused, alpha=away)
-        noticed = replace(noticed, towards_least_squares=away)
-    return Merged(merged, noticed)
+        diagnostics = replace(diagnostics, towards_least_squares=away)
+    return Merged(merged, diagnostics)
 
 
 def _times(length: float, base: float) -> float:

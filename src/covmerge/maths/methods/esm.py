@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
@@ -20,14 +20,14 @@ from covmerge.maths.linalg.spectral import truncated_svd, with_equals
 from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.maths.methods.resolution import resolution
-from covmerge.maths.methods.words import DEPENDENT, UNCHANGED
+from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
 _EXACT = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
-class EssentialNoticed(Noticed):
-    """What ESM noticed in one matrix.
+class EssentialDiagnostics(Diagnostics):
+    """ESM's diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -37,7 +37,7 @@ class EssentialNoticed(Noticed):
         dependent: directions that they have in common, which are left out.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
 
     unchanged: int = 0
     unheard: int = 0
@@ -109,7 +109,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     data="gram",
     factored=_sides,
-    noticed=EssentialNoticed,
+    diagnostics=EssentialDiagnostics,
     published_tuning="a factor of the merged update, on labelled validation data",
 )
 def esm(
@@ -191,14 +191,14 @@ def esm(
     like, known = group.updates[0], resolution(group, rank_rtol)
     changed = [t for t, update in enumerate(group.updates) if update.any()]
     heard = [t for t in changed if grams[t].any()]
-    noticed = EssentialNoticed(len(group.updates) - len(changed), len(changed) - len(heard))
+    diagnostics = EssentialDiagnostics(len(group.updates) - len(changed), len(changed) - len(heard))
     k = max(1, group.shape[0] // max(1, len(heard)))
     parts = [
         _essential(group.updates[t], grams[t], k, known.rtol, known.rounding[t], energy_rtol)
         for t in heard
     ]
     if not sum(len(part.energy) for part in parts):
-        return Merged(torch.zeros_like(like), noticed)
+        return Merged(torch.zeros_like(like), diagnostics)
     mean = fsum(part.size for part in parts) / len(parts)
     factors = [
         group.weights[t] * (p.size / mean) ** power for t, p in zip(heard, parts, strict=True)
@@ -224,8 +224,8 @@ def esm(
     merged *= scale * _mean_of(outer, left) * _mean_of(inner, right)
     directions = left.shape[1]
     dependent = max(min(len(left), directions) - outer.k, min(right.shape[1], directions) - inner.k)
-    noticed = replace(noticed, k=k, directions=directions, dependent=dependent)
-    return Merged(merged.to(like.dtype), noticed)
+    diagnostics = replace(diagnostics, k=k, directions=directions, dependent=dependent)
+    return Merged(merged.to(like.dtype), diagnostics)
 
 
 def _essential(

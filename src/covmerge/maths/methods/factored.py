@@ -27,14 +27,14 @@ from covmerge.maths.methods.registry import Method, Parameters, Sides
 
 @dataclass(frozen=True)
 class MergedFactors:
-    """The merged update as U · core · Qᵀ, and what the method noticed.
+    """The merged update as U · core · Qᵀ, and the method's diagnostics.
 
     Attributes:
         left: U, a basis of the left factors and of 𝟏; None: the identity.
         core: `(p, q)`, float64.
         right: Q, a basis of the right factors; None: the identity.
         dtype: of the adapters.
-        stats: what the method noticed, as JSON.
+        stats: the method's diagnostics, as JSON.
     """
 
     left: Basis | None
@@ -90,7 +90,7 @@ def merge_factors(
         updates: of one shape, dtype and device.
         weights: one positive number per update.
         parameters: as `method.resolve` returns them.
-        thresholds: per update, what a survey has found; None: there was none.
+        thresholds: per update, what a global pass has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
         base_norm: ‖W_0‖, where the method looks at it and it is known.
 
@@ -118,12 +118,12 @@ def merge_factors(
     return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
 
 
-def survey_factors(
+def ranked_factors(
     method: Method, updates: Sequence[LowRank], weights: Sequence[float], parameters: Parameters
 ) -> tuple[Tensor, ...]:
-    """Return per update the values whose magnitudes the method's survey ranks, float64."""
+    """Return per update the values whose magnitudes the method's global pass ranks, float64."""
     reduced = _reduce(method.sides_for(parameters), updates, weights)
-    return method.surveyed_vectors(reduced.group, parameters)
+    return method.ranked_values(reduced.group, parameters)
 
 
 def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:

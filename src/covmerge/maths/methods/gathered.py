@@ -35,7 +35,7 @@ class Whole:
     """A tensor of all experts, in blocks.
 
     Args:
-        groups: what an overview is given.
+        groups: what a tensor pass is given.
         numel: entries of the whole.
         arithmetic: dtype that inputs are cast to; see `inputs_of`.
     """
@@ -76,7 +76,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an overview found that is the same of any rows."""
+    """What a tensor pass found that is the same of any rows."""
 
     of: tuple[Tensor, ...]
 

@@ -25,13 +25,13 @@ from covmerge.maths.methods.arithmetic import (
 from covmerge.maths.methods.registry import (
     Groups,
     Laws,
-    Overview,
     Parameters,
     Reference,
+    TensorPass,
     Unit,
     register,
 )
-from covmerge.maths.methods.sparsify import Kept, Numbers, Rows, Sparsify, keep
+from covmerge.maths.methods.sparsify import KeptEntries, Numbers, Rows, Sparsify, keep
 from covmerge.maths.registry import PerExpert
 
 _NO_SHARE = 1e-8  # a sum of weights below it is not divided by
@@ -50,7 +50,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
 
 
-def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Kept:
+def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptEntries:
     """What S keeps of one expert."""
     one = {name: _only(parameters[name]) for name in ("density", "gamma", "epsilon", "drawn")}
     seed: int = parameters["seed"]
@@ -87,7 +87,7 @@ def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
     return mersenne_twister(seed).along(place, count) if isinstance(place, int) else None
 
 
-def _overview_bytes(parameters: Parameters) -> float:
+def _tensor_pass_bytes(parameters: Parameters) -> float:
     """Magnitudes, where lengths are asked for; bits of all that are kept by chance."""
     by_chance = parameters["sparsify"] in ("bernoulli", "ranked")
     return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
@@ -122,7 +122,7 @@ def _looks(parameters: Parameters) -> int:
     cost=_cost,
     unit=_unit,
     sees="weights",
-    overview=Overview(_kept, _overview_bytes, looks=_looks),
+    tensor_pass=TensorPass(_kept, _tensor_pass_bytes, looks=_looks),
 )
 def generalized_task_arithmetic(
     group: LinearGroup,
@@ -223,7 +223,7 @@ def generalized_task_arithmetic(
     for t, model in enumerate(models):
         update = model - base
         if group.known:
-            kept: Kept = group.known[t]
+            kept: KeptEntries = group.known[t]
         else:
             in_order = _in_order(places[t], seed, update.numel())
             whole = [Rows(update, in_order or partial(_own_numbers, group, t, seed))]

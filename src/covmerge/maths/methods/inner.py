@@ -10,17 +10,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import Json, LinearGroup, Merged
 from covmerge.maths.methods.average import average
 from covmerge.maths.methods.cart import cart
 from covmerge.maths.methods.elect import Combine
 from covmerge.maths.methods.iso import Flattened, iso_c
 from covmerge.maths.methods.registry import Parameters
+from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, SHORT, UNCHANGED
 from covmerge.maths.methods.task_arithmetic import task_arithmetic
 from covmerge.maths.methods.ties import ties
 from covmerge.maths.methods.tsv_m import tsv_m
-from covmerge.maths.methods.words import ARBITRARY, DEPENDENT, SHORT, UNCHANGED
 
 Inner = Literal["average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c"]
 InnerParameter = Annotated[Inner, Field(description="the method that merges in this space")]
@@ -41,8 +41,8 @@ InnerRankRatio = Annotated[
 
 
 @dataclass(frozen=True)
-class Inside(Noticed):
-    """What was noticed of a space, beside the facts of the method that merged in it.
+class Inside(Diagnostics):
+    """Diagnostics of a space, beside the facts of the method that merged in it.
 
     Attributes:
         unchanged: experts that did not change the matrix.
@@ -53,7 +53,7 @@ class Inside(Noticed):
         short: directions of a flat spectrum that rounding may have made, of Core Space; None: none.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY, SHORT)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY, SHORT)
     lengths: ClassVar[tuple[str, ...]] = Flattened.lengths
 
     unchanged: int = 0

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
 from covmerge.base.text import some
 from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
@@ -20,7 +20,7 @@ from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, truncated_
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import Resolution, resolution
-from covmerge.maths.methods.words import DEPENDENT, UNCHANGED, facts
+from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED, facts
 
 _PAPER = Reference(
     title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
@@ -58,7 +58,7 @@ RankRtol = Annotated[
 
 
 @dataclass(frozen=True)
-class Flattened(Noticed):
+class Flattened(Diagnostics):
     """A spectrum that was made flat.
 
     Attributes:
@@ -72,10 +72,10 @@ class Flattened(Noticed):
     sigma: float | None = None
 
 
-class UnsureTasks(Words):
+class UnsureTasks(Summary):
     """Tensors whose task directions rounding of stored weights may have turned, by `turned_by`."""
 
-    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """Where they may be off by more than a thousandth."""
         found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in seen}
         unsure = {name: off for name, off in found.items() if off > _UNSURE}
@@ -93,8 +93,8 @@ UNSURE_TASKS = UnsureTasks()
 
 
 @dataclass(frozen=True)
-class FlattenedTasks(Noticed):
-    """What Iso-CTS noticed in one matrix; of a sum that is zero its rank alone.
+class FlattenedTasks(Diagnostics):
+    """Iso-CTS's diagnostics of one matrix; of a sum that is zero its rank alone.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -107,7 +107,7 @@ class FlattenedTasks(Noticed):
         sigma: the mean of the singular values.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, UNSURE_TASKS)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, UNSURE_TASKS)
     lengths: ClassVar[tuple[str, ...]] = ("sigma",)
 
     unchanged: int | None = None
@@ -159,7 +159,7 @@ def _cost_with_tasks(
     laws=_LAWS,
     cost=_cost_of_sum,
     factored="both",
-    noticed=Flattened,
+    diagnostics=Flattened,
     published_tuning=_TUNING,
 )
 def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
@@ -216,7 +216,7 @@ def _mean(whole: TruncatedSvd) -> float:
     laws=_LAWS,
     cost=_cost_with_tasks,
     factored="both",
-    noticed=FlattenedTasks,
+    diagnostics=FlattenedTasks,
     published_tuning=_TUNING,
 )
 def iso_cts(
@@ -271,7 +271,7 @@ def iso_cts(
     sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
     joined = orthogonalized(tasks, rtol=known.rtol, apart=common, frame=beyond)
-    noticed = FlattenedTasks(
+    diagnostics = FlattenedTasks(
         unchanged=len(group.updates) - len(changed),
         rank=whole.rank,
         common=len(common.right),
@@ -281,7 +281,7 @@ def iso_cts(
         turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group)),
         sigma=flat,
     )
-    return Merged((joined.left @ joined.right).mul_(scale * flat), noticed)
+    return Merged((joined.left @ joined.right).mul_(scale * flat), diagnostics)
 
 
 def _turned_by(

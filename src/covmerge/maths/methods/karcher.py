@@ -16,7 +16,14 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
+from covmerge.maths.methods.registry import (
+    Groups,
+    Laws,
+    Parameters,
+    Reference,
+    TensorPass,
+    register,
+)
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -40,7 +47,7 @@ class _Mean:
         return self.merged[rows.start * self.width : rows.stop * self.width]
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
     """The mean itself: each of its steps is as long as the whole."""
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     base, experts = next((base, models) for _, base, models in whole.blocks())
@@ -84,7 +91,7 @@ def _entry_bytes(parameters: Parameters) -> float:
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, _entry_bytes, together=True),
+    tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",
     stands_alone=_stands_alone,
 )

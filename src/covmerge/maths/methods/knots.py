@@ -12,7 +12,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import FLOAT64, Cost, joint_cost
 from covmerge.maths.linalg.joint import joint_directions
-from covmerge.maths.methods.elect import TrimParameter, elect_cost, surveyed_density
+from covmerge.maths.methods.elect import TrimParameter, elect_cost, ranked_density
 from covmerge.maths.methods.inner import (
     InnerCombine,
     InnerDensity,
@@ -24,7 +24,7 @@ from covmerge.maths.methods.inner import (
     merge_inside,
 )
 from covmerge.maths.methods.iso import RankRtol
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, Survey, register
+from covmerge.maths.methods.registry import GlobalPass, Laws, Parameters, Reference, Sides, register
 from covmerge.maths.methods.resolution import resolution
 
 Space = Literal["sv", "v"]
@@ -71,8 +71,8 @@ def _sides(parameters: Parameters) -> Sides:
     return "outputs" if parameters["concat"] == "inputs" else "inputs"
 
 
-def _surveyed(parameters: Parameters) -> float | None:
-    return surveyed_density(parameters) if parameters["inner"] == "ties" else None
+def _ranked_density(parameters: Parameters) -> float | None:
+    return ranked_density(parameters) if parameters["inner"] == "ties" else None
 
 
 def _components(group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -126,9 +126,9 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
         "times the whole at density 1",
     ),
     cost=_cost,
-    survey=Survey(_surveyed, _components),
+    global_pass=GlobalPass(_ranked_density, _components),
     factored=_sides,
-    noticed=Inside,
+    diagnostics=Inside,
     published_tuning="λ, between 0.4 and 0.7, and the density, 0.2 for ViT-B and else 1, on labelled "
     "validation data",
 )
@@ -194,15 +194,15 @@ def knots(
         >>> knots(group, density=1.0).delta.round(decimals=4).tolist()
         [[2.0, 1.0], [2.0, 1.0]]
     """
-    del trim  # the engine's survey has followed it
+    del trim  # the engine's global pass has followed it
     aligned = align(group, space=space, concat=concat, rank_rtol=rank_rtol)
-    noticed = Inside(
+    diagnostics = Inside(
         aligned.unchanged,
         components=len(aligned.components[0]),
         arbitrary=(aligned.arbitrary or None) if inner == "ties" else None,
     )
-    if not noticed.components:
-        return Merged(torch.zeros_like(group.updates[0]), noticed)
+    if not diagnostics.components:
+        return Merged(torch.zeros_like(group.updates[0]), diagnostics)
     merged = merge_inside(
         LinearGroup(
             aligned.components,
@@ -218,4 +218,4 @@ def knots(
         rank_rtol=rank_rtol,
     )
     delta = aligned.basis @ merged.delta
-    return Merged(delta.mT if concat == "outputs" else delta, noticed.beside(merged))
+    return Merged(delta.mT if concat == "outputs" else delta, diagnostics.beside(merged))

@@ -19,9 +19,9 @@ from covmerge.maths.methods.gathered import Made, Numbers, Whole, one_buffer
 from covmerge.maths.methods.registry import (
     Groups,
     Laws,
-    Overview,
     Parameters,
     Reference,
+    TensorPass,
     Unit,
     register,
 )
@@ -38,7 +38,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(4.0 * count * count * size, (2 * count + 2) * size * itemsize)
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     count = len(next(whole.blocks())[2])
     offsets = [Made((t,), lambda own, base, models: models[0] - base) for t in range(count)]
@@ -69,8 +69,8 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> N
     ),
     cost=_cost,
     unit=_unit,
-    overview=Overview(
-        _overview, lambda parameters: one_buffer(parameters["arithmetic"]), together=True
+    tensor_pass=TensorPass(
+        _tensor_pass, lambda parameters: one_buffer(parameters["arithmetic"]), together=True
     ),
     sees="weights",
     experts=(2, None),

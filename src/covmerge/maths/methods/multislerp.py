@@ -24,7 +24,7 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
 )
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, register
+from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -53,7 +53,7 @@ class _Way:
         return self
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Way:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Way:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     eps: float = parameters["eps"]
     group = next(groups())
@@ -117,7 +117,7 @@ def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, _entry_bytes, together=True),
+    tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",
     stands_alone=around_zero,
 )

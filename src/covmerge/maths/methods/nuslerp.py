@@ -22,7 +22,7 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
 )
 from covmerge.maths.methods.gathered import Made, Numbers, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, Unit, register
+from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, Unit, register
 
 _SHORT = 1e-7  # a length below it is not divided by
 _STRAIGHT = 1e-16  # 1 − cos² up to which the way is a straight line
@@ -37,7 +37,7 @@ def _unit(parameters: Parameters) -> Unit:
     return "row" if parameters["by"] == "rows" else "tensor"
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
 
     def end(base: Tensor, model: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> N
     ),
     cost=_cost,
     unit=_unit,
-    overview=Overview(
-        _overview,
+    tensor_pass=TensorPass(
+        _tensor_pass,
         lambda parameters: one_buffer(parameters["arithmetic"]),
         together=True,
         applies=lambda parameters: parameters["by"] == "tensor",

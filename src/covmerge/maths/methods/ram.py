@@ -17,9 +17,9 @@ from covmerge.maths.methods.gathered import Numbers
 from covmerge.maths.methods.registry import (
     Groups,
     Laws,
-    Overview,
     Parameters,
     Reference,
+    TensorPass,
     Unit,
     register,
 )
@@ -34,7 +34,7 @@ def _unit(parameters: Parameters) -> Unit:
     return "tensor" if parameters["boost"] else "element"
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
     del shape
     epsilon: float = parameters["epsilon"]
     together: Tensor | None = None
@@ -68,7 +68,7 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> N
     ),
     cost=_cost,
     unit=_unit,
-    overview=Overview(_overview, lambda parameters: 0.0, together=True),
+    tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, together=True),
     sees="weights",
 )
 def ram(

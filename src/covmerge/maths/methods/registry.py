@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -10,8 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.errors import TensorError
-from covmerge.base.noticed import Noticed
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.finite import all_finite
@@ -38,7 +39,7 @@ _NO_FLOAT = "without overflow"  # of torch's message where a factor is too large
 
 
 @dataclass(frozen=True)
-class Survey:
+class GlobalPass:
     """A pass over all tensors before the merge: how large must an entry be to be kept?
 
     The threshold of expert t is the (N − ⌊density·N⌋)-th smallest of the N magnitudes that
@@ -46,7 +47,7 @@ class Survey:
 
     Attributes:
         density: share of the entries that is kept, from the method's parameters; None: these
-            parameters need no survey.
+            parameters need no global pass.
         vectors: `(group, parameters)` -> one tensor per expert.
     """
 
@@ -54,8 +55,12 @@ class Survey:
     vectors: Callable[[LinearGroup, Parameters], tuple[Tensor, ...]]
 
 
+# Older names of what is declared, for one release.
+FORMER_DECLARATIONS = {"noticed": "diagnostics", "overview": "tensor_pass", "survey": "global_pass"}
+
+
 class Known(Protocol):
-    """What an overview found of an expert's tensor."""
+    """What a tensor pass found of an expert's tensor."""
 
     def rows(self, rows: range) -> Any:
         """Return what it says of some rows."""
@@ -71,7 +76,7 @@ class Groups(Protocol):
 
 
 @dataclass(frozen=True)
-class Overview:
+class TensorPass:
     """A look over a whole tensor before its rows are merged, of a method that sees a tensor.
 
     With it a large tensor is read twice or more and merged row by row, so that it is held of one expert at
@@ -202,13 +207,13 @@ class Method(Declared):
             axis is one row), or whole.
         others: what a matrix method does with tensors that are not matrices.
         data: the statistics of the experts' data that it needs.
-        survey: what it must know of all tensors before the first is merged.
-        overview: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
+        global pass: what it must know of all tensors before the first is merged.
+        tensor pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
             rows, with `LinearGroup.known`, where a tensor is large.
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.maths.methods.factored`); or a
             function of the parameters that says so.
-        noticed: the type of what it notices, which knows the words for it. Undeclared, it has none.
+        diagnostics: the type of its diagnostics. Undeclared, it has none.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
             base has no basis of low rank.
@@ -233,10 +238,10 @@ class Method(Declared):
     cost: CostModel = generous_cost
     others: Others = "average"
     data: Data = "none"
-    survey: Survey | None = None
-    overview: Overview | None = None
+    global_pass: GlobalPass | None = None
+    tensor_pass: TensorPass | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
-    noticed: type[Noticed] = Noticed
+    diagnostics: type[Diagnostics] = Diagnostics
     writes_masks: bool = False
     needs_base: bool = False
     sees: Sees = "updates"
@@ -258,10 +263,10 @@ class Method(Declared):
         self.one_of("sees", Sees)
         if self.sees == "weights":
             object.__setattr__(self, "needs_base", True)
-            if not self.takes_any_shape or self.data != "none" or self.survey is not None:
+            if not self.takes_any_shape or self.data != "none" or self.global_pass is not None:
                 raise ValueError(
                     f"method '{self.name}' sees weights: it takes tensors as they are stored, without "
-                    "data and without a survey; declare another `unit`, and leave out the others"
+                    "data and without a global pass; declare another `unit`, and leave out the others"
                 )
         if self.needs_base and self.factored != "none":
             raise ValueError(
@@ -317,18 +322,18 @@ class Method(Declared):
         """Return whether Δ → sΔ gives s times the merged update with these parameters."""
         return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
-    def surveyed(self, parameters: Parameters) -> float | None:
-        """Return the density that its survey looks for; None: no survey."""
-        if self.survey is None:
+    def ranked(self, parameters: Parameters) -> float | None:
+        """Return the density that its global pass looks for; None: no global pass."""
+        if self.global_pass is None:
             return None
-        with self.ending_in_words("the density of its survey"):
-            return self.survey.density(parameters)
+        with self.ending_in_words("the density of its global pass"):
+            return self.global_pass.density(parameters)
 
-    def surveyed_vectors(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
-        """Return per expert the values whose magnitudes its survey ranks."""
-        assert self.survey is not None
-        with self.ending_in_words("its survey"):
-            return self.survey.vectors(group, parameters)
+    def ranked_values(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
+        """Return per expert the values whose magnitudes its global pass ranks."""
+        assert self.global_pass is not None
+        with self.ending_in_words("its global pass"):
+            return self.global_pass.vectors(group, parameters)
 
     def resolve(self, given: Parameters, family: str | None = None) -> dict[str, Any]:
         """Return all parameters: given ones over the family's over the paper's defaults.
@@ -353,7 +358,7 @@ class Method(Declared):
         try:
             with self.ending_in_words(f"updates of {sizes}"):
                 if self._scales(parameters):
-                    merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
+                    merged = run_near_one(self._run, group, parameters, self.diagnostics.lengths)
                 else:
                     merged = self._run(group, **parameters)
         except (LinAlgError, ArithmeticError) as error:
@@ -460,4 +465,10 @@ def register(name: str, **declared: Any) -> Callable[[_Function], _Function]:
         [[1.5, 0.0], [0.0, 1.5]]
         >>> covmerge.methods.registry.unregister("mine")
     """
+    for old in FORMER_DECLARATIONS.keys() & declared.keys():
+        new = FORMER_DECLARATIONS[old]
+        warnings.warn(
+            f"register({old}=…) is now register({new}=…)", DeprecationWarning, stacklevel=2
+        )
+        declared[new] = declared.pop(old)
     return registry.register(name, **declared)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import (
     measured_equations,
@@ -17,7 +17,7 @@ from covmerge.maths.covariance.measured import (
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import solve_ridge, stack_average
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.words import JITTER
+from covmerge.maths.methods.summaries import JITTER
 
 OffDiagonal = Annotated[
     float, Field(ge=0, le=1, description="factor of all entries off the diagonal of every G_t")
@@ -42,7 +42,7 @@ _LAWS = Laws(
 
 
 @dataclass(frozen=True)
-class Factorised(Noticed):
+class Factorised(Diagnostics):
     """How a Cholesky factorisation went.
 
     Attributes:
@@ -51,7 +51,7 @@ class Factorised(Noticed):
         jitter: what it needed on the diagonal.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (JITTER,)
+    summaries: ClassVar[tuple[Summary, ...]] = (JITTER,)
 
     route: str | None = None
     rcond: float | None = None
@@ -79,7 +79,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=_LAWS,
     cost=_cost,
     data="gram",
-    noticed=Factorised,
+    diagnostics=Factorised,
     published_tuning="a, per model family: 0.9, 0.1 or none",
 )
 def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge = 0.0) -> Merged:

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, LowRank, Merged
 from covmerge.maths.linalg.auto import FLOAT64, Cost, leading_cost
 from covmerge.maths.linalg.lapack import dot, norm
@@ -20,7 +20,7 @@ from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import resolution
-from covmerge.maths.methods.words import UNCHANGED, Counted
+from covmerge.maths.methods.summaries import UNCHANGED, Counted
 
 # A mean cosine of so little is none: residuals of millions of entries come to as much by chance, and
 # float32 to a part of it by rounding. So is what is left of heads that cancel.
@@ -34,8 +34,8 @@ _AVERAGED = Counted(
 
 
 @dataclass(frozen=True)
-class ResNoticed(Noticed):
-    """What ResMerge noticed in one matrix.
+class ResDiagnostics(Diagnostics):
+    """ResMerge's diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -46,7 +46,7 @@ class ResNoticed(Noticed):
         head_agreement: s_H, the mean cosine of two heads, where negative ones count as zero.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, _AVERAGED)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, _AVERAGED)
 
     unchanged: int = 0
     without_residual: int = 0
@@ -85,7 +85,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
     ),
     cost=_cost,
     factored="both",
-    noticed=ResNoticed,
+    diagnostics=ResDiagnostics,
 )
 def resmerge(
     group: LinearGroup,
@@ -148,7 +148,7 @@ def resmerge(
     changed = known.changed(group)
     unchanged = len(group.updates) - len(changed)
     if not changed:
-        return Merged(torch.zeros_like(group.updates[0]), ResNoticed(unchanged))
+        return Merged(torch.zeros_like(group.updates[0]), ResDiagnostics(unchanged))
     parts = [
         leading_svd(update, head_rank, rtol=known.rtol, rounding=error)
         for update, _, error in changed
@@ -158,7 +158,7 @@ def resmerge(
     without = len(parts) - len(beyond)
     if not beyond:
         mean = stack_weighted(updates, [weight / sum(weights) for weight in weights])
-        return Merged(mean, ResNoticed(unchanged, without, averaged=without))
+        return Merged(mean, ResDiagnostics(unchanged, without, averaged=without))
     heads = [_unit_head(part) for part in parts]
     merged, agreement, coherence = _on_the_sphere(
         [_residual(updates[t], parts[t]) for t in beyond],
@@ -168,8 +168,8 @@ def resmerge(
     head, head_agreement = _direction(heads, [norm(part.kept) for part in parts], weights)
     if head is not None:
         merged.add_(head, alpha=head_ratio * head_agreement * norm(merged))
-    noticed = ResNoticed(unchanged, without, None, agreement, coherence, head_agreement)
-    return Merged(merged, noticed)
+    diagnostics = ResDiagnostics(unchanged, without, None, agreement, coherence, head_agreement)
+    return Merged(merged, diagnostics)
 
 
 def _unit_head(part: TruncatedSvd) -> LowRank:

@@ -27,13 +27,13 @@ def run_near_one(
 ) -> Merged:
     """Run a kernel that is equivariant to scale on updates brought near 1, and scale its result back.
 
-    Thresholds of a survey are in units that only the method knows: with them it is run as it is.
+    Thresholds of a global pass are in units that only the method knows: with them it is run as it is.
 
     Args:
         kernel: the method's function.
         group: the updates.
         parameters: of the method.
-        lengths: what it notices in units of the updates (`Noticed.lengths`).
+        lengths: the diagnostics in units of the updates (`Diagnostics.lengths`).
 
     Example:
         >>> import torch
@@ -51,11 +51,11 @@ def run_near_one(
     if near.base_norm is not None:  # updates are held against it
         near = replace(near, base_norm=factor * near.base_norm)
     merged = kernel(near, **parameters)
-    noticed: dict[str, Json] = {
+    diagnostics: dict[str, Json] = {
         name: fact / factor if name in lengths and isinstance(fact, float) else fact
         for name, fact in merged.stats.items()
     }
-    return replace(merged, delta=merged.delta / factor, noticed=noticed)
+    return replace(merged, delta=merged.delta / factor, diagnostics=diagnostics)
 
 
 def _exponent(group: LinearGroup) -> int:

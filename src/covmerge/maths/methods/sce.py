@@ -17,7 +17,14 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.exponent import exponent_of
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
+from covmerge.maths.methods.registry import (
+    Groups,
+    Laws,
+    Parameters,
+    Reference,
+    TensorPass,
+    register,
+)
 
 # Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
 _WIDE, _FAR = (torch.float32, torch.float64), 20
@@ -50,7 +57,7 @@ class _Selected:
         return self.shares, self.kept[rows.start * self.width : rows.stop * self.width]
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     kept = None
     if parameters["select_topk"] < 1:
@@ -90,7 +97,7 @@ def _entry_bytes(parameters: Parameters) -> float:
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, _entry_bytes, together=True),
+    tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",
 )
 def sce(

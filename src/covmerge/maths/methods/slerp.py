@@ -15,7 +15,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.maths.methods.registry import Groups, Laws, Overview, Parameters, register
+from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
 
 _PART = 2**20  # entries at once
 _STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
@@ -42,7 +42,7 @@ class Shares:
         return self
 
 
-def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Shares:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Shares:
     del shape
 
     def ways() -> Iterator[tuple[Tensor, Tensor]]:
@@ -65,7 +65,7 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> S
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, lambda parameters: 0.0, looks=lambda parameters: 2),
+    tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, looks=lambda parameters: 2),
     sees="weights",
     experts=(1, 1),
 )

@@ -60,7 +60,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptEntries:
     """What a rule keeps of a tensor.
 
     Attributes:
@@ -77,7 +77,7 @@ class Kept:
     dtype: torch.dtype | None = None
     width: int = 1
 
-    def rows(self, rows: range) -> Kept:
+    def rows(self, rows: range) -> KeptEntries:
         """What is kept of some rows."""
         if self.mask is not None:
             return replace(self, mask=self.mask[rows.start : rows.stop])
@@ -106,7 +106,7 @@ class Kept:
         return torch.cat(parts).view(own.shape)
 
 
-EVERYTHING, NOTHING = Kept(), Kept(limits=(Limits(inf, inf, inf),))
+EVERYTHING, NOTHING = KeptEntries(), KeptEntries(limits=(Limits(inf, inf, inf),))
 
 
 def keep(
@@ -118,7 +118,7 @@ def keep(
     gamma: float = 0.0,
     epsilon: float = 0.0,
     rescale: bool = False,
-) -> Kept:
+) -> KeptEntries:
     """Find what a rule keeps of an update.
 
     A density of 1 or more keeps all of it, and draws no number; of 0 nothing.
@@ -158,10 +158,10 @@ def keep(
     most = int(density * count)
     if how == "magnitude":
         limits = _largest(_vector(blocks), count, max(1, most))
-        kept = Kept(limits, width=prod(shape[1:]))
+        kept = KeptEntries(limits, width=prod(shape[1:]))
     elif how == "band":
         first = max(0, count - most - int(gamma * count))
-        kept = Kept(_band(_vector(blocks), count, first, most), width=prod(shape[1:]))
+        kept = KeptEntries(_band(_vector(blocks), count, first, most), width=prod(shape[1:]))
     elif how == "bernoulli":
         kept = _by_chance(blocks, lambda own, dtype: torch.full_like(own, density, dtype=dtype))
     else:
@@ -242,7 +242,7 @@ def _between(values: Tensor, limits: Limits) -> Tensor:
     return left if limits.most == inf else drop_above(left, limits.most)
 
 
-def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor]) -> Kept:
+def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor]) -> KeptEntries:
     masks: list[Tensor] = []
     dtype = torch.float32
     for update, numbers in blocks():
@@ -251,10 +251,10 @@ def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor])
         probability = chances(update, dtype).float()
         drawn = numbers(tuple(probability.shape)).to(update.device)
         masks.append(pack((drawn < probability).view_as(update)))
-    return Kept(mask=masks[0] if len(masks) == 1 else torch.cat(masks), dtype=dtype)
+    return KeptEntries(mask=masks[0] if len(masks) == 1 else torch.cat(masks), dtype=dtype)
 
 
-def _rescaled(kept: Kept, blocks: Blocks, count: int) -> Kept:
+def _rescaled(kept: KeptEntries, blocks: Blocks, count: int) -> KeptEntries:
     """What is kept, times ‖Δ‖₁ / ‖Δ ⊙ M‖₁; both sums are taken over the whole, as of one tensor."""
     sizes = _whole(blocks, count, kept.dtype)
     whole, done, start = sizes.sum(), 0, 0

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, LowRank, Merged
 from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
@@ -20,22 +20,22 @@ from covmerge.maths.linalg.spectral import truncated_svd
 from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import resolution
-from covmerge.maths.methods.words import UNCHANGED
+from covmerge.maths.methods.summaries import UNCHANGED
 
 # Statistics are stored in float32: eigenvalues of so little of the largest are rounding of them.
 _ROUNDED = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
-class Routed(Noticed):
-    """What was noticed in one matrix.
+class Routed(Diagnostics):
+    """Diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that left the sums.
         rank: directions of z along which the system was solved; None: there was nothing to solve.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
     unchanged: int = 0
     rank: int | None = None
@@ -83,7 +83,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     data="gram",
     factored="both",
-    noticed=Routed,
+    diagnostics=Routed,
 )
 def ssr(
     group: LinearGroup,
@@ -147,12 +147,12 @@ def ssr(
     grams = measured_values(group, "gram", method="ssr")
     like = group.updates[0]
     changed = [t for t, update in enumerate(group.updates) if update.any()]
-    noticed = Routed(len(group.updates) - len(changed))
+    diagnostics = Routed(len(group.updates) - len(changed))
     heard = [t for t in changed if grams[t].any()]
     if not heard:
-        return Merged(torch.zeros_like(like), noticed)
+        return Merged(torch.zeros_like(like), diagnostics)
     if len(heard) == 1:
-        return Merged(group.updates[heard[0]].clone(), noticed)
+        return Merged(group.updates[heard[0]].clone(), diagnostics)
     factors = _factors(group, heard, rank_rtol)
     root = _root([own.right for own in factors])
     system = root.new_zeros(root.shape[1], root.shape[1])
@@ -168,7 +168,7 @@ def ssr(
     kept = damped > _ROUNDED * damped[-1]
     along = vectors[:, kept]
     delta = ((numerator @ along) / damped[kept]) @ (root @ along).mT
-    return Merged(delta.to(like.dtype), replace(noticed, rank=int(kept.sum())))
+    return Merged(delta.to(like.dtype), replace(diagnostics, rank=int(kept.sum())))
 
 
 def _factors(group: LinearGroup, experts: Sequence[int], rank_rtol: float | None) -> list[LowRank]:

@@ -11,11 +11,18 @@ from covmerge.maths.methods.elect import (
     elect_cost,
     find_threshold,
     merge_agreeing,
-    surveyed_density,
+    ranked_density,
     thresholds_of,
     trim_unit,
 )
-from covmerge.maths.methods.registry import Laws, Overview, Parameters, Reference, Survey, register
+from covmerge.maths.methods.registry import (
+    GlobalPass,
+    Laws,
+    Parameters,
+    Reference,
+    TensorPass,
+    register,
+)
 
 
 def _replicas(parameters: Parameters, count: int) -> float | None:
@@ -44,8 +51,8 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=elect_cost,
     unit=trim_unit,
-    overview=Overview(find_threshold, lambda parameters: 0.0, looks=lambda parameters: 2),
-    survey=Survey(surveyed_density, lambda group, parameters: group.updates),
+    tensor_pass=TensorPass(find_threshold, lambda parameters: 0.0, looks=lambda parameters: 2),
+    global_pass=GlobalPass(ranked_density, lambda group, parameters: group.updates),
     published_tuning="λ, on labelled validation data; where there is none it is 1",
 )
 def ties(
@@ -85,7 +92,7 @@ def ties(
         >>> ties(group, density=0.4).delta.tolist()
         [2.0, -2.0, 0.0]
     """
-    del trim  # the engine's survey has followed it
+    del trim  # the engine's global pass has followed it
     thresholds = group.thresholds or group.known or thresholds_of(group.updates, density)
     merged = merge_agreeing(group.updates, group.weights, thresholds=thresholds, combine=merge)
     return Merged(merged.mul_(scale))

@@ -8,18 +8,18 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from covmerge.base.noticed import Noticed, Words
+from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 from covmerge.maths.methods.triplets import kept_together, leading_triplets, together, triplets_cost
-from covmerge.maths.methods.words import DEPENDENT, UNCHANGED
 
 
 @dataclass(frozen=True)
-class TsvNoticed(Noticed):
-    """What TSV-Merge noticed in one matrix.
+class TsvDiagnostics(Diagnostics):
+    """TSV-Merge's diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -28,7 +28,7 @@ class TsvNoticed(Noticed):
         dependent: directions that they have nearly in common.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+    summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
 
     unchanged: int = 0
     k: int | None = None
@@ -70,7 +70,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = 
     ),
     cost=_cost,
     factored="both",
-    noticed=TsvNoticed,
+    diagnostics=TsvDiagnostics,
     published_tuning="α, on labelled validation data",
 )
 def tsv_m(
@@ -121,8 +121,8 @@ def tsv_m(
     known = resolution(group, rank_rtol)
     found = leading_triplets(group, known, lossless=lossless)
     if not found.parts:
-        return Merged(torch.zeros_like(group.updates[0]), TsvNoticed(found.unchanged))
+        return Merged(torch.zeros_like(group.updates[0]), TsvDiagnostics(found.unchanged))
     sigma = torch.cat([p.kept * w for p, w in zip(found.parts, found.weights, strict=True)])
     joined = together(group, known, found)
     merged = (joined.left * (scale * sigma.to(joined.left.dtype))) @ joined.right
-    return Merged(merged, TsvNoticed(found.unchanged, found.k, len(sigma), joined.dependent))
+    return Merged(merged, TsvDiagnostics(found.unchanged, found.k, len(sigma), joined.dependent))

@@ -66,7 +66,7 @@ def _are_apart(active: Active) -> bool:
     ),
     cost=_cost,
     factored=_sides,
-    noticed=CutOff,
+    diagnostics=CutOff,
     others="base",
 )
 def wudi(
@@ -138,11 +138,11 @@ def wudi(
         steps = iterations if len(active.updates) > 1 else 0
         start = stack_weighted(active.updates, active.weights, dtype=torch.float64)
         merged = _adam(normal, start, steps, learning_rate)
-        noticed = CutOff(normal.route, unchanged=active.unchanged)
+        diagnostics = CutOff(normal.route, unchanged=active.unchanged)
     else:
         covariances = active.unit_grams(exact=_are_apart(active))
-        merged, noticed = solve_cut_off(active, covariances, rtol)
-    return Merged(merged.to(first.dtype), noticed)
+        merged, diagnostics = solve_cut_off(active, covariances, rtol)
+    return Merged(merged.to(first.dtype), diagnostics)
 
 
 def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:

@@ -161,7 +161,7 @@ def auto(group: LinearGroup) -> Tensor:
     return (1 - h) * R + h * F
 
 
-def share_told(G: Tensor) -> float:
+def share_of_inputs(G: Tensor) -> float:
     """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto-measured.md)."""
     return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
 
@@ -169,7 +169,7 @@ def share_told(G: Tensor) -> float:
 def share_used(D: Tensor) -> float:
     """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto-measured.md)."""
     U = (D if len(D) >= D.shape[1] else D.T) / length(D)
-    return min(1.0, share_told(min(D.shape) * U.T @ U))
+    return min(1.0, share_of_inputs(min(D.shape) * U.T @ U))
 
 
 def equalised(

@@ -18,7 +18,7 @@ from covmerge.maths.reference.closed_form import (
     equalised,
     least_interference,
     mean_one,
-    share_told,
+    share_of_inputs,
     shares,
 )
 from covmerge.maths.reference.rank import leading, roundings, tolerance, with_equals
@@ -150,7 +150,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     C = list(G)
     for t in changed:
         U = deltas[t].T @ deltas[t] / length(deltas[t]) ** 2
-        C[t] = G[t] + s[t] * share_told(d_in * U) * G[t].trace() * U
+        C[t] = G[t] + s[t] * share_of_inputs(d_in * U) * G[t].trace() * U
     w = group.weights
     numerator = total(w[t] * b[t] * deltas[t] @ C[t] for t in changed)
     R = numerator @ pinv(weighted(C, w))

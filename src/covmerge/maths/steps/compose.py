@@ -16,7 +16,7 @@ from torch import Tensor
 from covmerge.base.errors import RecipeError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import Laws, Method, Sides, Survey, Unit, cost_with
+from covmerge.maths.methods.registry import GlobalPass, Laws, Method, Sides, Unit, cost_with
 from covmerge.maths.registry import Parameters
 from covmerge.maths.steps.registry import Step, When, registry
 
@@ -118,14 +118,14 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
             merged = use.step.finish(group, merged, use.parameters)
         return merged
 
-    survey = method.survey
-    if survey is not None and before:
-        vectors = survey.vectors
+    global_pass = method.global_pass
+    if global_pass is not None and before:
+        vectors = global_pass.vectors
 
         def stepped(group: LinearGroup, given: Parameters) -> tuple[Tensor, ...]:
             return vectors(prepared(group), given)
 
-        survey = Survey(survey.density, stepped)
+        global_pass = GlobalPass(global_pass.density, stepped)
     return replace(
         method,
         name=" + ".join((*(u.name for u in before), method.name, *(u.name for u in after))),
@@ -133,8 +133,8 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
         laws=_laws(method, (*before, *after)),
         unit=unit,
         cost=_cost(method, before, (*before, *after)),
-        survey=survey,
-        overview=None,
+        global_pass=global_pass,
+        tensor_pass=None,
         factored="none" if needs_base else _factored(method, steps),
         needs_base=needs_base,
     )

@@ -47,10 +47,10 @@ def blocks_of_rows(subject: Subject, case: Case) -> None:
     if method.unit_for(subject.given) not in ("element", "row"):
         return
     whole = subject.group(case.updates)
-    density = method.surveyed(subject.given)
+    density = method.ranked(subject.given)
     if density is not None:
-        assert method.survey is not None
-        vectors = method.survey.vectors(whole, subject.given)
+        assert method.global_pass is not None
+        vectors = method.global_pass.vectors(whole, subject.given)
         found = [kth_magnitude(v, threshold_rank(density, v.numel())) for v in vectors]
         whole = replace(whole, thresholds=tuple(found))
     middle = case.shape[0] // 2

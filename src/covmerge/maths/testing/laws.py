@@ -160,14 +160,14 @@ def the_same_bytes_every_time(subject: Subject, case: Case) -> None:
     expect(torch.equal(once, again), f"two runs differ by {relative(once, again):.2g} of the norm")
 
 
-def noticed_is_plain_json(subject: Subject, case: Case) -> None:
-    """What it noticed can be written to covmerge.json, and read back as the type that it declares."""
+def diagnostics_are_plain_json(subject: Subject, case: Case) -> None:
+    """Its diagnostics can be written to covmerge.json, and read back as the type that it declares."""
     facts = dict(subject.method(subject.group(case.updates), **subject.given).stats)
     try:
         written = json.loads(json.dumps(facts, allow_nan=False))
-        subject.method.noticed.from_json(written)
+        subject.method.diagnostics.from_json(written)
     except (TypeError, ValueError) as error:
-        expect(False, f"it noticed {facts}, which is no JSON of its type: {error}")
+        expect(False, f"its diagnostics {facts} are no JSON of their type: {error}")
 
 
 def cost_model_is_positive(subject: Subject, case: Case) -> None:
@@ -189,7 +189,7 @@ LAWS: Mapping[str, Law] = {
         weights_of_one_value_are_neutral,
         a_weight_pulls_towards_its_expert,
         the_same_bytes_every_time,
-        noticed_is_plain_json,
+        diagnostics_are_plain_json,
         cost_model_is_positive,
     )
 }

@@ -84,10 +84,10 @@ def _step_names(subject: Subject) -> list[str]:
 
 
 def is_arbitrary(subject: Subject, updates: Sequence[Tensor]) -> bool:
-    """Whether the method says that its result hangs on rounding (`Noticed.arbitrary_result`)."""
+    """Whether the method says that its result hangs on rounding (`Diagnostics.arbitrary_result`)."""
     method = subject.method
     merged = method(subject.group(updates), **subject.given)
-    return method.noticed.from_json(merged.stats).arbitrary_result
+    return method.diagnostics.from_json(merged.stats).arbitrary_result
 
 
 def apart(one: Tensor, other: Tensor, updates: Sequence[Tensor]) -> float:

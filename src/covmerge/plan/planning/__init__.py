@@ -29,10 +29,10 @@ from covmerge.plan.planning.forms import (
     mask_part,
 )
 from covmerge.plan.planning.operands import BASE, MERGED, Operand, expert_key
-from covmerge.plan.planning.operations import Copy, Count, Look, Merge, Operation
+from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge, Operation
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.planning.ties import with_ties_undone
-from covmerge.plan.planning.types import Plan, Survey
+from covmerge.plan.planning.types import GlobalPass, Plan
 from covmerge.plan.planning.varied import Settings
 from covmerge.plan.planning.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 
@@ -45,7 +45,8 @@ __all__ = [
     "Copy",
     "Count",
     "Form",
-    "Look",
+    "GlobalPass",
+    "Inspect",
     "Merge",
     "Model",
     "ModelTensor",
@@ -56,7 +57,6 @@ __all__ = [
     "Result",
     "Settings",
     "Statistics",
-    "Survey",
     "TensorPlan",
     "Unwritten",
     "WorkItem",

@@ -45,7 +45,7 @@ from covmerge.plan.planning.operands import BASE, Operand, expert_key
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.quantise import Quantised, quantised
 from covmerge.plan.planning.rules import Rules
-from covmerge.plan.planning.types import Plan, Survey
+from covmerge.plan.planning.types import GlobalPass, Plan
 from covmerge.plan.planning.work import (
     TOGETHER_ELEMENTS,
     TensorPlan,
@@ -251,7 +251,7 @@ def _plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
         items=(*items, *_head_items(heads)),
-        surveys=tuple(_surveys(items)),
+        global_passes=tuple(_global_passes(items)),
         heads=heads,
         family=base.description.family,
         chosen=draft.chosen,
@@ -317,23 +317,23 @@ def _chosen(draft: _Draft) -> Iterator[str]:
         yield f"{UNNAMED_NOTE}{draft.recipe.method}, as {draft.chosen}"
 
 
-def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
+def _global_passes(items: Sequence[WorkItem]) -> Iterator[GlobalPass]:
     together: dict[str, list[WorkItem]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
         own = list(neighbours)
         action = own[0].tensor.operation
-        if isinstance(action, Merge) and _surveyed_density(action) is not None:
+        if isinstance(action, Merge) and _ranked_density(action) is not None:
             together.setdefault(action.key, []).extend(own)
-    for surveyed in together.values():
-        action = surveyed[0].tensor.operation
+    for ranked in together.values():
+        action = ranked[0].tensor.operation
         assert isinstance(action, Merge)
-        density = _surveyed_density(action)
+        density = _ranked_density(action)
         assert density is not None
-        yield Survey(action, density, tuple(Survey.counting(surveyed)))
+        yield GlobalPass(action, density, tuple(GlobalPass.counting(ranked)))
 
 
-def _surveyed_density(action: Merge) -> float | None:
-    return action.procedure.surveyed(action.parameters)
+def _ranked_density(action: Merge) -> float | None:
+    return action.procedure.ranked(action.parameters)
 
 
 def _head_names(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str, ...]:
@@ -579,8 +579,8 @@ def _work_item(
     layout = tensor.operation.layout
     dense = not any(name in models[expert].checkpoint.low_rank for expert, name in present)
     at_once = _rows_at_once(tensor, tensor.operation, shape) if alone and dense else None
-    overview = at_once is None and alone and dense and _looks_over(tensor, shape)
-    if overview:
+    tensor_pass = at_once is None and alone and dense and _looks_over(tensor, shape)
+    if tensor_pass:
         at_once = _rows_of_a_part(shape)
     part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
     if layout is None:
@@ -594,7 +594,7 @@ def _work_item(
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
     # Where the loss of half-precision steps is measured there is a second result, and what they differ by.
-    again = 0 if tensor.operation.half is None or overview else 1
+    again = 0 if tensor.operation.half is None or tensor_pass else 1
     held = (count + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
@@ -602,9 +602,9 @@ def _work_item(
         for expert, name in tensor.statistics.items()
     )
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
-    if overview:
-        assert method.overview is not None
-        look = method.overview
+    if tensor_pass:
+        assert method.tensor_pass is not None
+        look = method.tensor_pass
         entry_bytes = look.entry_bytes(tensor.operation.parameters)
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
@@ -621,25 +621,25 @@ def _work_item(
         eigen_flops=sum(cost.eigen for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
-        overview=overview,
-        looked_at=_looked_at(tensor, stored, models, numel) if overview else 0,
+        tensor_pass=tensor_pass,
+        looked_at=_looked_at(tensor, stored, models, numel) if tensor_pass else 0,
     )
 
 
 def _looked_at(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
-    """Bytes that an overview reads: of each expert by itself beside the base, or of all together."""
+    """Bytes that a tensor pass reads: of each expert by itself beside the base, or of all together."""
     assert isinstance(tensor.operation, Merge)
     method, given = tensor.operation.procedure, tensor.operation.parameters
-    assert method.overview is not None
+    assert method.tensor_pass is not None
     experts = list(tensor.operands)
     own = {
         expert: 0 if operand.tensor is None else models[expert].stored_bytes(operand.tensor, numel)
         for expert, operand in tensor.operands.items()
     }
-    if method.overview.together:
-        return method.overview.looks(given) * (stored + sum(own.values()))
+    if method.tensor_pass.together:
+        return method.tensor_pass.looks(given) * (stored + sum(own.values()))
     return sum(
-        method.overview.looks(method.for_experts(given, experts, [expert])) * (stored + size)
+        method.tensor_pass.looks(method.for_experts(given, experts, [expert])) * (stored + size)
         for expert, size in own.items()
     )
 
@@ -694,7 +694,7 @@ def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
     merge = tensor.operation
     return (
         isinstance(merge, Merge)
-        and (look := merge.procedure.overview) is not None
+        and (look := merge.procedure.tensor_pass) is not None
         and look.applies(merge.parameters)
         and merge.procedure.unit_for(merge.parameters) == "tensor"
         and tensor.form.in_parts

@@ -44,7 +44,7 @@ class Merge:
 
     @property
     def key(self) -> str:
-        """Method, parameters and steps: all tensors of one key share one survey."""
+        """Method, parameters and steps: all tensors of one key share one global pass."""
         used = [[use.name, dict(use.parameters)] for use in (*self.before, *self.after)]
         return json.dumps([self.method, dict(self.parameters), *used], sort_keys=True)
 
@@ -82,10 +82,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Count:
-    """Count magnitudes for the survey of a merge: a reduction, which writes nothing.
+    """Count magnitudes for the global pass of a merge: a reduction, which writes nothing.
 
     Attributes:
-        merge: what the survey is for.
+        merge: what the global pass is for.
         plan: which of the plans that run together asks for it.
     """
 
@@ -94,7 +94,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspect:
     """Measure updates, and a merged model; nothing is merged.
 
     Attributes:
@@ -112,4 +112,4 @@ class Look:
     quadratics: bool = False
 
 
-Operation = Merge | Copy | Count | Look
+Operation = Merge | Copy | Count | Inspect

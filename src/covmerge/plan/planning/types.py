@@ -28,12 +28,12 @@ from covmerge.plan.recipe import Recipe, dump_recipe
 # Passes that an exact selection takes (`covmerge.maths.linalg.select`), and with a good guess, by compute
 # dtype.
 _PASSES = {"float32": (2, 1), "float64": (4, 3)}
-# A guess comes from this share of the entries, of surveys of so many that passes take time.
+# A guess comes from this share of the entries, in global passes over so many that passes take time.
 _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 
 @dataclass(frozen=True)
-class Survey:
+class GlobalPass:
     """What must be known of all tensors of a method before the first is merged.
 
     Attributes:
@@ -93,7 +93,7 @@ class Plan:
         recipe: the recipe with all defaults, and a method.
         tensors: the output's tensors in output order.
         items: the work, in output order; task heads are copied last.
-        surveys: passes over some of the items before the work.
+        global passes: passes over some of the items before the work.
         heads: per expert, tensors that are kept for it alone: name in the expert -> header.
         family: model family, which decides family defaults.
         notes: what a user should know before starting.
@@ -113,7 +113,7 @@ class Plan:
     items: tuple[WorkItem, ...]
     heads: Mapping[str, Mapping[str, TensorHeader]]
     family: str | None
-    surveys: tuple[Survey, ...] = ()
+    global_passes: tuple[GlobalPass, ...] = ()
     notes: tuple[str, ...] = ()
     tied: Mapping[str | None, Mapping[str, str]] = field(
         default_factory=dict[str | None, Mapping[str, str]]
@@ -131,15 +131,17 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from all checkpoints and statistics, passes of surveys and overviews included."""
+        """Bytes read from all checkpoints and statistics, global passes and tensor passes included."""
         merging = sum(
             item.looked_at + item.read_bytes + item.statistics_bytes for item in self.items
         )
         return merging + sum(
             passes * item.read_bytes
-            for survey in self.surveys
+            for global_pass in self.global_passes
             for passes, items in zip(
-                survey.passes(self.recipe.dtype), (survey.sample, survey.items), strict=True
+                global_pass.passes(self.recipe.dtype),
+                (global_pass.sample, global_pass.items),
+                strict=True,
             )
             for item in items
         )

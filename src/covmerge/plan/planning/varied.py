@@ -50,7 +50,7 @@ class Settings:
         found = {key: value_at(value, name, depth) for key, value in self.given.items()}
         said = {key: value for key, value in found.items() if value is not UNSAID}
         parameters = self.method.resolve(said, self.family)
-        if self.varied and self.method.surveyed(parameters) is not None:
+        if self.varied and self.method.ranked(parameters) is not None:
             raise RecipeError(
                 f"method '{self.method.name}': '{self.varied[0]}' differs from tensor to tensor, and the "
                 "largest entries are looked for in all of them together: rank each tensor by itself with "

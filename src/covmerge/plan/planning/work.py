@@ -17,7 +17,7 @@ from covmerge.plan.planning.operations import Operation
 
 # Items of at most so many elements are computed on one core each.
 _NARROW_ELEMENTS = 4 * 2**20
-# Of an overview: so many parts are merged at once, at most, a core each; and experts are looked over at
+# In a tensor pass so many parts are merged at once, at most, a core each; and experts are looked over at
 # once as long as they have so many elements together.
 _PARTS_AT_ONCE = 8
 _LOOKED_OVER_ELEMENTS = 2**25
@@ -117,7 +117,7 @@ class WorkItem:
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         at_once: rows that are merged at once, where what a row becomes does not depend on others;
             None: all of them.
-        overview: a method that must know the whole looks it over first, expert by expert; then rows are
+        tensor pass: a method that must know the whole looks it over first, expert by expert; then rows are
             read again, and merged `at_once`.
         looked_at: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
@@ -135,7 +135,7 @@ class WorkItem:
     eigen_flops: float = 0.0
     statistics_bytes: int = 0
     at_once: int | None = None
-    overview: bool = False
+    tensor_pass: bool = False
     looked_at: int = 0
     thin: bool = False
 
@@ -147,14 +147,14 @@ class WorkItem:
     @property
     def device_memory(self) -> int:
         """The same on a device that is not the CPU: what is merged in parts is merged whole there."""
-        if self.rows is None or self.at_once is None or self.overview:
+        if self.rows is None or self.at_once is None or self.tensor_pass:
             return self.memory
         return self.memory + (ceil(len(self.rows) / self.at_once) - 1) * self.workspace
 
     @property
     def held_bytes(self) -> int:
         """Stored bytes that are alive from their reading to the end of the computation."""
-        return 0 if self.overview else self.read_bytes
+        return 0 if self.tensor_pass else self.read_bytes
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
@@ -199,7 +199,9 @@ class WorkItem:
         """Yield the work on so many of its rows after the other."""
         assert self.rows is not None
         for start in range(0, len(self.rows), rows):
-            yield replace(self, rows=self.rows[start : start + rows], overview=False, looked_at=0)
+            yield replace(
+                self, rows=self.rows[start : start + rows], tensor_pass=False, looked_at=0
+            )
 
     def leading(self, share: float) -> WorkItem:
         """Return the first of its rows, one at least."""

@@ -16,8 +16,8 @@ from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
 from covmerge.plan.recipe.mergekit import (
     Document,
+    ImportLog,
     Places,
-    Told,
     compile_mergekit,
     in_order,
     is_mergekit,
@@ -29,7 +29,7 @@ from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, parse_documents, p
 _MAX_BYTES = 1 << 20
 
 
-def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
+def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
     """Read a recipe file (YAML, of which JSON is a part), of covmerge or of mergekit.
 
     Relative paths in it are relative to the file's folder; in mergekit's recipes to the working directory,
@@ -37,27 +37,27 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
 
     Args:
         path: the file.
-        told: how strictly a recipe of mergekit's is read, and where notes are put.
+        log: how strictly a recipe of mergekit's is read, and where notes are put.
 
     Raises:
         CheckpointError: the checkpoints of a `run` are not there, or not whole.
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
-    return _recipe(Path(path), *_read(Path(path)), told)
+    return _recipe(Path(path), *_read(Path(path)), log)
 
 
-def _recipe(path: Path, data: Any, origin: Origin, told: Told | None) -> Recipe:
+def _recipe(path: Path, data: Any, origin: Origin, log: ImportLog | None) -> Recipe:
     """Return the recipe that a file holds."""
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
-        ours = compile_mergekit(theirs, origin, told or Told(), Places(path.parent))
+        ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(path.parent))
         return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
     folder = path.parent
-    return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
+    return _beside(_validate(_without_run(data, origin, folder, log), origin), folder, origin)
 
 
 def load_stages(
-    path: str | Path, out: Path | None, told: Told | None = None, folder: Path | None = None
+    path: str | Path, out: Path | None, log: ImportLog | None = None, folder: Path | None = None
 ) -> list[tuple[Path, Recipe]]:
     """Read a recipe file of one or several documents: folders to be written, in order, with their recipes.
 
@@ -67,7 +67,7 @@ def load_stages(
     Args:
         path: the file.
         out: the last one's output; where all are named, the folder that they lie in.
-        told: how strictly a recipe of mergekit's is read, and where notes are put.
+        log: how strictly a recipe of mergekit's is read, and where notes are put.
         folder: where those that are named lie; None: in `OUT.stages`. `out` may be None with it.
 
     Raises:
@@ -81,9 +81,9 @@ def load_stages(
                 f"{path} has one recipe, and stages are of several: leave out {Hint('stages')}, and end "
                 "the command with the output folder"
             )
-        return [(out, _recipe(Path(path), *documents[0], told))]
-    told = told or Told()
-    stages = in_order([Document(data, origin, told) for data, origin in documents])
+        return [(out, _recipe(Path(path), *documents[0], log))]
+    log = log or ImportLog()
+    stages = in_order([Document(data, origin, log) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
     folders = {own.name: str(inside / own.name) for own in stages if own.name}
     if stages[-1].name is None:
@@ -93,7 +93,7 @@ def load_stages(
         (
             Path(folders[own.name]) if own.name else last,
             _validate(
-                compile_mergekit(own.recipe, own.origin, told, places),
+                compile_mergekit(own.recipe, own.origin, log, places),
                 Origin(
                     f"{own.origin.name}, {own.name or 'the last stage'} as a recipe of covmerge"
                 ),
@@ -135,7 +135,7 @@ def _check_apart(last: Path, folders: Iterable[str]) -> None:
             )
 
 
-def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
+def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
     """Return what a recipe file of mergekit's is in covmerge's words, with paths as seen from here.
 
     Raises:
@@ -144,7 +144,7 @@ def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
     data, origin = _read(Path(path))
     if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
         raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
-    ours = compile_mergekit(theirs, origin, told, Places(Path(path).parent))
+    ours = compile_mergekit(theirs, origin, log, Places(Path(path).parent))
     _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
     return ours
 
@@ -173,14 +173,14 @@ def _text(path: Path) -> str:
 
 
 def parse_recipe(
-    mapping: Mapping[str, Any], *, origin: str = "recipe", told: Told | None = None
+    mapping: Mapping[str, Any], *, origin: str = "recipe", log: ImportLog | None = None
 ) -> Recipe:
     """Return the recipe that a mapping describes; sources are taken as they are.
 
     Args:
         mapping: what a recipe file holds, as `dump_recipe` returns it; or one of mergekit's.
         origin: a name for messages, such as "command line".
-        told: how strictly a recipe of mergekit's is read, and where notes are put.
+        log: how strictly a recipe of mergekit's is read, and where notes are put.
 
     Raises:
         CheckpointError: the checkpoints of a `run` are not there, or not whole.
@@ -193,8 +193,8 @@ def parse_recipe(
     """
     data = dict(mapping)
     if is_mergekit(data):
-        data = compile_mergekit(data, Origin(origin), told or Told())
-    return _validate(_without_run(data, Origin(origin), Path(), told), Origin(origin))
+        data = compile_mergekit(data, Origin(origin), log or ImportLog())
+    return _validate(_without_run(data, Origin(origin), Path(), log), Origin(origin))
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [key for key in {**one, **other} if said(one, key) != said(other, key)]
 
 
-def _without_run(data: Any, origin: Origin, beside: Path, told: Told | None) -> Any:
+def _without_run(data: Any, origin: Origin, beside: Path, log: ImportLog | None) -> Any:
     """Return a recipe with the checkpoints of its run as experts; any other as it is."""
     given = cast("dict[str, Any]", data)
     if not isinstance(data, dict) or RUN not in given:
@@ -251,7 +251,7 @@ def _without_run(data: Any, origin: Origin, beside: Path, told: Told | None) -> 
         run = WithRun.model_validate(given).run
     except ValidationError as error:
         raise explain(error, origin) from None
-    return compile_run(given, run, beside, (told or Told()).notes)
+    return compile_run(given, run, beside, (log or ImportLog()).notes)
 
 
 def _validate(data: Any, origin: Origin) -> Recipe:

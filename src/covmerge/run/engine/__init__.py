@@ -7,8 +7,8 @@ pack       merged rows as a quantised format stores them
 look       what an inspection says of some rows
 worker     one function: the operands of some rows in, what becomes of them out
 measures   what a comparison says of merged updates
-selection  what surveys look for: the reduction of the work of counting
-survey     passes before the merge: thresholds over all tensors
+selection  what global passes look for: the reduction of the work of counting
+global_pass  passes before the merge: thresholds over all tensors
 hashing    the hashes of the sources, taken while these are merged
 reading    the finished output, read once more file by file
 outputs    where results go: memory, or files at planned places
@@ -20,7 +20,7 @@ cluster    the executor of a Ray cluster
 serving    one batch from its operands to its bytes, in processes that do one after the other
 ranks      the executor of equal processes that were started by somebody else
 portable   errors that go from one process to another
-run        one run: surveys, then what is not finished, and the journal
+run        one run: global passes, then what is not finished, and the journal
 budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
 devices    which device a process computes on: of several of a machine a GPU each
@@ -30,7 +30,7 @@ options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 losses     what rounding to a quantised format left of the update, by layer
-entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
+entries    items joined to tensors, tensors to totals; the methods' diagnostics, each as its own type
 ties       tied tensors that are stored twice
 thread_count  cores that there are, and threads that torch computes with
 """
@@ -38,12 +38,13 @@ thread_count  cores that there are, and threads that torch computes with
 from covmerge.run.engine.advice import account_of_lengths
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.devices import usable_device
-from covmerge.run.engine.entries import lost_before, seen_in, tensor_entries, totals
+from covmerge.run.engine.entries import diagnostics_in, lost_before, tensor_entries, totals
 from covmerge.run.engine.executor import Batch, Done, Executor, Span, Task
+from covmerge.run.engine.global_pass import find_thresholds
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sizes, Sources, is_compared, read_inputs
+from covmerge.run.engine.inspect_rows import inspect_cost
 from covmerge.run.engine.layer import Change, Context, Layer
-from covmerge.run.engine.look import look_cost
 from covmerge.run.engine.losses import account_of_losses
 from covmerge.run.engine.options import RunOptions, run_options
 from covmerge.run.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
@@ -59,10 +60,9 @@ from covmerge.run.engine.ranks import (
     find_rank,
     help_reading,
 )
-from covmerge.run.engine.reading import FileLook, ReadFiles, read_files
+from covmerge.run.engine.reading import FileCheck, ReadFiles, read_files
 from covmerge.run.engine.room import Room, room_for
 from covmerge.run.engine.run import Figures, RunResult, run, run_part
-from covmerge.run.engine.survey import find_thresholds
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.ties import check_ties
@@ -79,7 +79,7 @@ __all__ = [
     "Done",
     "Executor",
     "Figures",
-    "FileLook",
+    "FileCheck",
     "FileOutput",
     "Gathering",
     "Hashes",
@@ -110,11 +110,12 @@ __all__ = [
     "account_of_losses",
     "as_progress",
     "check_ties",
+    "diagnostics_in",
     "find_rank",
     "find_thresholds",
     "help_reading",
+    "inspect_cost",
     "is_compared",
-    "look_cost",
     "lost_before",
     "peak_memory",
     "plan_memory",
@@ -124,7 +125,6 @@ __all__ = [
     "run",
     "run_options",
     "run_part",
-    "seen_in",
     "tensor_entries",
     "torch_threads",
     "totals",

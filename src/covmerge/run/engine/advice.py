@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covmerge.base.noticed import Account, Seen
+from covmerge.base.diagnostics import MergeSummary, TensorDiagnostics
 from covmerge.base.text import counted, some
 from covmerge.maths.measures.length import times_as_long
 
@@ -13,13 +13,13 @@ _BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more t
 
 
 def account_of_lengths(
-    entries: Mapping[str, Mapping[str, Any]], seen: Sequence[Seen] = ()
-) -> Account:
+    entries: Mapping[str, Mapping[str, Any]], seen: Sequence[TensorDiagnostics] = ()
+) -> MergeSummary:
     """How many times as long as all of its experts' together an update is at most, in words.
 
     Args:
         entries: of the tensors, as in covmerge.json.
-        seen: what methods noticed in them; one that goes by the lengths of outputs is taken at that.
+        seen: the methods' diagnostics in them; one that goes by the lengths of outputs is taken at that.
     """
     outputs = {
         one.tensor: max(lengths)
@@ -34,11 +34,11 @@ def account_of_lengths(
     }
     meant = {name: times for name, times in ratios.items() if outputs.get(name, 2.0) <= 1.0}
     long = {name: times for name, times in ratios.items() if name not in meant}
-    account = Account()
+    account = MergeSummary()
     if long:
         text = f"{_longest(long)}: take a smaller scale where the method has one, or another method"
         blown_up = max(long.values()) > _BLOWN_UP
-        account += Account(warnings=(text,)) if blown_up else Account(notes=(text,))
+        account += MergeSummary(warnings=(text,)) if blown_up else MergeSummary(notes=(text,))
     if meant:
         most = max(outputs[name] for name in meant)
         text = (
@@ -46,7 +46,7 @@ def account_of_lengths(
             f"is at most {most:.2g} times as long as the experts' together there. It is longer where these "
             "inputs hardly ever go; on inputs very unlike them outputs may be too"
         )
-        account += Account(notes=(text,))
+        account += MergeSummary(notes=(text,))
     return account
 
 

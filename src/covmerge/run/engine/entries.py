@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, cast
 
+from covmerge.base.diagnostics import TensorDiagnostics
 from covmerge.base.errors import InputError
-from covmerge.base.noticed import Seen
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.maths.methods import registry
@@ -21,7 +21,7 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
     merged update lost to the output dtype, `arithmetic` the half-precision dtype that the method
     computed in, `unrounded_norm` ‖Ŵ − W_0‖_F of the same merge Ŵ in the recipe's dtype and
-    `arithmetic_loss` ‖Ŵ − W̄‖_F over it, where that was measured, `matrices` what the method noticed
+    `arithmetic_loss` ‖Ŵ − W̄‖_F over it, where that was measured, `matrices` the method's diagnostics
     in each matrix, `adapter` what it became in an adapter; `left_out` where it has no place there;
     `quantised` what it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
     (`covmerge.run.engine.losses`).
@@ -70,8 +70,10 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
     return entries
 
 
-def seen_in(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[Seen, ...]:
-    """Return what methods noticed in a merge, each as its own type.
+def diagnostics_in(
+    plan: Plan, entries: Mapping[str, Mapping[str, Any]]
+) -> tuple[TensorDiagnostics, ...]:
+    """Return the methods' diagnostics in a merge, each as its own type.
 
     Args:
         plan: of the merge.
@@ -80,11 +82,11 @@ def seen_in(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[Seen,
     Raises:
         InputError: an entry is not what its method writes.
     """
-    found: list[Seen] = []
+    found: list[TensorDiagnostics] = []
     for tensor in plan.tensors:
         merge, entry = tensor.operation, entries.get(tensor.name, {})
         if isinstance(merge, Merge) and "matrices" in entry:
-            kind = registry.get(merge.method).noticed
+            kind = registry.get(merge.method).diagnostics
             try:
                 own = tuple(map(kind.from_json, entry["matrices"]))
             except ValueError as error:
@@ -93,14 +95,14 @@ def seen_in(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[Seen,
                     f"'{merge.method}' writes: {shorten(str(error))}; merge again"
                 ) from error
             experts = tuple(entry["update_norm"])
-            found.append(Seen(tensor.name, merge.parameters, experts, own))
+            found.append(TensorDiagnostics(tensor.name, merge.parameters, experts, own))
     return tuple(found)
 
 
 def totals(
-    entries: Mapping[str, Mapping[str, Any]], noticed: Mapping[str, Json]
+    entries: Mapping[str, Mapping[str, Any]], diagnostics: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return what a reader wants first: counts by rule, totals of what methods noticed, rounding."""
+    """Return what a reader wants first: counts by rule, totals of the methods' diagnostics, rounding."""
     by_rule: dict[tuple[str, str], int] = {}
     for entry in entries.values():
         key = (entry["role"], entry["rule"])
@@ -114,7 +116,7 @@ def totals(
             for (role, rule), count in by_rule.items()
         ],
         "matrices": sum(len(entry.get("matrices", ())) for entry in entries.values()),
-        **noticed,
+        **diagnostics,
         "merged_norm": change,
         **_of_adapter(merged, change),
         **losses_of(entries),

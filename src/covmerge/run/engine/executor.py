@@ -13,7 +13,7 @@ from covmerge.run.engine.hashing import Contents, Hashing
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
-from covmerge.run.engine.reading import FileLook
+from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.selection import Selections
 
 # The items of one range of rows, one for each plan: their operands are read once.
@@ -90,7 +90,7 @@ class Executor(Protocol):
         ...
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """Read the files of the finished output once more, wherever that is done best.
 

@@ -21,7 +21,7 @@ from covmerge.maths.measures.rounding import rounded_to
 from covmerge.plan.planning import (
     Copy,
     Count,
-    Look,
+    Inspect,
     Merge,
     Operand,
     Statistics,
@@ -101,7 +101,7 @@ class Inputs:
         experts: rows by expert; of an adapter the factors of its update.
         merged: those of a merged model that is looked at.
         measured: by kind of statistic, by expert.
-        known: by expert, what an overview of its whole tensor says of these rows.
+        known: by expert, what a pass over its whole tensor says of these rows.
         sources: where whoever looks a tensor over reads it; nothing of it was read here.
         packed: what the base stores of these rows, where the output is packed in the same way.
     """
@@ -147,7 +147,7 @@ class Sizes:
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     """Read the operands of the work on some rows, in the stored dtypes; one item for each plan."""
     first = items[0]
-    if first.overview:
+    if first.tensor_pass:
         return Inputs(torch.empty(0), {}, sources=sources)
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
     reading = merging or [item for item in items if is_compared(item)]
@@ -174,7 +174,7 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     tensor = merging[0].tensor
     look = tensor.operation
     merged = (
-        sources.read(look.merged, first.rows) if isinstance(look, Look) and look.merged else None
+        sources.read(look.merged, first.rows) if isinstance(look, Inspect) and look.merged else None
     )
     measured: dict[str, dict[str, Measured]] = {}
     for item in merging:

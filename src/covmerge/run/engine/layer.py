@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.errors import ResourceError, TensorError
-from covmerge.base.noticed import Noticed
 from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 from covmerge.files.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods import Method, registry
-from covmerge.maths.methods.factored import MergedFactors, merge_factors, survey_factors
+from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked_factors
 from covmerge.plan.planning import Copy, Count, Merge, TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, take_updates
 from covmerge.run.engine.measures import Measures
@@ -39,7 +39,7 @@ class Context:
     Attributes:
         dtype: dtype of the computation.
         device: where it runs.
-        thresholds: what the surveys found, a plan: `Merge.key` -> expert -> threshold.
+        thresholds: what the global passes found, a plan: `Merge.key` -> expert -> threshold.
         compare: several methods run on each item: keep what they share, and measure their results.
         method: what carries out a method of a name.
     """
@@ -58,7 +58,7 @@ class Change:
     Attributes:
         delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
             the method is exact on them.
-        matrices: what the method noticed, a matrix, as JSON.
+        matrices: the method's diagnostics, a matrix, as JSON.
         masks: by expert, from methods that write masks.
         weights: the merged weights themselves, from methods that see weights.
     """
@@ -113,23 +113,21 @@ class Layer:
         if factors is None:
             return self._dense_change(item, merge, method, thresholds)
         limits = thresholds.get(merge.key)
-        surveyed = None if limits is None else [limits[expert] for expert in self._given]
+        ranked = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
         sizes = self._base_norms(item.tensor, merge.layout, method, len(factors))
         with naming(item.tensor):
             found = [
-                merge_factors(
-                    method, own, self._weights, merge.parameters, surveyed, measured, size
-                )
+                merge_factors(method, own, self._weights, merge.parameters, ranked, measured, size)
                 for own, size in zip(factors, sizes, strict=True)
             ]
         found = [own.times(merge.scale) for own in found]
-        noticed = [merged.stats for merged in found]
+        diagnostics = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
-            return Change(found[0], noticed)
+            return Change(found[0], diagnostics)
         stack = self._empty()
         write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
-        return Change(stack, noticed)
+        return Change(stack, diagnostics)
 
     def unrounded(
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
@@ -155,32 +153,32 @@ class Layer:
             results = [
                 method(group, **merge.parameters).times(merge.scale, group.base) for group in groups
             ]
-        noticed = [result.stats for result in results]
+        diagnostics = [result.stats for result in results]
         if merge.layout is None:
             masks = dict(zip(self._given, results[0].masks, strict=False))
             # Of tensors of any shape, and of parts of them, only what has words is kept.
-            kept = noticed if method.noticed is not Noticed else []
+            kept = diagnostics if method.diagnostics is not Diagnostics else []
             if results[0].weights is not None:
                 return Change(results[0].delta, kept, masks, results[0].weights)
             return Change(_owned(results[0], self._updates), kept, masks)
         like = next(iter(self._updates.values()))
         if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
-            return Change(_owned(results[0], self._updates).view_as(like), noticed)
+            return Change(_owned(results[0], self._updates).view_as(like), diagnostics)
         merged = torch.empty_like(like)
         write_matrices(merged, merge.layout, [result.delta for result in results])
-        return Change(merged, noticed)
+        return Change(merged, diagnostics)
 
-    def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
-        """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""
+    def ranked_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
+        """The values whose magnitudes the merge's global pass ranks, by expert, matrix by matrix."""
         method = merge.procedure
         factors = self._factors(merge, method)
         if factors is not None:
             for own in factors:
-                vectors = survey_factors(method, own, self._weights, merge.parameters)
+                vectors = ranked_factors(method, own, self._weights, merge.parameters)
                 yield from zip(self._given, vectors, strict=True)
             return
         for group in self._groups(item, merge, method, None):
-            vectors = method.surveyed_vectors(group, merge.parameters)
+            vectors = method.ranked_values(group, merge.parameters)
             yield from zip(self._given, vectors, strict=True)
 
     @cached_property

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
-from covmerge.base.noticed import Account
+from covmerge.base.diagnostics import MergeSummary
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
@@ -70,14 +70,14 @@ def _loss(entries: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
     return found
 
 
-def account_of_losses(totals: Mapping[str, Any]) -> Account:
+def account_of_losses(totals: Mapping[str, Any]) -> MergeSummary:
     """Say what rounding did, with a warning where it is more than the update; see `losses_of`."""
     found: Mapping[str, Any] | None = totals.get("quantised")
     if found is None:
-        return Account()
+        return MergeSummary()
     if "lost" not in found:  # there is no base, or no update in these tensors
         text = f"{found['tensors']} tensors; of a tensor's weights rounding is {found['error']:.2%} at most"
-        return Account(rows=(("quantised", text),))
+        return MergeSummary(rows=(("quantised", text),))
     row = (
         "quantised",
         f"{found['tensors']} tensors; of the merged update {found['kept']:.1%} is left in them, beside "
@@ -85,10 +85,10 @@ def account_of_losses(totals: Mapping[str, Any]) -> Account:
     )
     eaten = [own["layer"] for own in found["layers"] if own.get("lost", 0.0) >= _EATEN]
     if not eaten:
-        return Account(rows=(row,))
+        return MergeSummary(rows=(row,))
     warning = (
         f"rounding to the quantised format is more than the merged update in {some(eaten, 5)}: the "
         "update is mostly lost where little of it is kept; keep these layers plain "
         f"({Hint('keep', 'PATTERN')}), or write a higher format"
     )
-    return Account(rows=(row,), warnings=(warning,))
+    return MergeSummary(rows=(row,), warnings=(warning,))

@@ -28,7 +28,7 @@ from covmerge.run.engine.hashing import Contents, Hashing, InStep
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.order import largest_first
 from covmerge.run.engine.portable import portable
-from covmerge.run.engine.reading import FileLook, read_files
+from covmerge.run.engine.reading import FileCheck, read_files
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
 
@@ -108,7 +108,7 @@ class Processes:
         return InStep(contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by this process; the others have done all that there is for them."""
         self.close()

@@ -15,7 +15,7 @@ _CORES = 4  # for each file: two hash it, and the others look at it and wait for
 _MOST = 8  # files at once: as much as a fast disk gives
 
 
-class FileLook(Protocol):
+class FileCheck(Protocol):
     """What is done with a file of the output; it pickles."""
 
     def __call__(self, base: Checkpoint, name: str, /) -> Json:
@@ -40,7 +40,7 @@ class FileLook(Protocol):
 
 
 # By the bytes of files, and what is done with each: what was found, in their order.
-ReadFiles = Callable[[Mapping[str, int], FileLook, Checkpoint], Mapping[str, Json]]
+ReadFiles = Callable[[Mapping[str, int], FileCheck, Checkpoint], Mapping[str, Json]]
 
 
 def files_at_once(count: int, processes: int = 1) -> int:
@@ -53,7 +53,7 @@ def files_at_once(count: int, processes: int = 1) -> int:
     return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 
-def read_files(sizes: Mapping[str, int], look: FileLook, base: Checkpoint) -> dict[str, Json]:
+def read_files(sizes: Mapping[str, int], look: FileCheck, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
     with ThreadPool(files_at_once(len(sizes)), "covmerge-verify") as pool:
         found = pool.map(partial(look, base), sizes)

@@ -1,4 +1,4 @@
-"""One run: surveys, then every item that an earlier run has not finished; the journal is kept here."""
+"""One run: global passes, then every item that is not finished; the journal is kept here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from covmerge.run.engine.executor import (
     moved_together,
     read_together,
 )
+from covmerge.run.engine.global_pass import find_thresholds, global_pass_bytes
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.progress import Progress
 from covmerge.run.engine.selection import Selections
-from covmerge.run.engine.survey import find_thresholds, survey_bytes
 
 
 class Figures(TypedDict):
@@ -45,7 +45,7 @@ class Figures(TypedDict):
 class RunResult:
     """What a run did by one plan: what there is to say of each item, in plan order, and its cost.
 
-    Reading and surveys serve all plans of a run; only `compute_seconds`, and those of the items, are
+    Reading and global passes serve all plans of a run; only `compute_seconds`, and those of the items, are
     this plan's own; where several items were computed at once, their seconds add up. An item that an
     earlier run finished has None. `spans` say when all of it happened, in seconds from its start.
     """
@@ -77,7 +77,7 @@ def run(
         work: each plan and where its results go; item by item the plans have the same rows
             (`covmerge.plan.planning.build_plans`).
         sources: the checkpoints.
-        context: what the work needs to know; the surveys' thresholds are found here.
+        context: what the work needs to know; the global passes' thresholds are found here.
         executor: does the work.
         progress: called for every finished item.
         journal: of one plan, what is finished; without one the work cannot be resumed.
@@ -88,11 +88,11 @@ def run(
     """
     plans = [plan for plan, _ in work]
     batches = _batches(plans)
-    progress.start(survey_bytes(plans) + sum(map(moved_together, batches)))
+    progress.start(global_pass_bytes(plans) + sum(map(moved_together, batches)))
     begun = time.perf_counter()
     try:
-        task = _surveyed(work, Task(sources, context), executor, progress.advance)
-        surveyed = time.perf_counter()
+        task = _ranked_density(work, Task(sources, context), executor, progress.advance)
+        ranked = time.perf_counter()
         record = _Record(batches, task, journal, progress, follow)
         # Closed by hand: an error here must not leave threads at work.
         with closing(executor.run(record.unfinished(), task)) as finished:
@@ -101,9 +101,9 @@ def run(
         record.tell_resumed()
     finally:
         progress.finish()
-    surveying = Span("survey", 0, 0.0, surveyed - begun)
+    ranking = Span("global pass", 0, 0.0, ranked - begun)
     seconds = time.perf_counter() - begun
-    return [record.result(number, begun, seconds, surveying) for number in range(len(plans))]
+    return [record.result(number, begun, seconds, ranking) for number in range(len(plans))]
 
 
 def run_part(
@@ -114,7 +114,7 @@ def run_part(
     Raises:
         CovmergeError: as `run`.
     """
-    task = _surveyed([(plan, output)], Task(sources, context), executor, _untold)
+    task = _ranked_density([(plan, output)], Task(sources, context), executor, _untold)
     with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
         for _ in finished:
             pass
@@ -128,7 +128,7 @@ def _batches(plans: Sequence[Plan]) -> list[Batch]:
     return list(zip(*(plan.items for plan in plans), strict=True))
 
 
-def _surveyed(
+def _ranked_density(
     work: Sequence[tuple[Plan, Output]],
     task: Task,
     executor: Executor,
@@ -197,7 +197,7 @@ class _Record:
             batch = self._batches[self._resumed.pop()]
             self._progress.advance(batch[0].tensor.name, moved_together(batch), resumed=True)
 
-    def result(self, number: int, begun: float, seconds: float, surveying: Span) -> RunResult:
+    def result(self, number: int, begun: float, seconds: float, ranking: Span) -> RunResult:
         """Return what was done by one of the plans."""
         done = self._done[number]
         shared = [own for other in self._done for d in other.values() for own in d.spans]
@@ -208,7 +208,7 @@ class _Record:
         return RunResult(
             items=tuple(self._found[number][index] for index in range(len(self._batches))),
             seconds=seconds,
-            survey_seconds=surveying.stop - surveying.start,
+            survey_seconds=ranking.stop - ranking.start,
             read_seconds=_seconds(reading),
             compute_seconds=_seconds(computing.values()),
             write_seconds=_seconds(writing),
@@ -218,7 +218,7 @@ class _Record:
                 for span in map(computing.get, range(len(self._batches)))
             ),
             spans=(
-                surveying,
+                ranking,
                 *(replace(s, start=s.start - begun, stop=s.stop - begun) for s in spans),
             ),
         )

@@ -1,4 +1,4 @@
-"""What surveys look for, while the rows go by: a magnitude for each expert of each of them."""
+"""What global passes look for, while the rows go by: a magnitude for each expert of each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.maths.linalg.select import MagnitudeSelect, threshold_rank
-from covmerge.plan.planning import Count, Plan, Survey
+from covmerge.plan.planning import Count, GlobalPass, Plan
 
 # Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
 # 1.2 % off, of an encoder of 22M up to 3.5 %.
@@ -22,9 +22,11 @@ Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> thresho
 
 
 def counters_of(plans: Sequence[Plan]) -> int:
-    """Return what counters around guesses take, of surveys large enough for these, and their sums."""
-    surveys = (survey for plan in plans for survey in plan.surveys if survey.sample)
-    return sum((len(survey.experts) + 1) * _COUNTERS for survey in surveys)
+    """Return what counters around guesses take, of global passes large enough for these, and their sums."""
+    global_passes = (
+        global_pass for plan in plans for global_pass in plan.global_passes if global_pass.sample
+    )
+    return sum((len(global_pass.experts) + 1) * _COUNTERS for global_pass in global_passes)
 
 
 class Selections:
@@ -32,25 +34,25 @@ class Selections:
 
     def __init__(
         self,
-        surveys: Sequence[Sequence[Survey]],
+        global_passes: Sequence[Sequence[GlobalPass]],
         dtype: torch.dtype,
         guesses: Sequence[Thresholds],
     ) -> None:
-        """Look for the thresholds of the surveys of each plan, near those that are guessed."""
+        """Look for the thresholds of the global passes of each plan, near those that are guessed."""
         self._selects = [
             {
-                survey.merge.key: {
+                global_pass.merge.key: {
                     expert: MagnitudeSelect(
-                        partial(threshold_rank, survey.density),
+                        partial(threshold_rank, global_pass.density),
                         dtype,
-                        near=guessed.get(survey.merge.key, {}).get(expert),
+                        near=guessed.get(global_pass.merge.key, {}).get(expert),
                         bits=_GUESSED,
                     )
-                    for expert in survey.experts
+                    for expert in global_pass.experts
                 }
-                for survey in own
+                for global_pass in own
             }
-            for own, guessed in zip(surveys, guesses, strict=True)
+            for own, guessed in zip(global_passes, guesses, strict=True)
         ]
 
     @property

@@ -46,7 +46,7 @@ def goes_ahead(items: Sequence[WorkItem]) -> bool:
     return all(
         isinstance(item.tensor.operation, Merge | Count)
         and not item.tensor.form.format
-        and not item.overview
+        and not item.tensor_pass
         for item in items
     )
 

@@ -11,7 +11,7 @@ from queue import Queue
 
 import torch
 
-from covmerge.base.memory import Kept, give_back
+from covmerge.base.memory import HeapTrimmer, give_back
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
@@ -21,7 +21,7 @@ from covmerge.run.engine.device_room import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.run.engine.hashing import Contents, Hashing, InStep
 from covmerge.run.engine.inputs import Inputs, read_inputs
-from covmerge.run.engine.reading import FileLook, read_files
+from covmerge.run.engine.reading import FileCheck, read_files
 from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.worker import work
@@ -78,7 +78,7 @@ class Threads:
             self._in_flight,
             self._lanes,
             Staging(task.context.device) if self._ahead else None,
-            Kept(self._kept_above),
+            HeapTrimmer(self._kept_above),
             alone or nullcontext(),
         )
         with pipeline.running() as finished:
@@ -89,7 +89,7 @@ class Threads:
         return InStep(contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by this process."""
         return read_files(sizes, look, base)
@@ -119,12 +119,12 @@ class _Pipeline:
         in_flight: int,
         lanes: int,
         staging: Staging | None,
-        kept: Kept,
+        trimmer: HeapTrimmer,
         alone: AbstractContextManager[object],
     ) -> None:
         self._batches = batches
         self._staging = staging
-        self._kept = kept
+        self._trimmer = trimmer
         self._alone = alone
         self._task = task
         self._lanes = lanes
@@ -230,7 +230,7 @@ class _Pipeline:
         narrow.submit(on_one_core)
 
     def _finish(self, batch: Batch, cores: int) -> None:
-        self._kept.look()  # before there is room for more
+        self._trimmer.trim()  # before there is room for more
         self._budget.release(held_together(batch))
         self._free.release(cores)
 

@@ -14,7 +14,7 @@ from covmerge.plan.planning import (
     BaseRows,
     Copy,
     Count,
-    Look,
+    Inspect,
     Merge,
     Result,
     WorkItem,
@@ -23,10 +23,10 @@ from covmerge.plan.planning import (
 from covmerge.run.engine.device_room import naming_where_full
 from covmerge.run.engine.encode import Rows
 from covmerge.run.engine.inputs import Inputs, Sources, in_parts, is_compared, read_inputs
+from covmerge.run.engine.inspect_rows import inspect_rows
 from covmerge.run.engine.layer import Context, Layer
-from covmerge.run.engine.look import look_at
-from covmerge.run.engine.overview import in_lanes, overview
 from covmerge.run.engine.selection import Selections
+from covmerge.run.engine.tensor_pass import in_lanes, tensor_pass
 
 
 def work(
@@ -79,11 +79,11 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
     operation = item.tensor.operation
     if isinstance(operation, Copy):
         return _copied(item, inputs)
-    if isinstance(operation, Look):
-        return look_at(item, operation, inputs, context)
+    if isinstance(operation, Inspect):
+        return inspect_rows(item, operation, inputs, context)
     assert isinstance(operation, Merge)
     if inputs.sources is not None:
-        return _by_overview(item, operation, inputs.sources, context)
+        return _by_tensor_pass(item, operation, inputs.sources, context)
     return _as_stored(item, _in_parts(item, operation, inputs, context), inputs)
 
 
@@ -116,10 +116,10 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
     return Result((rows,), _added_up(parts))
 
 
-def _by_overview(item: WorkItem, merge: Merge, sources: Sources, context: Context) -> Result:
+def _by_tensor_pass(item: WorkItem, merge: Merge, sources: Sources, context: Context) -> Result:
     """Look a tensor over, then read it again and merge it part by part."""
     (thresholds,) = context.thresholds
-    found = overview(item, merge, context.method(merge.method), sources, context)
+    found = tensor_pass(item, merge, context.method(merge.method), sources, context)
     rows = torch.empty(item.shape, dtype=item.tensor.output.dtype)
 
     def merged(part: WorkItem) -> Mapping[str, Any]:
@@ -179,7 +179,7 @@ def _count(
         for item in counted:
             assert isinstance(item.tensor.operation, Count)
             count = item.tensor.operation
-            for expert, vector in layer.survey_vectors(item, count.merge):
+            for expert, vector in layer.ranked_vectors(item, count.merge):
                 selections.add(count, expert, vector)
     for _ in items:
         yield Result()

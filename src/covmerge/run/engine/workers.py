@@ -11,7 +11,7 @@ import torch
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import moved_together
-from covmerge.run.engine.survey import survey_bytes
+from covmerge.run.engine.global_pass import global_pass_bytes
 from covmerge.run.engine.thread_count import usable_cores
 
 Workers = int | Literal["auto"]
@@ -54,7 +54,7 @@ def choose_workers(
     """
     cores = usable_cores() if cores is None else cores
     batches = list(zip(*(plan.items for plan in plans), strict=True))
-    size = survey_bytes(plans) + sum(map(moved_together, batches))
+    size = global_pass_bytes(plans) + sum(map(moved_together, batches))
     flops = [sum(item.flops for item in batch) for batch in batches]
     wide = sum(
         own for own, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)

@@ -23,7 +23,7 @@ from covmerge.maths.measures.table_rows import TableRows
 from covmerge.maths.methods.registry import cost_with
 from covmerge.plan.planning import (
     MERGED,
-    Look,
+    Inspect,
     Merge,
     Operand,
     Plan,
@@ -41,8 +41,8 @@ from covmerge.run.engine import (
     RunOptions,
     RunResult,
     Threads,
+    inspect_cost,
     is_compared,
-    look_cost,
     peak_memory,
     run,
     torch_threads,
@@ -172,7 +172,7 @@ class InspectJob:
         looks = {
             tensor.name: replace(
                 tensor,
-                operation=Look(
+                operation=Inspect(
                     found.get(tensor.name),
                     tensor.name in taken,
                     before,
@@ -259,10 +259,12 @@ class InspectJob:
         spectra = spectra and item.matrices is not None
         quadratics = self.quadratics and item.matrices is not None
         costs = [
-            look_cost(m, n, models, itemsize, spectra=spectra, quadratics=quadratics)
+            inspect_cost(m, n, models, itemsize, spectra=spectra, quadratics=quadratics)
             for m, n in shapes
         ]
-        attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
+        attempt = (
+            item.tensor.operation.attempt if isinstance(item.tensor.operation, Inspect) else None
+        )
         if spectra and attempt is not None:
             method = attempt.procedure
             cost_of = cost_with(method, method.cost, attempt.parameters)

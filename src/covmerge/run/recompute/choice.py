@@ -31,7 +31,7 @@ def by_reference(name: str) -> Method:
     def kernel(group: LinearGroup, **parameters: Any) -> Merged:
         return Merged(REFERENCES[name](group, **parameters))
 
-    return replace(method, kernel=kernel, factored="none", writes_masks=False, overview=None)
+    return replace(method, kernel=kernel, factored="none", writes_masks=False, tensor_pass=None)
 
 
 def choose(plan: Plan, count: int) -> dict[str, str]:

@@ -273,5 +273,5 @@ def _unrounded(item: WorkItem) -> WorkItem:
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
     unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
-    # A reference implementation knows no overview: it sees the whole.
-    return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded
+    # A reference implementation knows no tensor pass: it sees the whole.
+    return replace(unrounded, tensor_pass=False, at_once=None) if item.tensor_pass else unrounded

@@ -25,7 +25,6 @@ from covmerge.run.engine import ReadFiles, lost_before, read_files
 from covmerge.run.export import find_masks
 from covmerge.run.verification.adapter import check_adapter
 from covmerge.run.verification.files import Found, check_files, hash_files, hashes_of
-from covmerge.run.verification.look import Onlooker, WeightsLook, hashes_in
 from covmerge.run.verification.outcome import (
     DIFFERS,
     Check,
@@ -33,6 +32,7 @@ from covmerge.run.verification.outcome import (
     all_there,
     check_heads,
 )
+from covmerge.run.verification.weights_check import Onlooker, WeightsCheck, hashes_in
 
 _BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"
@@ -120,7 +120,7 @@ def examine(
         packed: Mapping[str, Packed] = {} if own is None else own.packed
         parts = {name for one in packed.values() for name in one.stored}
         parts |= frozenset() if own is None else own.unused
-        look = WeightsLook(store, values.base is not None, apart, frozenset(parts))
+        look = WeightsCheck(store, values.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
         seen = read(sizes, look, values.base or output)
         found: Found = {
@@ -129,7 +129,7 @@ def examine(
         }
         values.take(seen.values())
         if coverage.ok:
-            values.look_at(output, packed)  # read once more, as a client does
+            values.inspect_rows(output, packed)  # read once more, as a client does
         checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(store, manifest)]
         if "rescalers" in manifest:
@@ -292,7 +292,7 @@ class _Values:
             self._not_finite.update(own.get("not_finite", ()))
             self._changed.update(own.get("changed", ()))
 
-    def look_at(self, output: Checkpoint, names: Iterable[str]) -> None:
+    def inspect_rows(self, output: Checkpoint, names: Iterable[str]) -> None:
         """Read tensors of the output.
 
         Raises:

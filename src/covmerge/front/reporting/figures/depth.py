@@ -26,7 +26,14 @@ from covmerge.front.reporting.figures.canvas import (
     style,
 )
 from covmerge.front.reporting.grid import Panel, panels
-from covmerge.front.reporting.numbers import STATISTICS, Gamma, Look, gammas, kind_name, thresholds
+from covmerge.front.reporting.numbers import (
+    STATISTICS,
+    Gamma,
+    Inspect,
+    gammas,
+    kind_name,
+    thresholds,
+)
 from covmerge.front.reporting.words import share, shorten
 from covmerge.maths.covariance.gate import Statistic
 from covmerge.plan.recipe import format_size
@@ -43,7 +50,7 @@ _LINES: Mapping[Statistic, Any] = {
 }
 
 
-def gamma(look: Look) -> Figure:
+def gamma(look: Inspect) -> Figure:
     """Draw γ over its threshold, of the paper's statistic and of the scale-free one.
 
     Raises:

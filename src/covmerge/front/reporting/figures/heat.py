@@ -28,7 +28,7 @@ from covmerge.front.reporting.figures.canvas import (
 )
 from covmerge.front.reporting.grid import Panel, panels
 from covmerge.front.reporting.numbers import (
-    Look,
+    Inspect,
     changed,
     inspection_of,
     keeps_least,
@@ -64,7 +64,7 @@ def _alike(most: float, least: float) -> bool:
     return number(most / least, 2) == number(1.0, 2)
 
 
-def norms(look: Look) -> Figure:
+def norms(look: Inspect) -> Figure:
     """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far it moved.
 
     Raises:
@@ -96,7 +96,7 @@ def norms(look: Look) -> Figure:
     return _heat_map(title, layers, scale, {e: share(v) for e, v in moved.items()})
 
 
-def retention(look: Look) -> Figure:
+def retention(look: Inspect) -> Figure:
     """Draw the share of every expert's contribution that the merged model keeps, layer by layer.
 
     Raises:
@@ -137,7 +137,7 @@ def _who_keeps_least(
     return title if best == worst else f"{title}; {quoted(best)} most, {share(kept[best])}"
 
 
-def merged_cosines(look: Look) -> Figure:
+def merged_cosines(look: Inspect) -> Figure:
     """Draw the cosine of every expert's update with the merged one, layer by layer.
 
     Raises:

@@ -21,7 +21,7 @@ from covmerge.front.reporting.figures.canvas import (
     require,
     style,
 )
-from covmerge.front.reporting.numbers import Look, inspection_of, mean, pairs
+from covmerge.front.reporting.numbers import Inspect, inspection_of, mean, pairs
 from covmerge.front.reporting.words import cosine, quoted, share, shorten
 
 with needed_for_reports():
@@ -35,7 +35,7 @@ _CHANCE = 0.51
 _LIGHT = 0.18  # luminance from which black is read better than white
 
 
-def cosines(look: Look) -> Figure:
+def cosines(look: Inspect) -> Figure:
     """Draw the cosine between the updates of each two experts, mean over the matrices.
 
     Raises:
@@ -57,7 +57,7 @@ def cosines(look: Look) -> Figure:
     return _triangle(look, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
 
 
-def sign_conflicts(look: Look) -> Figure:
+def sign_conflicts(look: Inspect) -> Figure:
     """Draw the share of the elements that two experts pull apart, mean over the matrices.
 
     Raises:
@@ -81,7 +81,7 @@ def sign_conflicts(look: Look) -> Figure:
     return _triangle(look, title, found, "RdBu_r", norm, label, share)
 
 
-def overlaps(look: Look) -> Figure:
+def overlaps(look: Inspect) -> Figure:
     """Draw how far the inputs that matter most to two experts are the same, mean over the matrices.
 
     Raises:
@@ -106,7 +106,7 @@ def overlaps(look: Look) -> Figure:
 
 
 def _triangle(
-    look: Look,
+    look: Inspect,
     title: str,
     values: _Pairs,
     colours: str,

@@ -12,7 +12,7 @@ from covmerge.front.reporting.figures.canvas import SMALL, finished, panelled, r
 from covmerge.front.reporting.numbers import (
     BEFORE,
     MERGED,
-    Look,
+    Inspect,
     curves,
     inspection_of,
     mean,
@@ -34,7 +34,7 @@ _LINES: dict[str, Any] = {
 }
 
 
-def spectra(look: Look) -> Figure:
+def spectra(look: Inspect) -> Figure:
     """Draw the singular values of a few matrices, on a logarithmic scale.
 
     Raises:

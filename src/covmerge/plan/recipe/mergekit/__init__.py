@@ -15,12 +15,12 @@ documents    several recipes in a file, which name each other's outputs
 from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
 from covmerge.plan.recipe.mergekit.documents import Document, in_order
 from covmerge.plan.recipe.mergekit.models import Places
-from covmerge.plan.recipe.mergekit.reading import Told, is_mergekit
+from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
 
 __all__ = [
     "Document",
+    "ImportLog",
     "Places",
-    "Told",
     "compile_mergekit",
     "in_order",
     "is_mergekit",

@@ -12,7 +12,7 @@ from covmerge.plan.recipe.mergekit.modules import by_module
 from covmerge.plan.recipe.mergekit.moe import compile_moe, is_mergekit_moe
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, read_theirs
-from covmerge.plan.recipe.mergekit.reading import Part, Told
+from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.mergekit.tokenizers import KEYS, Named, tokens_of
 from covmerge.plan.recipe.strict_yaml import Origin
 
@@ -33,14 +33,14 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def compile_mergekit(
-    data: Mapping[str, Any], origin: Origin, told: Told, places: Places | None = None
+    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
 ) -> dict[str, Any]:
     """Return the recipe of covmerge's that does what a recipe of mergekit's says.
 
     Args:
         data: mergekit's recipe.
         origin: where it came from, for messages.
-        told: how strictly it is read; notes and warnings are added to it.
+        log: how strictly it is read; notes and warnings are added to it.
         places: where models are looked for, beside the working directory.
 
     Raises:
@@ -52,13 +52,13 @@ def compile_mergekit(
         ...     "models": [{"model": "org/a", "parameters": {"weight": 1}},
         ...                {"model": "org/b", "parameters": {"weight": 2}}],
         ... }
-        >>> ours = compile_mergekit(theirs, Origin("example"), Told())
+        >>> ours = compile_mergekit(theirs, Origin("example"), ImportLog())
         >>> ours["base"], ours["experts"], ours["parameters"]["weight"]
         (None, {'a': 'org/a', 'b': 'org/b'}, [1, 2])
     """
     if is_mergekit_moe(data):
-        return compile_moe(data, origin, told, places)
-    part = Part(data, (), origin, told)
+        return compile_moe(data, origin, log, places)
+    part = Part(data, (), origin, log)
     part.check_keys(_KEYS)
     theirs = read_theirs(part, named(part), places or Places())
     own = [parameters(theirs, piece) for piece in theirs.pieces]

@@ -15,7 +15,7 @@ from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
 from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.pieces import read_theirs
-from covmerge.plan.recipe.mergekit.reading import Part, Told
+from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.strict_yaml import Origin
 
 
@@ -26,12 +26,12 @@ class Document:
     Attributes:
         data: as in the file.
         origin: where that is.
-        told: how strictly it is read.
+        log: how strictly it is read.
     """
 
     data: Any
     origin: Origin
-    told: Told
+    log: ImportLog
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Document:
     @cached_property
     def sources(self) -> set[str]:
         """The models that it names."""
-        part = Part(self.recipe, (), self.origin, Told(lenient=True))
+        part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
         theirs = read_theirs(part, named(part), Places())
         found = {own.model for piece in theirs.pieces for own in piece.sources}
         found |= set() if theirs.base is None else {theirs.base}

@@ -60,7 +60,7 @@ def _reference(part: Part, key: str) -> Reference:
     own = part.part(key)
     own.check_keys(("model", "lora", "override_architecture"))
     if "override_architecture" in own.data:
-        own.told.notes.append(
+        own.log.notes.append(
             f"override_architecture of {shown(own.data.get('model'))} is of no meaning: covmerge goes by "
             "the names of the tensors"
         )

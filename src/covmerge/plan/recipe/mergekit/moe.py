@@ -7,7 +7,7 @@ from typing import Any
 
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of, reference
-from covmerge.plan.recipe.mergekit.reading import Part, Told
+from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.strict_yaml import Origin
 
 _KEYS = ("base_model", "gate_mode", "dtype", "experts", "experts_per_token", "architecture")
@@ -29,7 +29,7 @@ def is_mergekit_moe(data: Mapping[str, Any]) -> bool:
 
 
 def compile_moe(
-    data: Mapping[str, Any], origin: Origin, told: Told, places: Places | None = None
+    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
 ) -> dict[str, Any]:
     """Return the recipe that makes what mergekit-moe makes of its file.
 
@@ -38,7 +38,7 @@ def compile_moe(
     Raises:
         RecipeError: an unknown key, or one that covmerge does not do, with the next step.
     """
-    part = Part(data, (), origin, told)
+    part = Part(data, (), origin, log)
     places = places or Places()
     _refuse(part, _REFUSED)
     part.check_keys(_KEYS)

@@ -96,7 +96,7 @@ def _of_ours(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> dict[str, 
                     f"{method.name} has no parameter {key!r}.{did_you_mean(key, known)}", key
                 )
     if left_out - {"weight"}:
-        theirs.part.told.notes.append(
+        theirs.part.log.notes.append(
             f"{', '.join(sorted(left_out - {'weight'}))}: parameters of mergekit's methods, which "
             f"{method.name} has not; they are left out"
         )
@@ -142,8 +142,8 @@ def _check(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> None:
 def _say_no_weight(theirs: Theirs) -> None:
     """Weights stay in a recipe whose method is changed: that one goes without them is no misspelling."""
     note = f"a model's `weight` changes nothing: {theirs.name} has none"
-    if note not in theirs.part.told.notes:
-        theirs.part.told.notes.append(note)
+    if note not in theirs.part.log.notes:
+        theirs.part.log.notes.append(note)
 
 
 def _check_filters(part: Part, key: str) -> None:

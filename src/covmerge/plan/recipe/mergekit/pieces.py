@@ -227,7 +227,7 @@ def _modules(part: Part, base: Reference | None) -> list[Piece]:
 
 
 def _models(part: Part, base: Reference | None) -> Piece:
-    nothing = Part({}, (), part.origin, part.told)
+    nothing = Part({}, (), part.origin, part.log)
     sources: list[Source] = []
     for own in part.parts("models"):
         own.check_keys(("model", "parameters"))
@@ -243,7 +243,7 @@ def _slices(part: Part) -> list[Piece]:
     for own in part.parts("slices"):
         own.check_keys(("sources", "base_model", "parameters", "residual_weight"))
         if "residual_weight" in own.data:
-            own.told.notes.append(
+            own.log.notes.append(
                 "`residual_weight` changes nothing: mergekit reads it and never uses it"
             )
         sources = [_source(source) for source in own.parts("sources")]

@@ -20,7 +20,7 @@ def is_mergekit(keys: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
+class ImportLog:
     """How strictly a recipe is read, and what there is to say of it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part:
     data: Mapping[str, Any]
     path: KeyPath
     origin: Origin
-    told: Told
+    log: ImportLog
 
     def refuse(self, problem: str, *keys: str | int) -> NoReturn:
         """Raise a RecipeError for this place, or for one below it."""
@@ -50,11 +50,11 @@ class Part:
 
     def leave_out(self, problem: str, *keys: str | int) -> None:
         """Refuse something that mergekit passes over, or warn of it if that is wanted."""
-        if not self.told.lenient:
+        if not self.log.lenient:
             self.refuse(
                 f"{problem} mergekit passes over it; {Hint('lenient')} does, with a warning", *keys
             )
-        self.told.warnings.append(
+        self.log.warnings.append(
             f"{self.origin.where((*self.path, *keys))}: {problem} It is left out ({Hint('lenient')})"
         )
 
@@ -84,4 +84,4 @@ class Part:
             value = {}
         if not isinstance(value, Mapping):
             self.refuse(f"{shown(value)} is not a mapping", *keys)
-        return Part(cast("Mapping[str, Any]", value), (*self.path, *keys), self.origin, self.told)
+        return Part(cast("Mapping[str, Any]", value), (*self.path, *keys), self.origin, self.log)

@@ -84,7 +84,7 @@ def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | 
             cast("Mapping[str, Any]", entry),
             (*part.path, parameter, number),
             part.origin,
-            part.told,
+            part.log,
         )
         own.check_keys(("filter", "value"))
         if "value" not in own.data:

@@ -21,8 +21,8 @@ from covmerge.plan.recipe import format_size
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.connection import connect, ray_module
 from covmerge.run.engine.cluster.hashing import ClusterHashing
-from covmerge.run.engine.cluster.kept import KEPT, Opening, Setup
 from covmerge.run.engine.cluster.reading import read_on_cluster
+from covmerge.run.engine.cluster.worker_cache import WORKER_CACHE, Opening, Setup
 from covmerge.run.engine.device_room import check_room
 from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.executor import Batch, Done, Task, moved_together
@@ -31,7 +31,7 @@ from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.order import largest_first
 from covmerge.run.engine.portable import portable
 from covmerge.run.engine.processes import Opener
-from covmerge.run.engine.reading import FileLook
+from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.serving import check_there, cores_of, serve
 
 CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
@@ -110,7 +110,7 @@ class Cluster:
         return ClusterHashing(self._ray, self._key, self._opening, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
         del base
@@ -204,7 +204,7 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
     """Do a load, in a process of the cluster."""
     opening, reference = given
     try:
-        sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
+        sources, setup = WORKER_CACHE.sources(key, opening), WORKER_CACHE.setup(reference)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
         with told_as(setup.form):

@@ -9,8 +9,8 @@ from typing import Any
 
 from covmerge.base.threads import ThreadPool
 from covmerge.files.checkpoints.content import at_once
-from covmerge.run.engine.cluster.kept import KEPT
 from covmerge.run.engine.cluster.pieces import Pieces
+from covmerge.run.engine.cluster.worker_cache import WORKER_CACHE
 from covmerge.run.engine.hashing import Contents, Hashes, in_order, to_share
 from covmerge.run.engine.portable import portable
 
@@ -65,7 +65,7 @@ def _hash(key: str, opening: list[Any], place: tuple[str, str]) -> str | BaseExc
     """Hash a file, in a process of the cluster."""
     source, name = place
     try:
-        checkpoint = KEPT.sources(key, opening[0]).checkpoints[source]
+        checkpoint = WORKER_CACHE.sources(key, opening[0]).checkpoints[source]
         content = next(one for one in checkpoint.contents() if one.name == name)
         return content.hash(at_once)
     except Exception as error:

@@ -7,16 +7,16 @@ from typing import Any
 
 from covmerge.base.types import Json
 from covmerge.plan.planning import BASE
-from covmerge.run.engine.cluster.kept import KEPT
 from covmerge.run.engine.cluster.pieces import Pieces
+from covmerge.run.engine.cluster.worker_cache import WORKER_CACHE
 from covmerge.run.engine.portable import portable
-from covmerge.run.engine.reading import FileLook
+from covmerge.run.engine.reading import FileCheck
 
 _PART = 2  # of so many cores one has a file: it is hashed by two threads
 
 
 def read_on_cluster(
-    ray: Any, key: str, opening: Any, sizes: Mapping[str, int], look: FileLook
+    ray: Any, key: str, opening: Any, sizes: Mapping[str, int], look: FileCheck
 ) -> dict[str, Json]:
     """Let nodes read the files, and return what was found of each; see `Executor.read_files`.
 
@@ -34,9 +34,9 @@ def read_on_cluster(
     return {name: found[name] for name in sizes}
 
 
-def _read(key: str, opening: list[Any], look: FileLook, name: str) -> Json | BaseException:
+def _read(key: str, opening: list[Any], look: FileCheck, name: str) -> Json | BaseException:
     """Read a file, in a process of the cluster."""
     try:
-        return look(KEPT.sources(key, opening[0]).checkpoints[BASE], name)
+        return look(WORKER_CACHE.sources(key, opening[0]).checkpoints[BASE], name)
     except Exception as error:
         return portable(error)

@@ -24,7 +24,7 @@ from covmerge.run.engine.ranks.hashing import SharedHashing
 from covmerge.run.engine.ranks.reading import lead_reading
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.shares import own_first
-from covmerge.run.engine.reading import FileLook
+from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.selection import Selections
 from covmerge.run.engine.serving import check_there
 
@@ -74,7 +74,7 @@ class Ranks:
         return SharedHashing(self._session, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by all ranks, a share each."""
         return lead_reading(self._session, sizes, look, base)

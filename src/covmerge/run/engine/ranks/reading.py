@@ -10,13 +10,13 @@ from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.content import Pace
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.sharing import Sharing
-from covmerge.run.engine.reading import FileLook, files_at_once
+from covmerge.run.engine.reading import FileCheck, files_at_once
 
 _STAGE = "files"
 
 
 def lead_reading(
-    session: Session, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     """Let all ranks read the files, and return what was found; see `ReadFiles`.
 
@@ -27,7 +27,7 @@ def lead_reading(
     return _share(session, sizes, look, base)
 
 
-def help_reading(session: Session, look_of: Callable[[Any], FileLook], base: Checkpoint) -> None:
+def help_reading(session: Session, look_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
     """Wait for the one that leads to have all files written, and read a share of them.
 
     Args:
@@ -44,7 +44,7 @@ def help_reading(session: Session, look_of: Callable[[Any], FileLook], base: Che
 
 
 def _share(
-    session: Session, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     threads = files_at_once(len(sizes), session.rank.local)
 

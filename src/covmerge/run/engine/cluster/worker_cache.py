@@ -45,7 +45,7 @@ class Setup:
     form: Form
 
 
-class Kept:
+class WorkerCache:
     """What a process of the cluster keeps from one task to the next."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Kept:
 
 
 # Of this process.
-KEPT = Kept()
+WORKER_CACHE = WorkerCache()
 
 
 def _check_versions(wanted: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What another's method noticed: its own words in the table, covmerge.json, the notes and the report."""
+"""Diagnostics of somebody else's method: in the table, covmerge.json, the notes and the report."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,23 +16,23 @@ from tests.cli.runs import save_plain
 pytestmark = pytest.mark.usefixtures("forget")
 
 
-class Outliers(covmerge.Words):
-    def totals(self, seen: Sequence[covmerge.Seen]) -> Mapping[str, int]:
+class Outliers(covmerge.Summary):
+    def totals(self, seen: Sequence[covmerge.TensorDiagnostics]) -> Mapping[str, int]:
         return {"outliers": sum(m.outliers for one in seen for m in one.matrices)}
 
-    def rows(self, seen: Sequence[covmerge.Seen]) -> Iterator[tuple[str, str]]:
+    def rows(self, seen: Sequence[covmerge.TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         yield "outliers", f"{self.totals(seen)['outliers']} entries in {len(seen)} tensors"
 
-    def notes(self, seen: Sequence[covmerge.Seen]) -> Iterator[str]:
+    def notes(self, seen: Sequence[covmerge.TensorDiagnostics]) -> Iterator[str]:
         yield f"outliers by {seen[0].parameters['by']} of {', '.join(seen[0].experts)}"
 
-    def warnings(self, seen: Sequence[covmerge.Seen]) -> Iterator[str]:
+    def warnings(self, seen: Sequence[covmerge.TensorDiagnostics]) -> Iterator[str]:
         yield "far too many outliers"
 
 
 @dataclass(frozen=True)
-class Found(covmerge.Noticed):
-    words: ClassVar[tuple[covmerge.Words, ...]] = (Outliers(),)
+class Found(covmerge.Diagnostics):
+    summaries: ClassVar[tuple[covmerge.Summary, ...]] = (Outliers(),)
 
     outliers: int = 0
     worst: float | None = None
@@ -56,14 +56,14 @@ def merged(tmp_path, **given):
 
 @pytest.mark.parametrize("unit", ["matrix", "element"])
 def test_its_words_are_everywhere(tmp_path, unit):
-    covmerge.register("mine", noticed=Found, unit=unit)(mine)
+    covmerge.register("mine", diagnostics=Found, unit=unit)(mine)
     result, manifest = merged(tmp_path, by=0.5)
     found = [m for entry in manifest["tensors"].values() for m in entry.get("matrices", ())]
     count = sum(m["outliers"] for m in found)
     assert count and all(m.keys() == {"outliers"} for m in found)  # `worst` was None
     assert manifest["totals"]["outliers"] == count
     assert manifest["totals"]["gate_fired"] == []  # as in every covmerge.json
-    row = dict(result.noticed)["outliers"]
+    row = dict(result.diagnostics)["outliers"]
     assert row.startswith(f"{count} entries in ")
     assert any(note.startswith("outliers by 0.5 of ") for note in manifest["notes"])
     assert (
@@ -82,12 +82,12 @@ def test_a_mapping_is_written_as_it_is_and_has_no_words(tmp_path):
     found = [m for entry in manifest["tensors"].values() for m in entry.get("matrices", ())]
     assert {"gate_fired": True, "own": [1, 2]} in found
     assert manifest["totals"]["gate_fired"] == []  # ACE's word, and not its doing
-    assert result.noticed == ()
-    assert covmerge.report(tmp_path / "out").noticed
+    assert result.diagnostics == ()
+    assert covmerge.report(tmp_path / "out").diagnostics
 
 
 def test_facts_of_another_type_are_refused_by_name(tmp_path):
-    covmerge.register("mine", noticed=Found)(mine)
+    covmerge.register("mine", diagnostics=Found)(mine)
     _, manifest = merged(tmp_path)
     name = next(n for n, entry in manifest["tensors"].items() if "matrices" in entry)
     manifest["tensors"][name]["matrices"][0]["outliers"] = "many"

@@ -1,4 +1,4 @@
-"""What ACE-Merging notices in a matrix, and its words for it."""
+"""ACE-Merging's diagnostics of a matrix, and their summaries."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
-from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.maths.covariance.gate import DEFAULT_TAU
-from covmerge.maths.methods.words import JITTER, UNCHANGED, Counted
+from covmerge.maths.methods.summaries import JITTER, UNCHANGED, Counted
 
 _SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
 _LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
 
 
-class _Gate(Words):
+class _Gate(Summary):
     """Where the gate fired, and whether the pole of the paper's γ was all that made it."""
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"gate_fired": _names(seen, lambda m: m.fired)}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         names = _names(seen, lambda m: m.fired)
         fired = [matrix.fired for one in seen for matrix in one.matrices]
         where = f": {some(names)}" if names else ""
         yield "γ gate", f"fired in {sum(map(bool, fired))} of {len(fired)} matrices{where}"
 
-    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         names = _names(seen, lambda m: m.at_pole)
         if names:
             yield (
@@ -42,13 +42,13 @@ class _Gate(Words):
             )
 
 
-class _Ridge(Words):
+class _Ridge(Summary):
     """Where ε has more of an expert's covariance than the expert."""
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"ridge_dominates": _names(seen, lambda m: m.outweighed)}
 
-    def warnings(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def warnings(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         wanted = {
             one.tensor: _SHARE * one.parameters["eps"] / max(m.ridge_share or 0.0 for m in lost)
             for one in seen
@@ -78,8 +78,8 @@ AVERAGED = Counted(
 
 
 @dataclass(frozen=True)
-class AceNoticed(Noticed):
-    """What ACE noticed in one matrix.
+class AceDiagnostics(Diagnostics):
+    """ACE's diagnostics of one matrix.
 
     Attributes:
         unchanged: experts that did not change it.
@@ -97,7 +97,7 @@ class AceNoticed(Noticed):
         sigma_iso: their new singular value (Eq. 19).
     """
 
-    words: ClassVar[tuple[Words, ...]] = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED)
+    summaries: ClassVar[tuple[Summary, ...]] = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED)
 
     unchanged: int = 0
     averaged: int = 0
@@ -143,11 +143,11 @@ class AceNoticed(Noticed):
         return super().from_json({**facts, **pole})
 
 
-def _of(one: Seen) -> tuple[AceNoticed, ...]:
-    return cast("tuple[AceNoticed, ...]", one.matrices)
+def _of(one: TensorDiagnostics) -> tuple[AceDiagnostics, ...]:
+    return cast("tuple[AceDiagnostics, ...]", one.matrices)
 
 
-def _names(seen: Sequence[Seen], is_so: Callable[[AceNoticed], bool]) -> list[str]:
+def _names(seen: Sequence[TensorDiagnostics], is_so: Callable[[AceDiagnostics], bool]) -> list[str]:
     """The tensors with a matrix that is so."""
     return [one.tensor for one in seen if any(map(is_so, _of(one)))]
 

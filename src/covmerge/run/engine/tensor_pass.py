@@ -23,15 +23,15 @@ _Out = TypeVar("_Out")
 _WORK = "its look over the whole tensor"
 
 
-def overview(
+def tensor_pass(
     item: WorkItem, merge: Merge, method: Method, sources: Sources, context: Context
 ) -> dict[str, Known]:
     """Return, by expert, what its rows must know of the whole tensor."""
-    assert method.overview is not None
-    look = method.overview.of
+    assert method.tensor_pass is not None
+    look = method.tensor_pass.of
     shape = item.shape
     experts = list(item.tensor.operands)
-    if method.overview.together:
+    if method.tensor_pass.together:
         groups = partial(_groups, item, experts, method, sources, context)
         with naming(item.tensor), method.ending_in_words(_WORK), torch_threads(1):
             known = look(groups, shape, method.for_experts(merge.parameters, experts, experts))
@@ -43,7 +43,7 @@ def overview(
         with naming(item.tensor), method.ending_in_words(_WORK):
             return look(groups, shape, own)
 
-    held = method.overview.entry_bytes(merge.parameters) > 0
+    held = method.tensor_pass.entry_bytes(merge.parameters) > 0
     together = looked_over_at_once(prod(shape), len(experts), held=held)
     return dict(zip(experts, in_lanes(of, experts, together), strict=True))
 

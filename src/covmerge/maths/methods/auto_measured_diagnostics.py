@@ -1,4 +1,4 @@
-"""What `auto_measured` notices in a matrix, and its words for it."""
+"""Diagnostics of a matrix by `auto_measured`, and their summaries."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
-from covmerge.maths.methods.words import UNCHANGED, Median, facts
+from covmerge.maths.methods.summaries import UNCHANGED, Median, facts
 
 # An expert with a smaller share counted less than the others, one with a smaller bound was shortened.
 _LESS = 0.9
 
 
-class _Inputs(Words):
+class _Inputs(Summary):
     """Whether data reached what was changed."""
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         known = facts(seen, "inputs_known")
         text = f"known in {int(sum(known))} of {len(known)} matrices"
         yield (
@@ -32,7 +32,7 @@ class _Inputs(Words):
 
 
 @dataclass(frozen=True)
-class _Less(Words):
+class _Less(Summary):
     """Experts of which a fact is below 0.9 where they changed something.
 
     Attributes:
@@ -47,10 +47,10 @@ class _Less(Words):
     label: str
     why: str
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {self.total: {expert: [*names] for expert, names in self._found(seen).items()}}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         found = self._found(seen)
         if found:
             where = (
@@ -59,7 +59,7 @@ class _Less(Words):
             )
             yield self.label, f"{'; '.join(where)}: {self.why}"
 
-    def _found(self, seen: Sequence[Seen]) -> dict[str, list[str]]:
+    def _found(self, seen: Sequence[TensorDiagnostics]) -> dict[str, list[str]]:
         """The tensors, by expert."""
         found: dict[str, list[str]] = {}
         for one in seen:
@@ -106,7 +106,7 @@ LENGTHENING = Median("lengthening", "λ, length", "{numbers} times that of least
 
 
 @dataclass(frozen=True)
-class EqualisedMeasured(Noticed):
+class EqualisedMeasured(Diagnostics):
     """What `auto_measured` did to one matrix, and why.
 
     Attributes:
@@ -129,7 +129,7 @@ class EqualisedMeasured(Noticed):
             that did not change the layer.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (
+    summaries: ClassVar[tuple[Summary, ...]] = (
         OF_EXPERTS,
         BESIDE_INPUTS,
         UNLIKE,
@@ -168,7 +168,7 @@ class EqualisedMeasured(Noticed):
         """How long the outputs on the experts' inputs are, beside all experts' together."""
         return self.outputs_length if self.inputs_known else None
 
-    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+    def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
         share, away = self.directions_in_use, self.towards_least_squares
         less, cut = (

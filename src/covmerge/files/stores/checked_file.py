@@ -13,7 +13,7 @@ from covmerge.files.stores.retries import ChangedError
 _BLOCK = 2**20
 
 
-class SeenFile:
+class CheckedFile:
     """Checksums of what was read of one file; for any thread.
 
     Args:

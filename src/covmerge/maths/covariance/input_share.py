@@ -17,7 +17,7 @@ HARDLY_USED = 1e-4
 _OFF = 0.25
 
 
-def share_told(gram: Tensor, d_in: int) -> float:
+def share_of_inputs(gram: Tensor, d_in: int) -> float:
     """Return ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), the share of the inputs that updates use.
 
     It is by volume: 1 where they use all alike, a third where their rows span a third of the space. Who
@@ -58,7 +58,7 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
     """
     wide = _wide(update) * (sqrt(directions) / size)
     found = gram(wide.mT)
-    return share_told(found if _resolved(found) else float64_gram(wide), directions)
+    return share_of_inputs(found if _resolved(found) else float64_gram(wide), directions)
 
 
 def _wide(updates: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.base.noticed import Seen, account_of
+from covmerge.base.diagnostics import TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup, Measured
 from covmerge.front.reporting.tables import told
-from covmerge.maths.methods.auto_measured_noticed import EqualisedMeasured
+from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.methods import registry
 from tests.report.merges import checkpoints
 
@@ -25,7 +25,7 @@ def merged(*norms, shape=(12, 16)):
     updates = [norm * update / update.norm() for norm, update in zip(norms, found, strict=True)]
     data = Measured(torch.eye(shape[1]), rows=64, total=float(shape[1]))
     group = LinearGroup(tuple(updates), (1.0,) * len(norms), expert_statistics=(data,) * len(norms))
-    return registry.get("auto_measured")(group).noticed
+    return registry.get("auto_measured")(group).diagnostics
 
 
 def test_the_numbers_of_a_matrix():
@@ -61,7 +61,12 @@ def test_what_the_report_tells_of_a_matrix():
 
 
 def test_rows_and_totals_over_matrices():
-    account = account_of([Seen("a", {}, EXPERTS, (KNOWN,)), Seen("b", {}, EXPERTS, (OTHER,))])
+    account = summarise(
+        [
+            TensorDiagnostics("a", {}, EXPERTS, (KNOWN,)),
+            TensorDiagnostics("b", {}, EXPERTS, (OTHER,)),
+        ]
+    )
     rows = dict(account.rows)
     assert rows["experts' inputs"] == "known in 1 of 2 matrices"
     assert rows["N, unlike experts"] == "count as 1.90 (1.80 to 2.00), by their directions"
@@ -70,12 +75,12 @@ def test_rows_and_totals_over_matrices():
     assert rows["shortened"].startswith("'code' in 1 tensor (a): long beside the others")
     assert account.totals["inputs_known"] == 1 and account.totals["flattening"] == 0.45
     gone = replace(OTHER, towards_least_squares=0.25, uneven_use=0.4)
-    rows = dict(account_of([Seen("b", {}, EXPERTS, (gone,))]).rows)
+    rows = dict(summarise([TensorDiagnostics("b", {}, EXPERTS, (gone,))]).rows)
     assert rows["a, to least squares"].startswith("25% of the way to least squares")
     assert rows["η, unevenness"].startswith("0.40, where 0 is experts that use equally")
     assert not {"counted less", "shortened"} & set(rows)
     # Where nothing was left there is nothing to say.
-    nothing = account_of([Seen("a", {}, ("code",), (EqualisedMeasured(unchanged=1),))])
+    nothing = summarise([TensorDiagnostics("a", {}, ("code",), (EqualisedMeasured(unchanged=1),))])
     assert [label for label, _ in nothing.rows] == ["experts' inputs", "unchanged"]
     assert inf not in nothing.totals.values() and nothing.totals["flattening"] is None
 

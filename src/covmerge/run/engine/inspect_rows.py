@@ -21,7 +21,7 @@ from covmerge.maths.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.maths.measures.sums import numbers, sums_of
 from covmerge.maths.measures.table_rows import table_rows
 from covmerge.maths.methods.factored import merge_factors
-from covmerge.plan.planning import MERGED, Look, Merge, Result, WorkItem
+from covmerge.plan.planning import MERGED, Inspect, Merge, Result, WorkItem
 from covmerge.run.engine.inputs import Inputs, Update, dense, take_updates
 from covmerge.run.engine.layer import Context, base_norm_for
 
@@ -30,7 +30,7 @@ _SHOWN = 64
 _HALF = 2  # bytes of a weight
 
 
-def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Result:
+def inspect_rows(item: WorkItem, look: Inspect, inputs: Inputs, context: Context) -> Result:
     """Measure some rows of base and experts, and of a merged model where there is one.
 
     What could not be read is a fault in the statistics: the next item goes on.
@@ -135,7 +135,7 @@ def _merged_again(
     group = LinearGroup(tuple(updates.values()), weights, rounding=rounding)
     method = redo.procedure
     merged = method(group, **redo.parameters)
-    return merged.delta if method.noticed.from_json(merged.stats).fired else None
+    return merged.delta if method.diagnostics.from_json(merged.stats).fired else None
 
 
 def _attempted(
@@ -156,10 +156,10 @@ def _attempted(
         errors = tuple(rounding)
         group = LinearGroup(tuple(updates.values()), weights, rounding=errors, base_norm=size)
         merged = method(group, **merge.parameters)
-    return dict(method.noticed.from_json(merged.stats).told(list(updates)))
+    return dict(method.diagnostics.from_json(merged.stats).report_columns(list(updates)))
 
 
-def look_cost(
+def inspect_cost(
     d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool, quadratics: bool = False
 ) -> Cost:
     """Cost of looking at a matrix of `count` models."""

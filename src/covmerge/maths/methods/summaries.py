@@ -1,4 +1,4 @@
-"""What several methods may notice, in words."""
+"""Summaries of facts that several methods have."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
-from covmerge.base.noticed import Seen, Words
+from covmerge.base.diagnostics import Summary, TensorDiagnostics
 from covmerge.base.text import some
 from covmerge.base.types import Json
 
 
-def facts(seen: Sequence[Seen], name: str) -> list[float]:
+def facts(seen: Sequence[TensorDiagnostics], name: str) -> list[float]:
     """All numbers of one name."""
     found = (getattr(matrix, name) for one in seen for matrix in one.matrices)
     return [number for number in found if number is not None]
 
 
-class Unchanged(Words):
+class Unchanged(Summary):
     """Experts that did not change a matrix, and left its sums: `unchanged` is how many."""
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """How many updates in all."""
         return {"unchanged_updates": sum(facts(seen, "unchanged"))}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        """The same in words."""
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        """Return the row."""
         count = sum(facts(seen, "unchanged"))
         yield "unchanged", f"{count} updates were zero and left the sums" if count else "none"
 
 
-class Jitter(Words):
+class Jitter(Summary):
     """What a Cholesky factorisation needed on the diagonal: `jitter`."""
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """The largest."""
         return {"largest_jitter": max(facts(seen, "jitter"), default=0.0)}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        """The same in words, where something was factorised."""
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        """Return the row, where something was factorised."""
         found = facts(seen, "jitter")
         if found:
             largest = max(found)
@@ -47,7 +47,7 @@ class Jitter(Words):
 
 
 @dataclass(frozen=True)
-class Counted(Words):
+class Counted(Summary):
     """A count that a reader should know of.
 
     Attributes:
@@ -58,7 +58,7 @@ class Counted(Words):
     fact: str
     text: str
 
-    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """The note, where anything was counted."""
         found = {one.tensor: sum(facts([one], self.fact)) for one in seen}
         found = {name: count for name, count in found.items() if count}
@@ -68,7 +68,7 @@ class Counted(Words):
 
 
 @dataclass(frozen=True)
-class Median(Words):
+class Median(Summary):
     """The median of a fact over the matrices, and its range.
 
     Attributes:
@@ -85,13 +85,13 @@ class Median(Words):
     form: str = ".2f"
     least: float = -inf
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """The median."""
         found = facts(seen, self.fact)
         return {self.fact: median(found) if found else None}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        """The same in words, with the range."""
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        """Return the median with the range."""
         found = facts(seen, self.fact)
         if not found or median(found) <= self.least:
             return

@@ -60,8 +60,8 @@ class Onlooker:
 
 
 @dataclass(frozen=True)
-class WeightsLook:
-    """What is looked for in a file of weights, by any process; see `engine.FileLook`.
+class WeightsCheck:
+    """What is looked for in a file of weights, by any process; see `engine.FileCheck`.
 
     Attributes:
         store: the output.
@@ -109,7 +109,7 @@ class WeightsLook:
         raise ValueError("it is nothing that is found in a file")
 
     def as_json(self) -> dict[str, Json]:
-        """See `FileLook`; where the output lies other ranks know."""
+        """See `FileCheck`; where the output lies other ranks know."""
         return {
             "compared": self.compared,
             "apart": sorted(self.apart),
@@ -117,7 +117,7 @@ class WeightsLook:
         }
 
     @classmethod
-    def from_json(cls, store: Store, told: Mapping[str, Any]) -> WeightsLook:
+    def from_json(cls, store: Store, told: Mapping[str, Any]) -> WeightsCheck:
         """What another rank says is looked for in the output."""
         return cls(store, told["compared"], frozenset(told["apart"]), frozenset(told["parts"]))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 
-from covmerge.plan.planning import Plan, Survey, WorkItem
+from covmerge.plan.planning import GlobalPass, Plan, WorkItem
 from covmerge.run.engine.executor import Batch, Done
 from covmerge.run.engine.selection import Selections, Thresholds
 
-_ItemsOf = Callable[[Survey], Sequence[WorkItem]]
+_ItemsOf = Callable[[GlobalPass], Sequence[WorkItem]]
 # Does one pass over some rows, and adds to the selections.
 _Pass = Callable[[Sequence[Batch], Selections], Generator[Done]]
 
@@ -17,24 +17,27 @@ _Pass = Callable[[Sequence[Batch], Selections], Generator[Done]]
 def find_thresholds(
     plans: Sequence[Plan], count: _Pass, advance: Callable[[str, int], None]
 ) -> list[Thresholds]:
-    """Find the exact threshold of every expert under every survey, for each of the plans.
+    """Find the exact threshold of every expert under every global pass, for each of the plans.
 
     A sample of the rows tells nearly what each threshold is; with that guess one pass over all
-    rows settles a float32. Each pass reads the tensors once for all surveys; memory is
-    that of the items in flight and of 2¹⁹ counters per survey and expert.
+    rows settles a float32. Each pass reads the tensors once for all global passes; memory is
+    that of the items in flight and of 2¹⁹ counters per global pass and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
         count: does the work of one pass.
-        advance: called for every batch of every pass, with the bytes of `survey_bytes` that it was.
+        advance: called for every batch of every pass, with the bytes of `global_pass_bytes` that it was.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
     """
     found: list[Thresholds] = [{} for _ in plans]
     for items_of, expected in zip((_sample_of, _items_of), _passes(plans), strict=True):
-        surveys = [[survey for survey in plan.surveys if items_of(survey)] for plan in plans]
-        selections = Selections(surveys, plans[0].compute_dtype, found)
+        global_passes = [
+            [global_pass for global_pass in plan.global_passes if items_of(global_pass)]
+            for plan in plans
+        ]
+        selections = Selections(global_passes, plans[0].compute_dtype, found)
         batches = _together(plans, items_of)
         passes = 0
         while not selections.settled:
@@ -43,7 +46,7 @@ def find_thresholds(
                 for done in counted:
                     first = batches[done.index][0]
                     if done.number == 0:
-                        # A pass more than was expected is no part of the total (`survey_bytes`).
+                        # A pass more than was expected is no part of the total (`global_pass_bytes`).
                         size = first.read_bytes if passes <= expected else 0
                         advance(f"thresholds, {first.tensor.name}", size)
             selections.end_pass()
@@ -51,8 +54,8 @@ def find_thresholds(
     return found
 
 
-def survey_bytes(plans: Sequence[Plan]) -> int:
-    """Bytes that the surveys of all plans read together, if all guesses are good."""
+def global_pass_bytes(plans: Sequence[Plan]) -> int:
+    """Bytes that the global passes of all plans read together, if all guesses are good."""
     return sum(
         passes * size
         for passes, items_of in zip(_passes(plans), (_sample_of, _items_of), strict=True)
@@ -61,32 +64,32 @@ def survey_bytes(plans: Sequence[Plan]) -> int:
 
 
 def _passes(plans: Sequence[Plan]) -> tuple[int, int]:
-    """Passes over the samples and over the items of all surveys together, if all guesses are good."""
+    """Passes over the samples and over the items of all global passes together, if all guesses are good."""
     dtype = plans[0].recipe.dtype
-    each = [survey.passes(dtype) for plan in plans for survey in plan.surveys]
+    each = [global_pass.passes(dtype) for plan in plans for global_pass in plan.global_passes]
     sampling, counting = zip(*each, strict=True) if each else ((0,), (0,))
     return max(sampling), max(counting)
 
 
 def _sizes(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterable[int]:
-    """Bytes of the rows that plans survey, each once."""
-    surveys = [survey for plan in plans for survey in plan.surveys]
-    return {item.key: item.read_bytes for one in surveys for item in items_of(one)}.values()
+    """Bytes of the rows that plans global pass, each once."""
+    global_passes = [global_pass for plan in plans for global_pass in plan.global_passes]
+    return {item.key: item.read_bytes for one in global_passes for item in items_of(one)}.values()
 
 
-def _sample_of(survey: Survey) -> Sequence[WorkItem]:
-    return survey.sample
+def _sample_of(global_pass: GlobalPass) -> Sequence[WorkItem]:
+    return global_pass.sample
 
 
-def _items_of(survey: Survey) -> Sequence[WorkItem]:
-    return survey.items
+def _items_of(global_pass: GlobalPass) -> Sequence[WorkItem]:
+    return global_pass.items
 
 
 def _together(plans: Sequence[Plan], items_of: _ItemsOf) -> list[Batch]:
-    """The surveyed items of all plans, those of the same rows together: rows are read once."""
+    """The counted items of all plans, those of the same rows together: rows are read once."""
     by_rows: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
     for number, plan in enumerate(plans):
-        for survey in plan.surveys:
-            for item in Survey.counting(items_of(survey), number):
+        for global_pass in plan.global_passes:
+            for item in GlobalPass.counting(items_of(global_pass), number):
                 by_rows.setdefault(item.key, []).append(item)
     return [tuple(items) for items in by_rows.values()]

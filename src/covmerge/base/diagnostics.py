@@ -1,4 +1,4 @@
-"""What a method noticed in a matrix, and what is said of it over a whole merge; below all folders."""
+"""Diagnostics of a matrix, and their summary over a whole merge."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from covmerge.base.json_type import Json
 
 
 @dataclass(frozen=True)
-class Noticed:
-    """What a method noticed in one matrix. A method derives a type of its own, a field a fact.
+class Diagnostics:
+    """A method's diagnostics of one matrix. A method derives a type of its own, with a field for each fact.
 
     In covmerge.json a fact has the name of its field, and is left out where it is None. All fields have
     defaults: what an older version wrote may lack some.
 
     Attributes:
-        words: what is said of the facts over all matrices of a merge.
+        summaries: what is said of the facts over all matrices of a merge.
         lengths: names of facts that have the units of the updates.
 
     Example:
         >>> @dataclass(frozen=True)
-        ... class Kept(Noticed):
+        ... class Kept(Diagnostics):
         ...     directions: int | None = None
         ...     solver: str | None = None
         >>> Kept(3).as_json(), Kept.from_json({"directions": 3, "route": "dual"})
         ({'directions': 3}, Kept(directions=3, solver=None))
     """
 
-    words: ClassVar[tuple[Words, ...]] = ()
+    summaries: ClassVar[tuple[Summary, ...]] = ()
     lengths: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -54,8 +54,8 @@ class Noticed:
         """
         return None
 
-    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """What a report tells of one matrix, by headings; nothing, unless overridden."""
+    def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """Return what a report's table shows of one matrix, by heading; nothing, unless overridden."""
         return {}
 
     def as_json(self) -> dict[str, Json]:
@@ -80,15 +80,15 @@ def _reader(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One tensor of a merge, and what its method noticed in it.
+class TensorDiagnostics:
+    """One tensor of a merge, and its method's diagnostics in it.
 
     Attributes:
         tensor: its name.
         parameters: of the method.
         experts: that it was merged from.
-        matrices: what was noticed in each of its matrices, or blocks of rows; each a `Noticed`, for words
-            one of the types that list them.
+        matrices: the diagnostics of each of its matrices, or blocks of rows. A summary sees those of the
+            types that list it.
     """
 
     tensor: str
@@ -97,42 +97,42 @@ class Seen:
     matrices: tuple[Any, ...]
 
 
-class Words:
+class Summary:
     """What is said of one kind of facts over all tensors of a merge; nothing, unless overridden.
 
-    One object serves all types that list it among their `words`. It is shown the tensors in which there is
+    One object serves all types that list it among their `summaries`. It sees the tensors in which there is
     something of these types, and of them nothing else.
     """
 
-    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """What `totals` of covmerge.json has."""
         return {}
 
-    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Labels and what stands beside them, in the table of a merge and in its report."""
         yield from ()
 
-    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """What is worth knowing."""
         yield from ()
 
-    def warnings(self, seen: Sequence[Seen]) -> Iterator[str]:
+    def warnings(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """What may make the result worse, and what to do about it."""
         yield from ()
 
 
 @dataclass(frozen=True)
-class Account:
-    """What is said of all that methods noticed in a merge; see `Words`."""
+class MergeSummary:
+    """What is said of all diagnostics of a merge."""
 
     totals: Mapping[str, Json] = field(default_factory=dict[str, Any])
     rows: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def __add__(self, other: Account) -> Account:
+    def __add__(self, other: MergeSummary) -> MergeSummary:
         """Say one after the other."""
-        return Account(
+        return MergeSummary(
             {**self.totals, **other.totals},
             self.rows + other.rows,
             self.notes + other.notes,
@@ -140,33 +140,33 @@ class Account:
         )
 
 
-def account_of(seen: Sequence[Seen], always: Iterable[Words] = ()) -> Account:
-    """Let all words speak.
+def summarise(seen: Sequence[TensorDiagnostics], always: Iterable[Summary] = ()) -> MergeSummary:
+    """Return what all summaries say.
 
     Args:
-        seen: what was noticed, by tensor.
-        always: words that have a total also where nothing is of their types; they come first.
+        seen: the diagnostics of each tensor.
+        always: summaries with a total also where nothing is of their types; they come first.
     """
     always = tuple(always)
-    used = (words for one in seen for matrix in one.matrices for words in _words_of(matrix))
-    shown = {words: _of(words, seen) for words in dict.fromkeys((*always, *used))}
-    speaking = {words: own for words, own in shown.items() if own}
-    return Account(
-        {key: value for words, own in shown.items() for key, value in words.totals(own).items()},
-        tuple(row for words, own in speaking.items() for row in words.rows(own)),
-        tuple(note for words, own in speaking.items() for note in words.notes(own)),
-        tuple(warning for words, own in speaking.items() for warning in words.warnings(own)),
+    used = (summary for one in seen for matrix in one.matrices for summary in matrix.summaries)
+    shown = {summary: _of(summary, seen) for summary in dict.fromkeys((*always, *used))}
+    speaking = {summary: seen for summary, seen in shown.items() if seen}
+    return MergeSummary(
+        {
+            key: value
+            for summary, seen in shown.items()
+            for key, value in summary.totals(seen).items()
+        },
+        tuple(row for summary, seen in speaking.items() for row in summary.rows(seen)),
+        tuple(note for summary, seen in speaking.items() for note in summary.notes(seen)),
+        tuple(warning for summary, seen in speaking.items() for warning in summary.warnings(seen)),
     )
 
 
-def _of(words: Words, seen: Sequence[Seen]) -> list[Seen]:
-    """What is of the types that list these words."""
-    own = (
-        replace(one, matrices=tuple(m for m in one.matrices if words in _words_of(m)))
+def _of(summary: Summary, seen: Sequence[TensorDiagnostics]) -> list[TensorDiagnostics]:
+    """The tensors with diagnostics of the types that list this summary."""
+    shown = (
+        replace(one, matrices=tuple(m for m in one.matrices if summary in m.summaries))
         for one in seen
     )
-    return [one for one in own if one.matrices]
-
-
-def _words_of(noticed: Noticed) -> tuple[Words, ...]:
-    return noticed.words
+    return [one for one in shown if one.matrices]

@@ -9,7 +9,7 @@ from covmerge.errors import NotFiniteError
 from covmerge.front.api import plan_recipe
 from covmerge.plan.planning import build, work
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import RunOptions, overview, worker
+from covmerge.run.engine import RunOptions, tensor_pass, worker
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory
@@ -65,14 +65,14 @@ def looked_over(monkeypatch, folder):
 
     def noting(item, *given):
         found.append(item.tensor.name)
-        return overview.overview(item, *given)
+        return tensor_pass.tensor_pass(item, *given)
 
     def small():
         monkeypatch.setattr(build, "BLOCK_ELEMENTS", 40)
         monkeypatch.setattr(build, "TOGETHER_ELEMENTS", 80)
         monkeypatch.setattr(build, "_PART_ELEMENTS", 17)
         monkeypatch.setattr(work, "_NARROW_ELEMENTS", 60)
-        monkeypatch.setattr(worker, "overview", noting)
+        monkeypatch.setattr(worker, "tensor_pass", noting)
         return found
 
     return small
@@ -113,7 +113,7 @@ def test_a_plan_counts_what_a_look_reads(method, folder, looked_over, monkeypatc
     given = OWN if method == "own" else theirs
     plan, _ = plan_recipe(parse_recipe(given))
     read = []
-    groups = overview._groups
+    groups = tensor_pass._groups
 
     def noting(*given):
         for group in groups(*given):
@@ -121,7 +121,7 @@ def test_a_plan_counts_what_a_look_reads(method, folder, looked_over, monkeypatc
             read.append((1 + len(group.models or group.updates)) * base.nbytes)
             yield group
 
-    monkeypatch.setattr(overview, "_groups", noting)
+    monkeypatch.setattr(tensor_pass, "_groups", noting)
     merge_in_memory(given, folder, 0)
     said = sum(item.looked_at for item in plan.items)
     assert plan.read_bytes == said + sum(item.read_bytes for item in plan.items)

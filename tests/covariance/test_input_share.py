@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from covmerge.maths.covariance import told
-from covmerge.maths.covariance.told import share_used
+from covmerge.maths.covariance import input_share
+from covmerge.maths.covariance.input_share import share_used
 
 
 def in_a_corner(size, rank, seed=0):
@@ -56,7 +56,7 @@ def test_float64_is_taken_only_where_float32_does_not_tell(monkeypatch):
     def refused(_):
         raise AssertionError("float32 would have done")
 
-    monkeypatch.setattr(told, "float64_gram", refused)
+    monkeypatch.setattr(input_share, "float64_gram", refused)
     update = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     assert share_used(update, float(update.norm()), 512) > 0.8
     with pytest.raises(AssertionError, match="would have done"):

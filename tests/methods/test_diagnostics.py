@@ -1,4 +1,4 @@
-"""What a method noticed is a type of that method: no other module knows its facts."""
+"""A method's diagnostics are its own type: no other module knows its facts."""
 
 import ast
 from dataclasses import dataclass, fields
@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.base.noticed import Account, Noticed, Seen, account_of
+from covmerge.base.diagnostics import Diagnostics, MergeSummary, TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup
-from covmerge.maths.methods.ace_noticed import AceNoticed
-from covmerge.maths.methods.words import DEPENDENT
+from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
+from covmerge.maths.methods.summaries import DEPENDENT
 from covmerge.methods import WORDS, registry
 from tests.methods.groups import group_of, random_updates
 
 SOURCE = Path(covmerge.__file__).parent
-KINDS = {registry.get(name).noticed for name in registry.names()} - {Noticed}
+KINDS = {registry.get(name).diagnostics for name in registry.names()} - {Diagnostics}
 # The methods' own files, where the same word may be a parameter, or a fact of another.
 AT_HOME = {"methods", "reference"}
 # Words of the field that name other things too: ranks of adapters, the γ of an inspection, a parameter.
@@ -54,37 +54,43 @@ def test_an_older_output_may_lack_facts_and_have_others(kind):
 
 
 def test_the_pole_of_gamma_is_null():
-    noticed = AceNoticed(gamma=inf, gate_fired=True, spread=0.1)
-    assert noticed.at_pole
-    assert noticed.as_json()["gamma"] is None
-    assert AceNoticed.from_json(noticed.as_json()) == noticed
+    diagnostics = AceDiagnostics(gamma=inf, gate_fired=True, spread=0.1)
+    assert diagnostics.at_pole
+    assert diagnostics.as_json()["gamma"] is None
+    assert AceDiagnostics.from_json(diagnostics.as_json()) == diagnostics
 
 
 def test_words_see_their_own_types_only():
     @dataclass(frozen=True)
-    class Other(Noticed):
+    class Other(Diagnostics):
         jitter: float | None = None  # not ACE's: it lists no words
 
     seen = [
-        Seen("fc", {"eps": 1e-5}, ("a", "b"), (AceNoticed(unchanged=1, jitter=0.0),)),
-        Seen("head", {}, ("a", "b"), (Other(jitter=3.0),)),
+        TensorDiagnostics(
+            "fc", {"eps": 1e-5}, ("a", "b"), (AceDiagnostics(unchanged=1, jitter=0.0),)
+        ),
+        TensorDiagnostics("head", {}, ("a", "b"), (Other(jitter=3.0),)),
     ]
-    account = account_of(seen, always=WORDS)
+    account = summarise(seen, always=WORDS)
     assert account.totals["largest_jitter"] == 0.0 and account.totals["unchanged_updates"] == 1
     assert dict(account.rows)["γ gate"] == "fired in 0 of 1 matrices"
-    assert account_of([], always=WORDS).rows == ()
-    assert account_of(seen[1:]) == Account()
+    assert summarise([], always=WORDS).rows == ()
+    assert summarise(seen[1:]) == MergeSummary()
 
 
 def test_words_of_jitter_and_of_many_tensors():
     @dataclass(frozen=True)
-    class Near(Noticed):
-        words: ClassVar = (DEPENDENT,)
+    class Near(Diagnostics):
+        summaries: ClassVar = (DEPENDENT,)
         dependent: int = 2
 
-    fired = AceNoticed(gamma=inf, gate_fired=True, spread=0.1, jitter=1e-8)
-    seen = [Seen(name, {"eps": 1e-5}, ("a", "b"), (fired,)) for name in ("q", "k", "v")]
-    account = account_of([*seen, *(Seen(one, {}, ("a",), (Near(),)) for one in ("x", "y", "z"))])
+    fired = AceDiagnostics(gamma=inf, gate_fired=True, spread=0.1, jitter=1e-8)
+    seen = [
+        TensorDiagnostics(name, {"eps": 1e-5}, ("a", "b"), (fired,)) for name in ("q", "k", "v")
+    ]
+    account = summarise(
+        [*seen, *(TensorDiagnostics(one, {}, ("a",), (Near(),)) for one in ("x", "y", "z"))]
+    )
     assert dict(account.rows)["jitter"] == "1.0e-08 at most"
     gate, dependent = account.notes
     assert gate.startswith("ACE's gate fired in 3 tensors (q, k and 1 more) whose")
