@@ -22,7 +22,7 @@ KINDS = {registry.get(name).diagnostics for name in registry.names()} - {Diagnos
 # The methods' own files, where the same word may be a parameter, or a fact of another.
 AT_HOME = {"methods", "reference"}
 # Words of the field that name other things too: ranks of adapters, the γ of an inspection, a parameter.
-COMMON = {"gamma", "k", "rank", "route", "sigma", "size", "solver"}
+COMMON = {"bounds", "gamma", "k", "rank", "route", "sigma", "size", "solver"}
 
 
 def constants():
