@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from covmerge.base.settings import Hint, told_as
+from covmerge.base.settings import Hint, hints_in
 
 SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
 TESTS = Path(__file__).parent
@@ -155,7 +155,7 @@ def _part(part: ast.expr) -> str:
     call = part.value
     if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Hint"):
         return "{}"
-    with told_as("flags"):
+    with hints_in("flags"):
         return str(Hint(*map(_written, call.args)))
 
 

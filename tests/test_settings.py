@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 import covmerge
-from covmerge.base.settings import IN_PYTHON, KEYS, Hint, told_as
+from covmerge.base.settings import IN_PYTHON, KEYS, Hint, hints_in
 from covmerge.front.cli import app
 from covmerge.plan.recipe import json_schema
 from covmerge.plan.statistics import Generated
@@ -88,14 +88,14 @@ def test_there_are_hints():
 def test_a_hint_names_what_there_is(name, value):
     (*given,) = json.loads(value)
     hint = Hint(name, *given)
-    with told_as("flags"):
+    with hints_in("flags"):
         assert str(hint).split()[0] in FLAGS
-    with told_as("recipe"):
+    with hints_in("recipe"):
         if name in KEYS and given:
             check(yaml.safe_load(str(hint).strip("`")), SCHEMA)
         elif name not in KEYS:
             assert str(hint).startswith("--")
-    with told_as("python"):
+    with hints_in("python"):
         assert "--" not in str(hint)
         assert name in ARGUMENTS
 
@@ -178,6 +178,6 @@ FORMS = [
 @pytest.mark.parametrize(("hint", "flags", "recipe", "python"), FORMS)
 def test_a_hint_in_each_form(hint, flags, recipe, python):
     for form, text in (("flags", flags), ("recipe", recipe), ("python", python)):
-        with told_as(form):
+        with hints_in(form):
             assert str(Hint(*hint)) == text
     assert str(Hint(*hint)) == python

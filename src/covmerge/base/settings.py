@@ -52,7 +52,7 @@ _form: Form = "python"
 
 
 @contextmanager
-def told_as(form: Form) -> Generator[None]:
+def hints_in(form: Form) -> Generator[None]:
     """Have messages of this process name settings in this form."""
     global _form
     before, _form = _form, form
@@ -62,7 +62,7 @@ def told_as(form: Form) -> Generator[None]:
         _form = before
 
 
-def form_told() -> Form:
+def hint_form() -> Form:
     """Return the form in which this process names settings."""
     return _form
 
@@ -78,7 +78,7 @@ class Hint:
     Example:
         >>> hint = Hint("out_dtype", "float32")
         >>> for form in ("flags", "recipe", "python"):
-        ...     with told_as(form):
+        ...     with hints_in(form):
         ...         print(hint)
         --out-dtype float32
         `output: {dtype: float32}`

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from covmerge.base.errors import CovmergeError, InputError, ResourceError
-from covmerge.base.settings import told_as
+from covmerge.base.settings import hints_in
 from covmerge.front.cli.console import say, stderr
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -84,7 +84,7 @@ class ReportingGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
         try:
-            with told_as("recipe" if ctx.meta[_RECIPE] else "flags"):
+            with hints_in("recipe" if ctx.meta[_RECIPE] else "flags"):
                 return super().invoke(ctx)
         except CovmergeError as error:
             _fail(error)

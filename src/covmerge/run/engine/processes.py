@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 
 from covmerge.base.errors import InputError, ResourceError
-from covmerge.base.settings import Form, Hint, form_told, told_as
+from covmerge.base.settings import Form, Hint, hint_form, hints_in
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.run.engine.devices import usable_device
@@ -198,7 +198,7 @@ class Processes:
                 self._threads,
                 str(self._alone),
                 self._inner,
-                form_told(),
+                hint_form(),
             ),
             daemon=True,
         )
@@ -319,7 +319,7 @@ def _serve(
     lock = FileLock(alone) if on_cpu else nullcontext()
     try:
         usable_device(str(device))
-        with told_as(form), opener() as sources:
+        with hints_in(form), opener() as sources:
             while True:
                 task: Task = connection.recv()
                 context = replace(task.context, device=device)

@@ -10,7 +10,7 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role, TensorHeader
-from covmerge.files.checkpoints import Checkpoint, Content, at_once, open_store
+from covmerge.files.checkpoints import Checkpoint, Content, at_once, open_checkpoint, open_store
 from covmerge.files.checkpoints.gguf_file import GGUF
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.quantised import Packed, dequantised, open_plain
@@ -38,7 +38,9 @@ _BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"
 
 
-def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Verification:
+def verify(
+    folder: str | Path | Store, *, base: Checkpoint | str | Path | None = None
+) -> Verification:
     """Re-read an output of covmerge and check it.
 
     Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
@@ -48,9 +50,9 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
 
     Args:
         folder: the output, by path or address, or the store that holds it.
-        base: the base checkpoint; None opens the source that the manifest names, and fetches it if
-            it is on the Hub. Where that is not to be had, or is another by now, the comparison falls
-            back on the recorded norms and says so.
+        base: the base checkpoint, or its path or address; None opens the source that the manifest
+            names, and fetches it if it is on the Hub. Where that is not to be had, or is another by
+            now, the comparison falls back on the recorded norms and says so.
 
     Raises:
         InputError: the folder is not an output of covmerge, or `base` is not what was merged over.
@@ -58,6 +60,8 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
     store = store_at(folder) if isinstance(folder, str | Path) else folder
     try:
         manifest = read_manifest(store)
+        if isinstance(base, str | Path):
+            base = open_checkpoint(base)
         if base is not None:
             _check_base(base, store, manifest)
         checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
