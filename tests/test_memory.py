@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from covmerge.base import memory
-from covmerge.base.memory import MACHINE, Kept, free_memory
+from covmerge.base.memory import MACHINE, HeapTrimmer, free_memory
 from tests.forked import printed
 
 GIB = 2**30
@@ -192,7 +192,7 @@ def test_a_real_group(tmp_path):
 
 HOLES = """
 import psutil
-from covmerge.base.memory import Kept
+from covmerge.base.memory import HeapTrimmer
 
 def held():
     return psutil.Process().memory_info().rss
@@ -201,7 +201,7 @@ blocks = [bytearray(b"x") * 100_000 for _ in range(3000)]
 found = [held()]
 del blocks[:-1]  # the last one keeps the heap's end where it is
 for most in (None, 2 * found[0], found[0] // 4):
-    Kept(most).look()
+    HeapTrimmer(most).trim()
     found.append(held())
 print(found)
 """
@@ -217,7 +217,7 @@ def test_malloc_gives_back_what_it_keeps_once_a_process_holds_more_than_it_shoul
 def test_what_cannot_be_given_back_is_not_tried_at_every_look(monkeypatch):
     tried = []
     monkeypatch.setattr(memory, "give_back", lambda: tried.append(1))
-    kept = Kept(1)
+    trimmer = HeapTrimmer(1)
     for _ in range(5):
-        kept.look()
+        trimmer.trim()
     assert len(tried) == 1

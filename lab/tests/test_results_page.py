@@ -1,13 +1,13 @@
 import pytest
 
-from benchmarks import performance, tensor_pass
+from benchmarks import overview, performance
 
 
-@pytest.mark.parametrize("page", tensor_pass.PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", overview.PAGES, ids=lambda page: page.stem)
 def test_its_tables_are_of_the_committed_results(page):
     text = page.read_text("utf-8")
     assert "<!-- results" in text
-    assert tensor_pass.written(text) == text, "run `python -m benchmarks.tensor pass`"
+    assert overview.written(text) == text, "run `python -m benchmarks.tensor pass`"
 
 
 def test_the_tables_on_performance_are_of_the_committed_results():

@@ -63,10 +63,10 @@ def test_gguf(tmp_path: Path, content: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"\x80\x02\x82\x01.", "by a registry"),
-        (pickle.dumps({3: ONE}), "has the key 3: tensors are named by strings"),
+        (b"\x80\x02\x82\x01.", "cannot be loaded as tensors"),
+        (pickle.dumps({3: ONE}), "cannot be loaded as tensors"),
         (pickle.dumps([1]), "model"),
-        (pickle.dumps({}), "without tensors|holds no tensors"),
+        (pickle.dumps({}), "cannot be loaded as tensors"),
     ],
 )
 def test_pickles(tmp_path: Path, content: bytes, message: str) -> None:
@@ -82,7 +82,7 @@ def test_an_archive_of_two_pickles(tmp_path: Path) -> None:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
         new.writestr("other/data.pkl", b"N.")
-    with pytest.raises(CheckpointError, match=r"2 members data\.pkl, not one"):
+    with pytest.raises(CheckpointError, match="cannot be loaded as tensors"):
         open_checkpoint(tmp_path / "m.pt")
 
 

@@ -189,20 +189,20 @@ def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
     on = {"executor": "ray", "address": cluster.address, "device": "cuda"}
 
     def automatic():
-        on_cluster = {"address": cluster.address, "patience": 1.0}
+        on_cluster = {"executor": "ray", "address": cluster.address, "patience": 1.0}
         return run_options({"device": "auto", **on_cluster}).torch_device.type
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)  # of the process that merges
         assert automatic() == "cpu"
     with pytest.raises(
-        ResourceError, match=r"device cuda, and no node .* has a GPU that Ray knows"
+        ResourceError, match=r"device=\"cuda\", and no node .* has a GPU that Ray knows"
     ):
         covmerge.merge(*plain, "ace", tmp_path / "out", **on)
     node = cluster.add_node(**NODE, num_gpus=1)
     try:
         here = rf"node {re.escape(socket.gethostname())} \([0-9.]+\) of the cluster"
-        with pytest.raises(InputError, match=f"{here}: device cuda cannot be used here: "):
+        with pytest.raises(InputError, match=f'{here}: device="cuda" cannot be used here: '):
             covmerge.merge(*plain, "ace", tmp_path / "out", **on)
         assert automatic() == "cuda" and not ray.is_initialized()
     finally:
@@ -265,7 +265,7 @@ def test_which_cluster(plain, tmp_path):
     for given, words in (
         ({"address": "auto"}, "give executor=.ray. too"),
         ({"executor": "ray", "workers": 2}, "leave out workers"),
-        ({"executor": "ray", "address": "auto", "device": "cuda:1"}, "give device cuda"),
+        ({"executor": "ray", "address": "auto", "device": "cuda:1"}, 'give device="cuda"'),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)

@@ -649,7 +649,7 @@ def test_options_that_do_not_go_together(plain, tmp_path, monkeypatch):
     for given, words in (
         ({"executor": "rank"}, "Did you mean 'ranks'"),
         ({"executor": "threads", "workers": 2}, "leave out workers"),
-        ({"executor": "ranks", "patience": 0}, "patience 0"),
+        ({"executor": "ranks", "patience": 0}, "patience=0"),
         ({"executor": "ranks", "out": None}, "give an output folder"),
     ):
         with pytest.raises(InputError, match=words):

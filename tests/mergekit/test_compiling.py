@@ -214,7 +214,7 @@ class TestParameters:
         log = ImportLog(lenient=True)
         compiled(text, log)
         assert log.warnings[0].startswith(said)
-        assert log.warnings[0].endswith("It is left out (--lenient)")
+        assert log.warnings[0].endswith("It is left out (lenient=True)")
 
     def test_of_a_model_and_one_for_all(self):
         models = "models: [{model: a, parameters: {weight: 1, normalize: false}}]\n"

@@ -195,7 +195,7 @@ def test_what_it_says():
     account = summarise([TensorDiagnostics("a", {}, ("x", "y", "z"), (found,))])
     assert account.totals["flat_share"] == pytest.approx(found.flat_share)
     assert dict(account.rows)["h, flat share"].startswith(f"{found.flat_share:.2f},")
-    assert found.told(("x", "y", "z"))["h, flat share"] == found.flat_share
+    assert found.report_columns(("x", "y", "z"))["h, flat share"] == found.flat_share
 
 
 def test_covmerge_json_and_the_report_have_it(tmp_path):

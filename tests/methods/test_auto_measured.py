@@ -125,7 +125,7 @@ def test_beside_short_weights_it_goes_to_least_squares():
     )
     assert relative(merged.delta, least.delta) < 1e-5
     assert merged.diagnostics.towards_least_squares > 0.999
-    told = merged.diagnostics.told(["a", "b", "c", "d"])
+    told = merged.diagnostics.report_columns(["a", "b", "c", "d"])
     assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)
     assert "a, to the average, %" not in told and told["experts' inputs"] == "known"
 

@@ -9,7 +9,7 @@ import torch
 import covmerge
 from covmerge.base.diagnostics import TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup, Measured
-from covmerge.front.reporting.tables import told
+from covmerge.front.reporting.tables import method_columns
 from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.methods import registry
 from tests.report.merges import checkpoints
@@ -46,7 +46,7 @@ def test_the_numbers_of_a_matrix():
 
 
 def test_what_the_report_tells_of_a_matrix():
-    assert KNOWN.told(EXPERTS) == {
+    assert KNOWN.report_columns(EXPERTS) == {
         "experts' inputs": "known",
         "N, unlike experts": 1.8,
         "φ, directions in use, %": 90.0,
@@ -57,7 +57,10 @@ def test_what_the_report_tells_of_a_matrix():
         "counted less": "math",
         "shortened": "code",
     }
-    assert EqualisedMeasured(towards_least_squares=0.25).told(())["a, to least squares, %"] == 25.0
+    assert (
+        EqualisedMeasured(towards_least_squares=0.25).report_columns(())["a, to least squares, %"]
+        == 25.0
+    )
 
 
 def test_rows_and_totals_over_matrices():
@@ -88,4 +91,4 @@ def test_rows_and_totals_over_matrices():
 def test_a_method_that_tells_nothing_has_no_table(tmp_path):
     base, experts = checkpoints(tmp_path, {"code": 0.02}, blocks=1)
     covmerge.merge(base, experts, "average", tmp_path / "out")
-    assert told(covmerge.report(tmp_path / "out", spectra="none")) == []
+    assert method_columns(covmerge.report(tmp_path / "out", spectra="none")) == []

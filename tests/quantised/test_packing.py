@@ -116,7 +116,7 @@ def test_a_layer_is_packed_as_bitsandbytes_packs_it(tmp_path, case):
     stored = LAYERS[case]
     model = open_plain(save(tmp_path, case))
     header = model.headers["fc.weight"]
-    packing = as_stored(model, header)
+    packing = as_stored(model.quantisation, header)
     own = weight(*header.shape).to(torch.float16 if case == "bitsandbytes 8" else torch.bfloat16)
     parts = packing.quantise(own.float())
     assert {part.header.name for part in packing.parts} == stored.keys() - {EXPECTED}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge_lab.module_file import read_weights
 from covmerge_lab.reproduce.fetch import fetch
 from covmerge_lab.reproduce.published import Source
 from covmerge_lab.reproduce.sources import Given, resolve
@@ -89,5 +89,5 @@ def test_downloads_are_found_by_their_authors_layout(tmp_path):
     models = resolve(setting, Given(tmp_path / "cache", checkpoints=tmp_path / "suite"))
     assert list(models.experts) == list(setting.experts)
     for path in (models.base, *models.experts.values()):
-        assert set(open_checkpoint(path).headers) == {"weight", "bias"}
+        assert set(read_weights(path)) == {"weight", "bias"}
     assert not (tmp_path / "cache").exists()

@@ -31,7 +31,7 @@ def share_of_inputs(gram: Tensor, d_in: int) -> float:
 
     Example:
         >>> import torch
-        >>> [round(share_told(each, 4), 2) for each in (torch.eye(4), torch.tensor([[4.0]]))]
+        >>> [round(share_of_inputs(each, 4), 2) for each in (torch.eye(4), torch.tensor([[4.0]]))]
         [1.0, 0.29]
     """
     return _share(log_det(_beside_faint(gram)), d_in)
@@ -40,8 +40,8 @@ def share_of_inputs(gram: Tensor, d_in: int) -> float:
 def share_used(update: Tensor, size: float, directions: int) -> float:
     """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
 
-    The form of `share_told`, for a single update and the directions of the smaller side. One update may
-    have all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
+    As `share_of_inputs`, for a single update and the directions of the smaller side. One update may have
+    all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
 
     Args:
         update: Δ `(d_out, d_in)`, or what is left of it in axes that span all that is not zero.
