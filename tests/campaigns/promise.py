@@ -21,7 +21,7 @@ from typing import Any
 from covmerge.errors import CovmergeError
 from tests.campaigns.trees import TRIP
 
-SECONDS, BYTES = 5.0, 500 * 2**20
+SECONDS, BYTES = 5.0, 640 * 2**20
 MESSAGE = 26_000  # characters that an error may have
 
 _SRC = "/src/covmerge/"
