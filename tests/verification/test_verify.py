@@ -202,7 +202,7 @@ def test_another_base_is_refused_and_the_right_one_is_not(over_another, tmp_path
     save_family("bert", tmp_path / "again", experts=2)
     right = tmp_path / "again" / base.name
     (right / "README.md").write_text("What lies beside the weights may change.")
-    assert covmerge.verify(out, base=right)
+    assert covmerge.verify(out, base=right).ok
     report = covmerge.verify(out, base=covmerge.open_checkpoint(right))
     assert report.ok and "by recorded norms" not in str([own.detail for own in report.checks])
 
