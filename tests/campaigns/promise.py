@@ -22,7 +22,7 @@ from covmerge.errors import CovmergeError
 from tests.campaigns.trees import TRIP
 
 SECONDS = 5.0
-# A merge of an intact folder of DCP takes 350 to 430 MB of address space: 64 MB for the heap of each thread.
+# An intact folder of DCP takes 350 to 430 MB of address space, 64 MB for the heap of each thread.
 BYTES = 640 * 2**20
 MESSAGE = 26_000  # characters that an error may have
 
