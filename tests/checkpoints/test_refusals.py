@@ -6,6 +6,8 @@ import pickle
 import struct
 import sys
 import zipfile
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,10 +65,10 @@ def test_gguf(tmp_path: Path, content: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"\x80\x02\x82\x01.", "cannot be loaded as tensors"),
-        (pickle.dumps({3: ONE}), "cannot be loaded as tensors"),
+        (b"\x80\x02\x82\x01.", "by a registry"),
+        (pickle.dumps({3: ONE}), "has the key 3: tensors are named by strings"),
         (pickle.dumps([1]), "model"),
-        (pickle.dumps({}), "cannot be loaded as tensors"),
+        (pickle.dumps({}), "without tensors|holds no tensors"),
     ],
 )
 def test_pickles(tmp_path: Path, content: bytes, message: str) -> None:
@@ -82,7 +84,7 @@ def test_an_archive_of_two_pickles(tmp_path: Path) -> None:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
         new.writestr("other/data.pkl", b"N.")
-    with pytest.raises(CheckpointError, match="cannot be loaded as tensors"):
+    with pytest.raises(CheckpointError, match=r"2 members data\.pkl, not one"):
         open_checkpoint(tmp_path / "m.pt")
 
 
@@ -245,3 +247,23 @@ def test_a_hash_of_a_file_that_becomes_shorter(tmp_path: Path) -> None:
         os.truncate(tmp_path / "model.safetensors", 10)
         with pytest.raises(CheckpointError, match="was cut short while it was read"):
             reader.fill(memoryview(bytearray(11)))
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        partial(torch.save, pickle_protocol=4),
+        partial(torch.save, pickle_protocol=4, _use_new_zipfile_serialization=False),
+        lambda state, path: path.write_bytes(pickle.dumps(state)),
+    ],
+    ids=["protocol 4", "protocol 4 before torch 1.6", "plain pickle"],
+)
+def test_dicts_of_tensors_that_torch_does_not_load_are_read(tmp_path: Path, save) -> None:
+    """torch's own loader, allowed to run nothing, refuses them."""
+    state = {"fc.weight": torch.arange(6.0).reshape(2, 3), "on": torch.tensor([True, False])}
+    save(state, tmp_path / "model.bin")
+    with closing(open_checkpoint(tmp_path / "model.bin")) as opened:
+        assert opened.headers.keys() == state.keys()
+        for name, tensor in state.items():
+            assert torch.equal(opened.read(name), tensor)
+        assert torch.equal(opened.read("fc.weight", range(1, 2)), state["fc.weight"][1:])

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.laid import Laid
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.unpickler import Inert, Sealed
+from covmerge.files.checkpoints.pickled_tensors import kind_of, whole_booleans
+from covmerge.files.checkpoints.unpickler import Inert
 
 _MAX_DEPTH = 100  # of modules in modules
 _MAX_TENSORS = 300_000
@@ -42,7 +42,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_module(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled module, or of a pickled dict of tensors.
+    """Return the tensors of a pickled module.
 
     It is a file of `torch.save(module)`, of any version, or of `pickle.dump`. The tree of modules has the
     tensors, under the names of a state dict.
@@ -55,16 +55,7 @@ def read_module(path: Path) -> dict[str, Tensor]:
     if made > _MOST_TIMES * size:
         raise CheckpointError(f"{path} has {size} bytes, and its tensors {made}: {_SAVE_AGAIN}")
     found = {name: own.tensor() for name, own in laid.items()}
-    for name, tensor in found.items():
-        if (
-            tensor.dtype is torch.bool
-            and tensor.numel()
-            and int(tensor.view(torch.uint8).max()) > 1
-        ):
-            raise CheckpointError(
-                f"{path}: '{name}' holds bytes other than 0 and 1, and is of bool: {_SAVE_AGAIN}"
-            )
-    return found
+    return {name: whole_booleans(tensor, f"{path}: '{name}'") for name, tensor in found.items()}
 
 
 def as_weights(path: Path, cache: Path) -> Path:
@@ -105,20 +96,18 @@ def _nbytes(laid: Laid) -> int:
 
 def _tensors(records: object, where: str) -> dict[str, Laid]:
     found: dict[str, Laid] = {}
-    kind, is_dict = _kind(records), isinstance(records, Mapping)
-    if not is_dict and "_modules" not in _state(records):
-        raise CheckpointError(f"{where} holds a {kind}, not a module or a dict of tensors")
-    items = _items(records, where).items() if is_dict else _named(records, where)
-    for name, value in items:
+    if "_modules" not in _state(records):
+        raise CheckpointError(f"{where} holds a {kind_of(records)}, not a module")
+    for name, value in _named(records, where):
         if name in found:
             raise CheckpointError(f"{where} has two tensors '{name}': {_SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
-                f"{where}: '{name}' is a {_kind(value)}, not a plain tensor: {_SAVE_AGAIN}"
+                f"{where}: '{name}' is a {kind_of(value)}, not a plain tensor: {_SAVE_AGAIN}"
             )
         found[name] = value
     if not found:
-        raise CheckpointError(f"{where} holds a {kind} without tensors: is it the right file?")
+        raise CheckpointError(f"{where} holds a module without tensors: is it the right file?")
     return found
 
 
@@ -130,7 +119,7 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
         state = _state(module)
         if "_modules" not in state:
             raise CheckpointError(
-                f"{where}: '{prefix[:-1]}' is a {_kind(module)}, which is stored as no module is: "
+                f"{where}: '{prefix[:-1]}' is a {kind_of(module)}, which is stored as no module is: "
                 f"{_SAVE_AGAIN}"
             )
         parameters, buffers, modules = (
@@ -156,17 +145,13 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
 def _items(content: object, where: str) -> Mapping[str, object]:
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{where} has a {_kind(content)} for a dict of tensors: {_SAVE_AGAIN}"
+            f"{where} has a {kind_of(content)} for a dict of tensors: {_SAVE_AGAIN}"
         )
     named = cast("Mapping[object, object]", content)
     stray = next((name for name in named if not isinstance(name, str)), None)
     if stray is not None:
         raise CheckpointError(f"{where} has the key {stray!r}: tensors are named by strings")
     return cast("Mapping[str, object]", named)
-
-
-def _kind(value: object) -> str:
-    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__
 
 
 def _state(value: object) -> Mapping[object, object]:

@@ -11,9 +11,10 @@ from covmerge.files.checkpoints.distributed import open_distributed
 from covmerge.files.checkpoints.fsdp_ranks import open_ranks
 from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.files.checkpoints.hf_slices import open_slices
+from covmerge.files.checkpoints.pickled_tensors import PickledTensors
 from covmerge.files.checkpoints.pieces import PiecedFiles
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
-from covmerge.files.checkpoints.torch_file import TorchFile
+from covmerge.files.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.files.checkpoints.zero3 import open_zero3
 from covmerge.files.stores.store import Store, StoredFile
 
@@ -40,9 +41,19 @@ class FileFormat:
     find: Callable[[Store, Collection[str]], PiecedFiles | None] | None = None
 
 
+def _open_torch(file: StoredFile) -> WeightFile:
+    try:
+        return TorchFile(file.path)
+    except NotLoadedError as refusal:
+        try:
+            return PickledTensors(file.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{refusal}. As a pickle: {error}") from error
+
+
 FILE_FORMATS = (  # of folders the first that is found is taken
     FileFormat((SAFETENSORS,), SafetensorsFile),
-    FileFormat(TORCH, lambda file: TorchFile(file.path)),
+    FileFormat(TORCH, _open_torch),
     FileFormat((GGUF,), GgufFile, is_model=True),
     FileFormat(find=open_slices),
     FileFormat(find=open_distributed),

@@ -30,6 +30,10 @@ _LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys 
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
+class NotLoadedError(CheckpointError):
+    """What torch, allowed to run nothing, does not load."""
+
+
 class TorchFile:
     """A `.bin`, `.pt`, `.pth` or `.ckpt` file that holds a state dict.
 
@@ -105,17 +109,17 @@ def _check_archive(path: Path) -> None:
         ) from error
 
 
-def _refusal(path: Path, error: Exception) -> CheckpointError:
+def _refusal(path: Path, error: Exception) -> NotLoadedError:
     found = _REFUSED_GLOBAL.search(str(error))
     if found:
-        return CheckpointError(
+        return NotLoadedError(
             f"{path} holds more than tensors: loading it would run {found[1]}, and code in a "
             "checkpoint is never run. If it is a whole module, save it by torch.save(module.state_dict(), "
             "FILE) where its code is; if it is a training state, "
             f"{SAVE_AGAIN}"
         )
     reason = (str(error).strip().splitlines() or [""])[-1]
-    return CheckpointError(
+    return NotLoadedError(
         f"{path} cannot be loaded as tensors ({type(error).__name__}: {reason}): fetch the file "
         f"again, or {SAVE_AGAIN}"
     )
