@@ -149,6 +149,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("GRALORA", {"target_modules": LINEAR, "r": 4, "gralora_k": 4, "hybrid_r": 2}),
     ("HIRA", {"target_modules": [*LINEAR, "table", "point", "window", "line"], "r": 2}),
     ("HIRA", {"target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
+    ("HIRA", {"target_modules": LINEAR, "r": 2, "rank_pattern": {"first": 3}}),
     ("ROAD", {"target_modules": LINEAR, "group_size": 4}),
     ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_2"}),
     ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_4"}),

@@ -10,7 +10,11 @@ from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
-    rank, window = layer.rank("down", 0), layer.shape[2:]
+    rank, window = layer.size("down", 0), layer.shape[2:]
+    if rank != layer.option(
+        "r"
+    ):  # PEFT 0.21.2 makes every part of rank r, whatever rank_pattern says
+        rank = layer.rank("down", 0)
     return {
         "down": (rank, layer.d_in, *window),
         "up": (layer.d_out, rank, *(1 for _ in window)),
@@ -19,7 +23,7 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
 
 def _weight(layer: Layer) -> Tensor:
     """W ⊙ (1 + B A), the wanted rows."""
-    rank = layer.rank("down", 0)
+    rank = layer.size("down", 0)
     up = layer["up"].reshape(layer.d_out, rank)[layer.rows]
     weight = layer.weight
     return weight.addcmul(weight, up @ layer["down"].reshape(rank, -1))
