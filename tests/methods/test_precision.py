@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.diagnostics import TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods import ace_rules, registry
@@ -502,3 +503,22 @@ def test_the_rounding_of_experts_that_cancel_is_no_merge(name, params, dtype, sh
     if dtype != torch.float64:
         group = stored_in(updates, dtype)
     assert not registry.get(name)(group, **params).delta.any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "says"), [(torch.bfloat16, True), (torch.float64, False)], ids=str
+)
+def test_ace_says_where_it_left_directions_out(dtype, says):
+    """Weak directions, 1e-3 of the strong ones, are below the rounding of bfloat16."""
+    updates = list(opposed(5.0, 1e-3)[0])
+    group = (
+        LinearGroup(tuple(updates), (1.0, 1.0))
+        if dtype == torch.float64
+        else stored_in(updates, dtype)
+    )
+    found = registry.get("ace")(group).diagnostics
+    assert (found.left_out > 0) == says
+    notes = summarise([TensorDiagnostics("fc", {"eps": 1e-5}, ("a", "b"), (found,))]).notes
+    assert (
+        any("left directions of the inputs out in 1 tensor (fc)" in note for note in notes) == says
+    )

@@ -176,8 +176,11 @@ def ace(
     lose the first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times
     the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
     Where the solve would make rounding of stored weights more than ten times as long, it is done within
-    the inputs of which more than rounding tells. 1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms
-    that agree to rounding. The variance of Eq. 7 is the unbiased one, as in the published code.
+    the inputs Q `(d_in, k)` of which more than rounding tells, the eigenvectors of Σ C_t above it:
+    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `left_out` in the statistics counts the
+    other directions. Experts in float64 and factors have no such rounding. 1 ≤ k ≤ rank, that of the
+    updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one, as in
+    the published code.
 
     Example:
         >>> import torch
@@ -215,6 +218,7 @@ def ace(
         rcond=1.0 / pre.condition,
         precision=str(pre.merged.dtype).removeprefix("torch."),
         jitter=pre.factor.jitter,
+        left_out=pre.left_out,
     )
     residual = pre.residual
     del pre
@@ -268,6 +272,7 @@ class _Preliminary:
     factor: Cholesky
     condition: float
     route: str
+    left_out: int
 
 
 def _solve(
@@ -286,8 +291,11 @@ def _solve(
     """
     ones_in = None if group.frame is None else group.frame.ones_in
     normal = normal_equations(covariances)
+    left_out = 0
     if above_rounding:
+        known = len(normal.gram)
         normal = normal.within(*active.above_rounding(covariances, normal.gram))
+        left_out = known - len(normal.gram)
     ones_in = ones_in if ones_in is None else ones_in.to(normal.gram.dtype)
     energy = fmean(size**2 for size in active.norms) if scaled else 1.0  # Eq. 12
     prior_row = None
@@ -298,7 +306,7 @@ def _solve(
     largest = largest_eigenvalue(normal.gram)
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
     condition = condition_number(largest, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
-    return _Preliminary(merged, residual, factor, condition, normal.route)
+    return _Preliminary(merged, residual, factor, condition, normal.route, left_out)
 
 
 def _amplifies_rounding(

@@ -69,7 +69,21 @@ class _Ridge(Summary):
             )
 
 
-GATE, RIDGE = _Gate(), _Ridge()
+class _LeftOut(Summary):
+    """Where directions of the inputs were left out, as rounding of stored weights."""
+
+    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+        names = _names(seen, lambda m: m.left_out > 0)
+        if names:
+            yield (
+                f"ACE left directions of the inputs out in {counted(len(names), 'tensor')} "
+                f"({some(names, 2)}): there the updates are no larger than the rounding of the stored "
+                "weights, which the published method would make many times as long. Experts saved in "
+                "float32 tell more of them"
+            )
+
+
+GATE, RIDGE, LEFT_OUT = _Gate(), _Ridge(), _LeftOut()
 AVERAGED = Counted(
     "averaged",
     "ACE can tell nothing of the inputs of {count} updates (rows that are nearly alike, or an ε above "
@@ -92,12 +106,13 @@ class AceDiagnostics(Diagnostics):
         rcond: of the system.
         precision: dtype of sums and solve.
         jitter: what the factorisation needed on the diagonal.
+        left_out: directions of the inputs that were left out, as rounding of stored weights.
         k: directions that were refined; None from here on: none were.
         rank: the numerical rank of what was refined.
         sigma_iso: their new singular value (Eq. 19).
     """
 
-    summaries: ClassVar[tuple[Summary, ...]] = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED)
+    summaries: ClassVar[tuple[Summary, ...]] = (GATE, RIDGE, LEFT_OUT, JITTER, UNCHANGED, AVERAGED)
 
     unchanged: int = 0
     averaged: int = 0
@@ -109,6 +124,7 @@ class AceDiagnostics(Diagnostics):
     rcond: float | None = None
     precision: str | None = None
     jitter: float | None = None
+    left_out: int = 0
     k: int | None = None
     rank: int | None = None
     sigma_iso: float | None = None
