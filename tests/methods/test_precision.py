@@ -517,7 +517,7 @@ def test_ace_says_where_it_left_directions_out(dtype, says):
         else stored_in(updates, dtype)
     )
     found = registry.get("ace")(group).diagnostics
-    assert (found.left_out > 0) == says
+    assert (found.below_rounding > 0) == says
     notes = summarise([TensorDiagnostics("fc", {"eps": 1e-5}, ("a", "b"), (found,))]).notes
     assert (
         any("left directions of the inputs out in 1 tensor (fc)" in note for note in notes) == says

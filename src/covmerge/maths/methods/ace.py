@@ -177,8 +177,8 @@ def ace(
     the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
     Where the solve would make rounding of stored weights more than ten times as long, it is done within
     the inputs Q `(d_in, k)` of which more than rounding tells, the eigenvectors of Σ C_t above it:
-    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `left_out` in the statistics counts the
-    other directions. Experts in float64 and factors have no such rounding. 1 ≤ k ≤ rank, that of the
+    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `below_rounding` counts the
+    other directions. 1 ≤ k ≤ rank, that of the
     updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one, as in
     the published code.
 
@@ -218,7 +218,7 @@ def ace(
         rcond=1.0 / pre.condition,
         precision=str(pre.merged.dtype).removeprefix("torch."),
         jitter=pre.factor.jitter,
-        left_out=pre.left_out,
+        below_rounding=pre.below_rounding,
     )
     residual = pre.residual
     del pre
@@ -272,7 +272,7 @@ class _Preliminary:
     factor: Cholesky
     condition: float
     route: str
-    left_out: int
+    below_rounding: int
 
 
 def _solve(
@@ -291,11 +291,11 @@ def _solve(
     """
     ones_in = None if group.frame is None else group.frame.ones_in
     normal = normal_equations(covariances)
-    left_out = 0
+    below_rounding = 0
     if above_rounding:
         known = len(normal.gram)
         normal = normal.within(*active.above_rounding(covariances, normal.gram))
-        left_out = known - len(normal.gram)
+        below_rounding = known - len(normal.gram)
     ones_in = ones_in if ones_in is None else ones_in.to(normal.gram.dtype)
     energy = fmean(size**2 for size in active.norms) if scaled else 1.0  # Eq. 12
     prior_row = None
@@ -306,7 +306,7 @@ def _solve(
     largest = largest_eigenvalue(normal.gram)
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
     condition = condition_number(largest, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
-    return _Preliminary(merged, residual, factor, condition, normal.route, left_out)
+    return _Preliminary(merged, residual, factor, condition, normal.route, below_rounding)
 
 
 def _amplifies_rounding(

@@ -73,7 +73,7 @@ class _LeftOut(Summary):
     """Where directions of the inputs were left out, as rounding of stored weights."""
 
     def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        names = _names(seen, lambda m: m.left_out > 0)
+        names = _names(seen, lambda m: m.below_rounding > 0)
         if names:
             yield (
                 f"ACE left directions of the inputs out in {counted(len(names), 'tensor')} "
@@ -106,7 +106,7 @@ class AceDiagnostics(Diagnostics):
         rcond: of the system.
         precision: dtype of sums and solve.
         jitter: what the factorisation needed on the diagonal.
-        left_out: directions of the inputs that were left out, as rounding of stored weights.
+        below_rounding: directions of the inputs that were left out, as rounding of stored weights.
         k: directions that were refined; None from here on: none were.
         rank: the numerical rank of what was refined.
         sigma_iso: their new singular value (Eq. 19).
@@ -124,7 +124,7 @@ class AceDiagnostics(Diagnostics):
     rcond: float | None = None
     precision: str | None = None
     jitter: float | None = None
-    left_out: int = 0
+    below_rounding: int = 0
     k: int | None = None
     rank: int | None = None
     sigma_iso: float | None = None
