@@ -177,10 +177,9 @@ def ace(
     the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
     Where the solve would make rounding of stored weights more than ten times as long, it is done within
     the inputs Q `(d_in, k)` of which more than rounding tells, the eigenvectors of Σ C_t above it:
-    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `below_rounding` counts the
-    other directions. 1 ≤ k ≤ rank, that of the
-    updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one, as in
-    the published code.
+    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `below_rounding` counts the other
+    directions. 1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms that agree to rounding. The
+    variance of Eq. 7 is the unbiased one, as in the published code.
 
     Example:
         >>> import torch

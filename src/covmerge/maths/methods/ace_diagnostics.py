@@ -76,10 +76,9 @@ class _LeftOut(Summary):
         names = _names(seen, lambda m: m.below_rounding > 0)
         if names:
             yield (
-                f"ACE left directions of the inputs out in {counted(len(names), 'tensor')} "
-                f"({some(names, 2)}): there the updates are no larger than the rounding of the stored "
-                "weights, which the published method would make many times as long. Experts saved in "
-                "float32 tell more of them"
+                f"ACE solved {counted(len(names), 'tensor')} ({some(names, 2)}) without the directions of "
+                "the inputs in which the updates are no larger than the rounding of the stored weights. "
+                "What the experts learned there is lost; experts saved in float32 keep it"
             )
 
 

@@ -23,7 +23,8 @@ DROWNED = 200.0
 # the error is 1.5 eps times it, in the row space of the updates a hundredth of that
 # (tests/methods/test_precision.py).
 FLOAT32_CONDITION = 1e4
-# A solve may make rounding of stored weights so many times as long; beyond that it leaves it out.
+# A solve may make rounding of stored weights so many times as long; beyond that it leaves it out. It is an
+# order of magnitude, and was compared with no other value.
 AMPLIFIED = 10.0
 # σ/σ₁ of a direction that the rounding of a well-conditioned solve cannot have made.
 _CLEAR = 1e-2

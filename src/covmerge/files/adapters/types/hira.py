@@ -11,9 +11,8 @@ from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, window = layer.size("down", 0), layer.shape[2:]
-    if rank != layer.option(
-        "r"
-    ):  # PEFT 0.21.2 makes every part of rank r, whatever rank_pattern says
+    # PEFT 0.21.2 makes every part of rank r, whatever rank_pattern says.
+    if rank != layer.option("r"):
         rank = layer.rank("down", 0)
     return {
         "down": (rank, layer.d_in, *window),
