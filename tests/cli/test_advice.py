@@ -133,6 +133,11 @@ LINES = {
         advice("method '{}' is named twice: name it once"),
         f"compare {PAIR} --out out --methods average",
     ),
+    "an option twice": (
+        f"inspect {PAIR} --device cpu --device auto",
+        advice("stands {} times, and takes one value: leave out the others"),
+        f"inspect {PAIR} --device cpu",
+    ),
     "JSON and CSV": (
         f"inspect {PAIR} --json --csv",
         advice("--json and --csv both say what is printed: leave out one of them"),

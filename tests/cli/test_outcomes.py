@@ -34,7 +34,8 @@ BAD = {
     "expert twice": (["FLAGS", "--expert=a=x", "OUT"], "--expert gives 'a' twice"),
     "expert not a pair": (["FLAGS", "--expert=x", "OUT"], "--expert 'x' is not NAME=VALUE"),
     "expert not there": (["FLAGS", "--expert=c=./nowhere", "OUT"], "nowhere"),
-    "base not there": (["FLAGS", "--base=./nowhere", "OUT"], "nowhere"),
+    "base not there": (["--base=./nowhere", "--expert=a=./nothing", "OUT"], "nowhere"),
+    "base twice": (["FLAGS", "--base=./nowhere", "OUT"], "--base stands 2 times"),
     "method": (["FLAGS", "--method=acee", "OUT"], "Did you mean 'ace'?"),
     "parameter": (
         ["FLAGS", "--method=ace", "--set=epss=1", "OUT"],

@@ -13,6 +13,7 @@ import typer
 
 from covmerge.base.version import __version__
 from covmerge.front.cli.collect import collect
+from covmerge.front.cli.command import Command
 from covmerge.front.cli.compare import compare
 from covmerge.front.cli.explain import explain
 from covmerge.front.cli.extensions import OpenGroup
@@ -53,7 +54,7 @@ for command in (
     *(inspect, extract, compare, collect, methods, explain),
     *(plan, verify, report, view, push, schema, import_mergekit),
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _show_version(wanted: bool) -> None:

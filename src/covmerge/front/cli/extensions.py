@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from covmerge.base.errors import InputError
+from covmerge.front.cli.command import Command
 from covmerge.front.cli.console import say
 
 GROUP = "covmerge.commands"
@@ -80,7 +81,8 @@ class OpenGroup(TyperGroup):
 
 def _command(entry: EntryPoint) -> Any:
     app = typer.Typer(add_completion=False)
-    app.command(entry.name, rich_help_panel=f"Commands of {_package(entry)}")(entry.load())
+    panel = f"Commands of {_package(entry)}"
+    app.command(entry.name, cls=Command, rich_help_panel=panel)(entry.load())
     return typer.main.get_command(app)
 
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from typer.core import TyperCommand
-
 from covmerge.base.errors import RecipeError
+from covmerge.front.cli.command import Command
 from covmerge.front.cli.console import say
 
 # Short options with their value in one word, as click takes them, and any number of `-v`.
@@ -52,7 +51,7 @@ _REFUSED = {
 }
 
 
-class TakesTheirFlags(TyperCommand):
+class TakesTheirFlags(Command):
     """A command that knows mergekit's flags beside its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
