@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from covmerge.base.errors import InputError
 
