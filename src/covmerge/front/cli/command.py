@@ -14,13 +14,18 @@ class Command(TyperCommand):
     """A command that refuses an option of one value where it stands twice; click would take the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options that stand twice, then go on."""
+        """Refuse options that stand twice, then go on.
+
+        Raises:
+            InputError: one does.
+        """
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():
-            takes_one = option.param_type_name == "option" and not (
-                option.multiple or option.is_flag
-            )
-            if takes_one and count > 1:
+            if (
+                isinstance(option, TyperOption)
+                and not (option.multiple or option.is_flag)
+                and count > 1
+            ):
                 raise InputError(
                     f"{option.opts[0]} stands {count} times, and takes one value: leave out the others"
                 )
