@@ -235,7 +235,7 @@ def loaded_into_unet(out):
 )
 def test_files_become_one_file_of_their_form(folder, tmp_path, experts, flags, end):
     sources = [f"--expert={name}={folder / name}.safetensors" for name in experts]
-    given = ("--method=task_arithmetic", "--set=scale=0.5", "--as=adapter", *flags)
+    given = ("--method=task_arithmetic", "--set=scale=0.5", *(flags or ["--as=adapter"]))
     out = tmp_path / "out"
     ran = command("merge", "--base", folder / "unet", *sources, *given, out)
     tensors = load_file(out / "pytorch_lora_weights.safetensors")

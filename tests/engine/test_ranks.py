@@ -129,12 +129,12 @@ def together(monkeypatch):
     return ranks_of
 
 
-def command(plain, method, out, number, world, *more):
+def command(plain, method, out, number, world, *more, patience=5):
     base, experts = plain
     sources = [f"--expert={name}={path}" for name, path in experts.items()]
     arguments = ["merge", "--base", base, *sources, f"--method={method}", "--executor=ranks"]
     environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(world)}
-    return [*arguments, "--patience=5", "--threads=1", *more, out], environment
+    return [*arguments, f"--patience={patience}", "--threads=1", *more, out], environment
 
 
 # Reads nothing before a file is there; or hashes nothing.

@@ -48,9 +48,9 @@ def in_bucket(bucket: Bucket, plain) -> tuple[str, dict[str, str]]:
     return bucket.put(base, "base.safetensors"), there
 
 
-def rank(plain, out: str, number: int, cache: Path, go: Path, *more: str) -> Forked:
+def rank(plain, out: str, number: int, cache: Path, go: Path, patience: int = 5) -> Forked:
     """A rank of two, with the cache of its machine, which reads nothing before a file is there."""
-    given, environment = command(plain, "ace", out, number, 2, SHARDS, *more)
+    given, environment = command(plain, "ace", out, number, 2, SHARDS, patience=patience)
     environment["COVMERGE_CACHE"] = str(cache)
     return Forked(_WAIT + _READING + COMMAND_LINE, go, *given, environment=environment)
 
@@ -108,8 +108,8 @@ def test_ranks_that_do_not_share_a_cache_say_so(
         first, waiting, impatient = ranks(
             stack,
             rank(there, out, 0, caches[0], go),
-            rank(there, out, 1, caches[1], go, "--patience=60"),
-            rank(there, out, 1, caches[1], go, "--patience=1"),
+            rank(there, out, 1, caches[1], go, patience=60),
+            rank(there, out, 1, caches[1], go, patience=1),
         )
         said = words(impatient.communicate()[1])
         assert impatient.returncode == 2 and f"leads the merge in {caches[1]}" in said, said
