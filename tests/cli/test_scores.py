@@ -89,6 +89,15 @@ def test_scores_are_kept_by_model_and_command(models):
     assert scored(models) == ["task_arithmetic"]
 
 
+def test_a_run_that_scores_nothing_leaves_no_table_of_an_earlier_one(models):
+    out = models / "out"
+    asked = ["compare", *flags(models), "--methods", "average", "--out", out]
+    covmerge(*asked, "--score", evaluator(models))
+    assert (out / "scores.csv").is_file() and (out / "scores.tex").is_file()
+    covmerge(*asked, "--score", evaluator(models, failing="average"), "--resume", code=1)
+    assert not (out / "scores.csv").exists() and not (out / "scores.tex").exists()
+
+
 def test_base_and_experts(models):
     for name in ("base", "a"):
         (models / f"{name}-folder").mkdir()

@@ -52,8 +52,11 @@ class ScoreJob:
     def run(self) -> ScoreTable:
         """Score the models that no score is kept of, and write the table as CSV and LaTeX.
 
-        A model whose scoring fails is named in the table, and the others are scored.
+        A model whose scoring fails is named in the table, and the others are scored. Tables of an earlier
+        run are removed first: they are of other scores.
         """
+        for name in (CSV_NAME, LATEX_NAME):
+            (self.folder / name).unlink(missing_ok=True)
         key, scored, failed = self.scorer.key, dict[str, Scored](), dict[str, str]()
         for model in self.models:
             found = self.kept.find(model, key)
