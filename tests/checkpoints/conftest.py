@@ -8,8 +8,8 @@ import pytest
 from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.checkpoints.folder import open_file, open_folder
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.memory import MemoryStore
 from covmerge.files.stores.store import Store, StoredFile
+from tests.memory_store import MemoryStore
 
 
 def in_memory(source: str | Path) -> Checkpoint:

@@ -14,9 +14,9 @@ from covmerge.files.checkpoints import fingerprint
 from covmerge.files.checkpoints.folder import open_file, open_folder
 from covmerge.files.stores import descriptor
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.memory import MemoryStore
 from covmerge.files.stores.store import Store, StoredFile, WritableFile, child
 from covmerge.files.stores.walk import file_at, remove_others, tree
+from tests.memory_store import MemoryStore
 
 
 def read(store: Store, name: str) -> bytes:

@@ -12,8 +12,6 @@ from covmerge.errors import CheckFailed, InputError, TensorError
 from covmerge.files.checkpoints import open_store
 from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.local_destination import LocalDestination
-from covmerge.files.stores.memory import MemoryStore
-from covmerge.files.stores.memory_destination import MemoryDestination
 from covmerge.front.job import Job
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import RunOptions
@@ -21,6 +19,7 @@ from covmerge.run.result import MergeResult
 from covmerge.run.sources import open_recipe
 from covmerge.run.verification import verify
 from tests.interrupted import InterruptAfter
+from tests.memory_store import MemoryDestination, MemoryStore
 from tests.verification.test_files import save_models
 
 
