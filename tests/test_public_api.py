@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,30 @@ def test_the_old_name_of_the_experts_statistics_warns_and_works():
         assert (
             covmerge.LinearGroup((torch.eye(2),), (1.0,), measured=data).expert_statistics == data
         )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("recompute.compute", "run.recompute.compute"),
+        ("twins", "maths.reference"),
+        ("plan.build", "plan.planning.build"),
+        ("methods.ace", "maths.methods.ace"),
+        ("checkpoints", "files.checkpoints"),
+    ],
+)
+def test_a_module_is_found_under_its_old_path(old, new, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"covmerge.{old}", raising=False)
+    with warnings.catch_warnings(record=True) as said:  # a package on the way is said too
+        warnings.simplefilter("always")
+        found = importlib.import_module(f"covmerge.{old}")
+    assert f"covmerge.{old} is now covmerge.{new}" in [str(each.message) for each in said]
+    assert found is importlib.import_module(f"covmerge.{new}")
+
+
+def test_what_was_never_there_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'covmerge\.nothing'"):
+        importlib.import_module("covmerge.nothing")
 
 
 @pytest.mark.parametrize("name", ["errors", "methods", "registry", "steps", "testing"])

@@ -8,11 +8,13 @@ Everything public is reachable from here and imported on first use, so that `imp
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from covmerge.base.version import __version__
+from covmerge.moved import Moved
 
 if TYPE_CHECKING:
     MYPY = False  # which mypy takes for true
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
         from covmerge.front.for_mypy import merge
     else:
         from covmerge.front.api import merge
+
+sys.meta_path.insert(0, Moved())
 
 _HOMES = {
     "Comparison": "covmerge.run.comparison",
@@ -86,6 +90,7 @@ _GONE = {
     "collect_regmean_pp": "it is in covmerge-lab: from covmerge_lab.regmean_pp import collect_regmean_pp"
 }
 
+# Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
 # Older names, for one release.
 _FORMER = {
     "Noticed": "Diagnostics",
@@ -94,7 +99,6 @@ _FORMER = {
     "Words": "Summary",
 }
 
-# Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
 _PACKAGES = {
     "figures": "covmerge.front.reporting.figures",
     "methods": "covmerge.methods",
