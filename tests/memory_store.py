@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from covmerge.base.errors import InputError
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.paths import check_bare
-from covmerge.files.stores.store import Stamp, WritableFile
-from covmerge.files.stores.walk import remove_others, tree
+from covmerge.files.stores.store import Stamp, WritableFile, remove_others, tree
 
 
 class MemoryStore:

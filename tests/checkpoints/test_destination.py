@@ -12,8 +12,7 @@ from covmerge.files.checkpoints.staging import Staging
 from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.local_destination import LocalDestination
 from covmerge.files.stores.lock import TakenError
-from covmerge.files.stores.store import StoredFile, WritableFile
-from covmerge.files.stores.walk import tree
+from covmerge.files.stores.store import StoredFile, WritableFile, tree
 from tests.checkpoints.test_writer_staging import manifest
 from tests.memory_store import MemoryDestination, MemoryStore
 

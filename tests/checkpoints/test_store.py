@@ -14,8 +14,15 @@ from covmerge.files.checkpoints import fingerprint
 from covmerge.files.checkpoints.folder import open_file, open_folder
 from covmerge.files.stores import descriptor
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.store import Store, StoredFile, WritableFile, child
-from covmerge.files.stores.walk import file_at, remove_others, tree
+from covmerge.files.stores.store import (
+    Store,
+    StoredFile,
+    WritableFile,
+    child,
+    file_at,
+    remove_others,
+    tree,
+)
 from tests.memory_store import MemoryStore
 
 

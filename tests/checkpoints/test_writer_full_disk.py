@@ -17,7 +17,7 @@ from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.layout import plan_layout
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.errors import ResourceError
-from covmerge.run.export.manifest import write_manifest
+from covmerge.run.export.files import write_manifest
 from covmerge.files.stores.local import LocalFolder
 from covmerge.base.types import TensorHeader
 

@@ -25,9 +25,9 @@ from covmerge.methods import registry
 from covmerge.methods.registry import GlobalPass
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.run.engine import Rank, RunOptions, find_rank
-from covmerge.run.engine.ranks.hashing import SharedHashing
+from covmerge.run.engine.order import own_first, shares
+from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.session import Session
-from covmerge.run.engine.ranks.shares import own_first, shares
 from covmerge.run.engine.ranks.sharing import Sharing
 from covmerge.run.verification import WeightsCheck
 from tests.e2e.test_resume import digests, save_plain
@@ -142,7 +142,7 @@ _WAIT = """
 import sys, time
 from pathlib import Path
 import covmerge.run.engine.threads as reader
-from covmerge.run.engine.ranks.hashing import SharedHashing
+from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.sharing import Sharing
 from covmerge.run.verification import WeightsCheck
 

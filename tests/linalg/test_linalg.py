@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.maths.linalg.cholesky import factorize, factorize_above
+from covmerge.maths.linalg.cholesky import add_rank_one_, factorize, factorize_above
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.linalg.pinv import pinv_right
-from covmerge.maths.linalg.rank_one import add_rank_one_
 from covmerge.maths.linalg.spectral import has_above, leading_directions
 
 

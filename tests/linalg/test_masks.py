@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.maths.linalg.bits import pack, unpack
-from covmerge.maths.linalg.masks import at_least, drop_below
+from covmerge.maths.linalg.masks import at_least, drop_below, pack, unpack
 
 dtypes = st.sampled_from([torch.float32, torch.float64])
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from covmerge.maths.linalg.joint import joint_directions
-from covmerge.maths.linalg.tucker import tucker2
+from covmerge.maths.linalg.joint import joint_directions, tucker2
 from tests.methods.groups import random_updates, relative
 
 SHAPES = [(20, 20), (12, 40), (40, 12), (1, 9), (9, 1)]

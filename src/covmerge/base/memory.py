@@ -1,4 +1,4 @@
-"""What memory this process may take: of the machine, of the container it is in, of its Slurm job."""
+"""The memory that this process may take (of the machine, its container, its Slurm job) and has taken."""
 
 from __future__ import annotations
 
@@ -206,3 +206,20 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Memory]:
 
 def _given(environment: Mapping[str, str], name: str) -> int:
     return _digits(environment.get(name, "")) or 0
+
+
+def peak_memory() -> int:
+    """Return the most memory this process has held resident, in bytes."""
+    try:
+        # Not ru_maxrss: a child process starts with its parent's as its own.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    windows: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)
+    if windows is not None:
+        return windows
+    import resource  # of macOS, the other system without /proc, where it counts in bytes
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -23,7 +23,7 @@ from covmerge.files.checkpoints import (
 )
 from covmerge.files.stores.destination import Destination
 from covmerge.front.rank_job import RankJob
-from covmerge.maths.linalg.bits import unpack
+from covmerge.maths.linalg.masks import unpack
 from covmerge.plan.planning import MODEL, Plan, head_part, mask_part
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.run.engine import (

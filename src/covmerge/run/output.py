@@ -19,8 +19,7 @@ from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.quantised import is_quantised
-from covmerge.files.stores.store import Store, WritableStore
-from covmerge.files.stores.walk import remove_others
+from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.planning import Plan

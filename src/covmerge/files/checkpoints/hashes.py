@@ -18,8 +18,7 @@ from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_he
 from covmerge.files.checkpoints.layout import Slot
 from covmerge.files.stores.local import local_store
 from covmerge.files.stores.regular_file import reading
-from covmerge.files.stores.store import Store, StoredFile
-from covmerge.files.stores.walk import file_at
+from covmerge.files.stores.store import Store, StoredFile, file_at
 
 # Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.
 Look = Callable[[TensorHeader, range | None, Tensor], None]

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from covmerge.base.errors import CheckpointError, InputError, RecipeError
 from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.stores.local import local_store
-from covmerge.files.stores.store import Store, StoredFile
-from covmerge.files.stores.walk import tree
+from covmerge.files.stores.store import Store, StoredFile, tree
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 

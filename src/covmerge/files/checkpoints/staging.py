@@ -17,8 +17,7 @@ from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.local_destination import LocalDestination
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.remote_destination import RemoteDestination
-from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.files.stores.walk import tree
+from covmerge.files.stores.store import WritableFile, WritableStore, tree
 
 
 class OutputTakenError(InputError):

@@ -39,8 +39,7 @@ from covmerge.files.stores.disk import UNFINISHED, disk_errors, replace_file
 from covmerge.files.stores.local_destination import LocalDestination
 from covmerge.files.stores.object_server import ObjectServer
 from covmerge.files.stores.remote import RemoteStore, ask
-from covmerge.files.stores.store import Stamp, StoredFile
-from covmerge.files.stores.walk import file_at, tree
+from covmerge.files.stores.store import Stamp, StoredFile, file_at, tree
 
 _CLAIM = ".covmerge-upload.json"
 _MANIFEST = "covmerge.json"

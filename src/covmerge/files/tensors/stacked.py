@@ -10,7 +10,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.layer_count import layer_count, restacked
+from covmerge.files.checkpoints.config_counts import layer_count, restacked
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.layers import layer_name
 from covmerge.files.tensors.names import kind_by_name

@@ -10,7 +10,7 @@ import torch
 
 from covmerge.base.errors import InputError
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.layer_count import language_parts
+from covmerge.files.checkpoints.config_counts import language_parts
 from covmerge.files.checkpoints.view import View
 
 TIED = "tie_word_embeddings"

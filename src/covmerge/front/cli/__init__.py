@@ -18,14 +18,13 @@ from covmerge.front.cli.compare import compare
 from covmerge.front.cli.explain import explain
 from covmerge.front.cli.extensions import OpenGroup
 from covmerge.front.cli.extract import extract
-from covmerge.front.cli.garbage import collect_seldom
 from covmerge.front.cli.import_mergekit import import_mergekit
 from covmerge.front.cli.inspect import inspect
-from covmerge.front.cli.malloc import keep_freed_memory
 from covmerge.front.cli.merge import merge
 from covmerge.front.cli.methods import methods
 from covmerge.front.cli.outcome import ReportingGroup, interruptible
 from covmerge.front.cli.plan import plan
+from covmerge.front.cli.process import collect_seldom, keep_freed_memory
 from covmerge.front.cli.push import push
 from covmerge.front.cli.report import report
 from covmerge.front.cli.schema import schema

@@ -1,4 +1,4 @@
-"""Solve with a symmetric positive (semi-)definite matrix by one Cholesky factorisation."""
+"""Solve with a symmetric positive (semi-)definite matrix by one Cholesky factorisation; its condition."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from covmerge.base.errors import TensorError
 from covmerge.maths.linalg.lapack import (
     cholesky,
     divide_triangular,
+    norm,
     solve_triangular,
     square_norm,
 )
@@ -197,3 +198,50 @@ def _blocks(matrix: Tensor, step: int) -> Iterator[slice]:
 def _rcond(factor: Tensor) -> float:
     pivots = factor.diagonal()
     return float((pivots.min() / pivots.max()) ** 2)
+
+
+STEPS = 6  # of inverse iteration
+
+
+def condition_number(
+    largest: float, factor: Cholesky, *, ridge: float, enough: float = 1.0
+) -> float:
+    """Return λ_max/λ_min of A + ridge·I from below, `largest` that of A and `factor` its factorisation.
+
+    Where the ridge alone keeps it below `enough`, that bound is returned, and nothing solved for it.
+
+    The smallest eigenvalue by a few steps of inverse iteration, solves with one vector. One that the ridge
+    alone decides has so many directions that the first step finds it.
+
+    Example:
+        >>> from covmerge.maths.linalg.cholesky import factorize
+        >>> factor = factorize(torch.diag(torch.tensor([3.0, 1.0, 0.0])), ridge=0.1)
+        >>> round(condition_number(3.0, factor, ridge=0.1))
+        31
+    """
+    largest += ridge
+    if largest <= enough * ridge:
+        return largest / ridge
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(1, len(factor.factor), generator=generator, dtype=torch.float64)
+    vector = vector.to(factor.factor)
+    growth = 0.0
+    for _ in range(STEPS):
+        vector = factor.solve_right(vector / norm(vector))
+        growth = norm(vector)
+    return largest * growth
+
+
+def add_rank_one_(solved: Tensor, solved_row: Tensor, ones: Tensor | None = None) -> Tensor:
+    r"""Turn X = N S⁻¹ in place into N (S + 𝟏cᵀ)⁻¹, given wᵀ = cᵀS⁻¹.
+
+    N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)
+
+    Args:
+        solved: X `(m, n)`.
+        solved_row: w `(n,)`.
+        ones: 𝟏 `(n,)` in the coordinates of the columns; None where it is literally that.
+    """
+    if ones is None:
+        ones = torch.ones_like(solved_row)
+    return solved.addr_((solved @ ones) / (1.0 + solved_row @ ones), solved_row, alpha=-1.0)

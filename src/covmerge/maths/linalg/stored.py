@@ -1,4 +1,4 @@
-"""Numbers in the dtype that they are stored in, if it has room for them."""
+"""Finite numbers, and numbers in the dtype that they are stored in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from covmerge.maths.linalg.finite import all_finite
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or Inf, of a tensor of any dtype and shape.
+
+    Least and most tell, in one pass and without temporaries; torch.isfinite takes several.
+
+    Example:
+        >>> all_finite(torch.tensor([1.0, float("-inf")]))
+        False
+    """
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.dtype.itemsize == 1:  # torch has no order for these
+        values = values.float()
+    return all(isfinite(float(end)) for end in torch.aminmax(values))
+
 
 # Integers of the same width, in which neighbouring numbers of a dtype are neighbours.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,8 +16,7 @@ from covmerge.base.types import Frame, LinearGroup, Merged
 from covmerge.maths.covariance.estimate import Covariance, centered_gram, trace_normalized
 from covmerge.maths.covariance.gate import Gate, Statistic, heterogeneity
 from covmerge.maths.covariance.gate import gate as heterogeneity_gate
-from covmerge.maths.covariance.normal import NormalEquations, normal_equations
-from covmerge.maths.covariance.prior import collective_prior
+from covmerge.maths.covariance.normal import NormalEquations, collective_prior, normal_equations
 from covmerge.maths.linalg.auto import (
     Cost,
     eigh_cost,
@@ -25,8 +24,7 @@ from covmerge.maths.linalg.auto import (
     sums_cost,
     system_choice,
 )
-from covmerge.maths.linalg.cholesky import Cholesky
-from covmerge.maths.linalg.condition import condition_number
+from covmerge.maths.linalg.cholesky import Cholesky, condition_number
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.pinv import largest_eigenvalue
 from covmerge.maths.linalg.spectral import LeadingDirections, leading_directions

@@ -22,10 +22,9 @@ from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.covariance.estimate import Covariance, gram
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
-from covmerge.maths.linalg.cholesky import Cholesky, factorize
+from covmerge.maths.linalg.cholesky import Cholesky, add_rank_one_, factorize
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, solve_full_rank
-from covmerge.maths.linalg.rank_one import add_rank_one_
 from covmerge.maths.linalg.spectral import EXACT
 from covmerge.maths.methods.summaries import UNCHANGED
 

@@ -15,8 +15,8 @@ from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.errors import TensorError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.linalg.finite import all_finite
 from covmerge.maths.linalg.lapack import LinAlgError, norm
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.methods.other_names import OTHER_NAMES
 from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import RecipeError
-from covmerge.maths.linalg.bits import pack, unpack
-from covmerge.maths.linalg.masks import drop_above, drop_below
+from covmerge.maths.linalg.masks import drop_above, drop_below, pack, unpack
 from covmerge.maths.linalg.select import Vector, place_behind, search
 
 Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
@@ -65,7 +64,7 @@ class KeptEntries:
 
     Attributes:
         limits: for all places; they differ where some of equal magnitudes are kept.
-        mask: where magnitudes do not tell it, a bit for each entry (`covmerge.maths.linalg.bits`).
+        mask: where magnitudes do not tell it, a bit for each entry (`covmerge.maths.linalg.masks`).
         factor: what is kept is multiplied by it, a number of `dtype`; None: it stays.
         dtype: that it is multiplied in; None: the update's.
         width: entries of a row.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from covmerge.base.errors import TensorError
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.linalg.finite import all_finite
 from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.methods.registry import (
     CostModel,
     Laws,

@@ -28,8 +28,17 @@ from covmerge.plan.planning.forms import (
     head_part,
     mask_part,
 )
-from covmerge.plan.planning.operands import BASE, MERGED, Operand, expert_key
-from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge, Operation
+from covmerge.plan.planning.operations import (
+    BASE,
+    MERGED,
+    Copy,
+    Count,
+    Inspect,
+    Merge,
+    Operand,
+    Operation,
+    expert_key,
+)
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.planning.ties import with_ties_undone
 from covmerge.plan.planning.types import GlobalPass, Plan

@@ -18,9 +18,8 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints import Checkpoint, FactorHeader
 from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
-from covmerge.plan.planning.adapter_names import Naming, naming_of
+from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
-from covmerge.plan.planning.lora_names import LoraNames
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.serving import who_loads_it
 from covmerge.plan.planning.work import TensorPlan

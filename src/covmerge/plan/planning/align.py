@@ -29,7 +29,7 @@ from covmerge.files.tensors import (
     layer_name,
 )
 from covmerge.files.tensors.names import kind_by_name
-from covmerge.plan.planning.operands import Operand
+from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.packed_experts import check_packing
 from covmerge.plan.planning.reached import check_reached
 from covmerge.plan.recipe import TensorRules

@@ -25,6 +25,7 @@ from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER
 from covmerge.maths.methods.registry import Unit, cost_with
 from covmerge.plan.planning.adapter import AdapterPlan, plan_adapter
+from covmerge.plan.planning.adapter_names import form_of
 from covmerge.plan.planning.align import (
     Alignment,
     Model,
@@ -39,10 +40,8 @@ from covmerge.plan.planning.data import (
     notes_on_unread_statistics,
 )
 from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
-from covmerge.plan.planning.lora_names import form_of
 from covmerge.plan.planning.mergekit import as_mergekit
-from covmerge.plan.planning.operands import BASE, Operand, expert_key
-from covmerge.plan.planning.operations import Copy, Merge
+from covmerge.plan.planning.operations import BASE, Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import Quantised, quantised
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.types import GlobalPass, Plan

@@ -19,8 +19,8 @@ from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
 from covmerge.files.quantised import Packing
 from covmerge.maths.linalg.auto import Cost, svd_cost
-from covmerge.maths.linalg.bits import pack
 from covmerge.maths.linalg.lapack import dot, square_norm
+from covmerge.maths.linalg.masks import pack
 from covmerge.maths.linalg.stored import stored_as
 
 MODEL = ""  # the part of an output that its weights are

@@ -12,8 +12,7 @@ import torch
 
 from covmerge.maths.methods.arithmetic import STORED
 from covmerge.maths.methods.mergekit import IN_ORDER, Drawn, places
-from covmerge.plan.planning.operands import Operand
-from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.operations import Merge, Operand
 from covmerge.plan.planning.work import TensorPlan
 
 DtypeOf = Callable[[str, Operand], torch.dtype]  # of an expert's operand

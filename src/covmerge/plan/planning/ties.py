@@ -17,7 +17,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.layer_count import language_parts
+from covmerge.files.checkpoints.config_counts import language_parts
 from covmerge.files.tensors import (
     TIED,
     Untied,

@@ -12,8 +12,7 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.tensors import MatrixLayout
 from covmerge.maths.linalg.random import Stream
 from covmerge.plan.planning.forms import Form, ModelTensor, Place
-from covmerge.plan.planning.operands import Operand
-from covmerge.plan.planning.operations import Operation
+from covmerge.plan.planning.operations import Operand, Operation
 
 # Items of at most so many elements are computed on one core each.
 _NARROW_ELEMENTS = 4 * 2**20

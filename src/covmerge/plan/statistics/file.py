@@ -26,7 +26,7 @@ from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.regular_file import open_regular
-from covmerge.maths.linalg.finite import all_finite
+from covmerge.maths.linalg.stored import all_finite
 
 SUFFIX = ".covstats.safetensors"
 FORMAT = "1"

@@ -24,7 +24,7 @@ from covmerge.files.checkpoints.layout import plan_shard
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.disk import disk_errors, fsync_path
 from covmerge.files.stores.scratch import scratch_folder
-from covmerge.maths.linalg.finite import all_finite
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.statistics.file import (
     ABOUT_KEY,
     FORMAT,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CheckpointError
+from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
-from covmerge.files.checkpoints.vocabulary_size import with_vocabulary
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.plan.vocabulary.chat import KEY, TEMPLATE

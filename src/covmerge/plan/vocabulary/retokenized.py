@@ -13,8 +13,8 @@ from torch import Tensor
 from covmerge.base.errors import InputError, TensorError
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.base import find_header
+from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.view import View
-from covmerge.files.checkpoints.vocabulary_size import with_vocabulary
 from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.vocabulary.rows import NONE, PADDING, Vocabulary
 from covmerge.plan.vocabulary.tables import Tables

@@ -10,7 +10,7 @@ from typing import Literal
 from covmerge.base.errors import InputError
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.vocabulary_size import vocabulary_size
+from covmerge.files.checkpoints.config_counts import vocabulary_size
 from covmerge.files.tensors import describe_checkpoint, find_name, layer_name
 
 # Embeddings of something else than tokens.

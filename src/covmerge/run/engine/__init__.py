@@ -11,7 +11,7 @@ selection  what global passes look for: the reduction of the work of counting
 global_pass  passes before the merge: thresholds over all tensors
 hashing    the hashes of the sources, taken while these are merged
 reading    the finished output, read once more file by file
-outputs    where results go: memory, or files at planned places
+outputs    where results go: memory, or files at planned places; room on the disk
 executor   what carries work out: batches in, what was done out
 workers    how many processes a merge is worth
 threads    the executor that reads, computes and writes in threads
@@ -27,7 +27,6 @@ devices    which device a process computes on: of several of a machine a GPU eac
 device_room  whether what is computed at once has room on a GPU
 staging    two pinned buffers through which what was read goes to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
-room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 losses     what rounding to a quantised format left of the update, by layer
 entries    items joined to tensors, tensors to totals; the methods' diagnostics, each as its own type
@@ -35,6 +34,7 @@ ties       tied tensors that are stored twice
 thread_count  cores that there are, and threads that torch computes with
 """
 
+from covmerge.base.memory import peak_memory
 from covmerge.run.engine.advice import account_of_lengths
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.devices import usable_device
@@ -47,8 +47,7 @@ from covmerge.run.engine.inspect_rows import inspect_cost
 from covmerge.run.engine.layer import Change, Context, Layer
 from covmerge.run.engine.losses import account_of_losses
 from covmerge.run.engine.options import RunOptions, run_options
-from covmerge.run.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
-from covmerge.run.engine.peak import peak_memory
+from covmerge.run.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output, Room, room_for
 from covmerge.run.engine.processes import Opener, Processes
 from covmerge.run.engine.progress import AnyProgress, Progress, Silent, as_progress
 from covmerge.run.engine.ranks import (
@@ -61,7 +60,6 @@ from covmerge.run.engine.ranks import (
     help_reading,
 )
 from covmerge.run.engine.reading import FileCheck, ReadFiles, read_files
-from covmerge.run.engine.room import Room, room_for
 from covmerge.run.engine.run import Figures, RunResult, run, run_part
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 from covmerge.run.engine.threads import Threads

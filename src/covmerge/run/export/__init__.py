@@ -14,10 +14,14 @@ from covmerge.run.export.companions import (
 )
 from covmerge.run.export.config import write_config
 from covmerge.run.export.expert_models import find_masks, load_expert, write_rescalers
-from covmerge.run.export.files import files_of, open_output, plan_parts
+from covmerge.run.export.files import (
+    files_of,
+    open_output,
+    plan_parts,
+    write_indices,
+    write_manifest,
+)
 from covmerge.run.export.front_matter import read_front_matter
-from covmerge.run.export.index import write_indices
-from covmerge.run.export.manifest import write_manifest
 from covmerge.run.export.parents import Parents, read_parents
 
 __all__ = [

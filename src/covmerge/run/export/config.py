@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from covmerge.files.checkpoints.config_counts import restacked
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.json_file import parse_object
-from covmerge.files.checkpoints.layer_count import restacked
 from covmerge.files.quantised import QUANTISATION
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.files.tensors import untied_config

@@ -23,10 +23,9 @@ from covmerge.files.checkpoints.masks import packed_header
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.quantised import open_plain
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore
-from covmerge.files.stores.walk import file_at
+from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore, file_at
 from covmerge.files.tensors import seen_untied
-from covmerge.maths.linalg.bits import unpack
+from covmerge.maths.linalg.masks import unpack
 from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.statistics.file import probe
 

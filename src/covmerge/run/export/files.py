@@ -1,16 +1,20 @@
-"""The files of weights that an output becomes: shards of a model, an adapter, masks and heads beside."""
+"""The files of an output: shards or an adapter, masks, heads, the index, and covmerge.json."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from covmerge.base.types import Json
 from covmerge.files.adapters.layout import ADAPTER_NAME, LORA_NAME
 from covmerge.files.checkpoints import ShardWriter, plan_layout
 from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.gguf_layout import plan_gguf
 from covmerge.files.checkpoints.layout import Layout, plan_shard
-from covmerge.files.stores.store import WritableStore
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME
+from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.planning import MODEL, STEM, Plan
 from covmerge.run.engine import FileOutput
 
@@ -74,3 +78,48 @@ def open_output(
 def folder_of(part: str) -> str:
     """Return the folder of a part, as a path in that of the output; "" for that itself."""
     return part.rpartition("/")[0]
+
+
+def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
+    """Write the index of each part in several files as transformers does; return their paths.
+
+    Args:
+        layouts: by part.
+        store: of the output.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    found: list[str] = []
+    for part, layout in layouts.items():
+        folder = folder_of(part)
+        name = _write_index(layout, store.inside(folder))
+        found += [] if name is None else [f"{folder}/{name}" if folder else name]
+    return found
+
+
+def _write_index(layout: Layout, store: WritableStore) -> str | None:
+    if len(layout.shards) == 1:
+        return None
+    slots = [slot for shard in layout.shards for slot in shard.entries.values()]
+    index = {
+        "metadata": {
+            "total_parameters": sum(slot.header.numel for slot in slots),
+            "total_size": layout.data_size,
+        },
+        "weight_map": {name: shard.file_name for shard in layout.shards for name in shard.entries},
+    }
+    content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    WritableFile(store, layout.index_name).put(content)
+    return layout.index_name
+
+
+def write_manifest(store: WritableStore, manifest: Mapping[str, Json]) -> None:
+    """Write covmerge.json, whole or not at all; keys keep their order.
+
+    Raises:
+        InputError: the manifest holds a number that is not finite, or what JSON cannot hold.
+        ResourceError: the disk is full.
+    """
+    content = dumps(manifest, what="manifest", indent=1).encode() + b"\n"
+    WritableFile(store, MANIFEST_NAME).put(content)

@@ -12,7 +12,7 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.tensors import layer_name
-from covmerge.maths.linalg.finite import all_finite
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.planning import Copy, Plan
 
 _LEAST = 0.5  # share of an expert's numbers that must be finite

@@ -12,8 +12,7 @@ from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
 from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
-from covmerge.files.stores.store import Store
-from covmerge.files.stores.walk import tree
+from covmerge.files.stores.store import Store, tree
 from covmerge.run.export import is_weights
 from covmerge.run.verification.outcome import Check
 

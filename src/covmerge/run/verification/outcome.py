@@ -13,8 +13,7 @@ from covmerge.base.table import Table, Tabular
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.folder import open_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
-from covmerge.files.stores.store import Store
-from covmerge.files.stores.walk import file_at
+from covmerge.files.stores.store import Store, file_at
 
 DIFFERS = "differs from base"  # the check that a merge changed anything
 

@@ -15,8 +15,7 @@ from covmerge.files.checkpoints.gguf_file import GGUF
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.quantised import Packed, dequantised, open_plain
 from covmerge.files.stores.remote import store_at
-from covmerge.files.stores.store import Store
-from covmerge.files.stores.walk import file_at
+from covmerge.files.stores.store import Store, file_at
 from covmerge.files.tensors import describe_checkpoint, same_values, seen_untied
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning import stacked

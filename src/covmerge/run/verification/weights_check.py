@@ -15,7 +15,7 @@ from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.stores.store import Store
-from covmerge.maths.linalg.finite import all_finite
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.run.verification.files import hashes_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -20,8 +20,7 @@ from covmerge.files.checkpoints import Checkpoint
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.connection import connect, ray_module
-from covmerge.run.engine.cluster.hashing import ClusterHashing
-from covmerge.run.engine.cluster.reading import read_on_cluster
+from covmerge.run.engine.cluster.reading import ClusterHashing, read_on_cluster
 from covmerge.run.engine.cluster.worker_cache import WORKER_CACHE, Opening, Setup
 from covmerge.run.engine.device_room import check_room
 from covmerge.run.engine.devices import usable_device

@@ -18,12 +18,11 @@ from covmerge.files.checkpoints import Checkpoint, Entry
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing
+from covmerge.run.engine.order import own_first
 from covmerge.run.engine.portable import error_named
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
-from covmerge.run.engine.ranks.hashing import SharedHashing
-from covmerge.run.engine.ranks.reading import lead_reading
+from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
 from covmerge.run.engine.ranks.session import Session
-from covmerge.run.engine.ranks.shares import own_first
 from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.selection import Selections
 from covmerge.run.engine.serving import check_there

@@ -11,10 +11,10 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.content import Pace
+from covmerge.run.engine.order import own_first
 from covmerge.run.engine.portable import error_named
 from covmerge.run.engine.ranks.claims import who_has
 from covmerge.run.engine.ranks.session import LeaderGoneError, Session
-from covmerge.run.engine.ranks.shares import own_first
 
 _OVER = (CancelledError, LeaderGoneError)
 _Found = TypeVar("_Found", bound=Json)
