@@ -15,7 +15,7 @@ import covmerge
 from covmerge.base.notebook import lines_svg, table_html
 from covmerge.base.table import Table
 from covmerge.errors import InputError
-from covmerge.run.engine import as_progress
+from covmerge.run.engine.progress import as_progress
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain
 

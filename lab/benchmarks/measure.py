@@ -17,7 +17,7 @@ import torch
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.run.engine import usable_device
+from covmerge.run.engine.devices import usable_device
 
 
 def machine(device: str = "cpu") -> dict[str, object]:

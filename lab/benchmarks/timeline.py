@@ -17,7 +17,7 @@ from pathlib import Path
 import covmerge
 from benchmarks.measure import machine
 from benchmarks.models import LLAMA, WORK, checkpoints
-from covmerge.run.engine import Span
+from covmerge.run.engine.executor import Span
 
 RESULTS = Path(__file__).parent / "results"
 Intervals = list[tuple[float, float]]

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from covmerge.plan.statistics.collect import collect
     from covmerge.plan.statistics.generated import Generated
     from covmerge.run.comparison import Comparison
-    from covmerge.run.engine import Progress, RunOptions
-    from covmerge.run.export import load_expert
+    from covmerge.run.engine.options import RunOptions
+    from covmerge.run.engine.progress import Progress
+    from covmerge.run.export.expert_models import load_expert
     from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
     from covmerge.run.verification.verify import verify
 
@@ -59,9 +60,9 @@ _HOMES = {
     "MergedFolder": "covmerge.run.result",
     "MergedTensors": "covmerge.run.result",
     "Diagnostics": "covmerge.base.diagnostics",
-    "Progress": "covmerge.run.engine",
+    "Progress": "covmerge.run.engine.progress",
     "Reference": "covmerge.maths.methods.registry",
-    "RunOptions": "covmerge.run.engine",
+    "RunOptions": "covmerge.run.engine.options",
     "TensorDiagnostics": "covmerge.base.diagnostics",
     "GlobalPass": "covmerge.maths.methods.registry",
     "Summary": "covmerge.base.diagnostics",
@@ -69,7 +70,7 @@ _HOMES = {
     "compare": "covmerge.front.api",
     "extract": "covmerge.front.api",
     "inspect": "covmerge.front.api",
-    "load_expert": "covmerge.run.export",
+    "load_expert": "covmerge.run.export.expert_models",
     "merge": "covmerge.front.api",
     "merge_layer": "covmerge.maths.layer",
     "open_checkpoint": "covmerge.files.checkpoints",

@@ -33,7 +33,7 @@ from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.files.quantised import dequantised
 from covmerge.files.stores import object_server, page_server, retries
 from covmerge.files.stores.local import local_store
-from covmerge.files.tensors import conv1d_names, describe_checkpoint
+from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import dump_recipe, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import import_recipe, load_stages

@@ -26,8 +26,8 @@ from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import Reading
 from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.tokens import Reader
-from covmerge.run.engine import Threads
 from covmerge.run.engine.processes import _serve
+from covmerge.run.engine.threads import Threads
 from covmerge.run.export.companions import copy_companions
 from covmerge.run.export.generation import notes_on_generation
 from covmerge.run.recompute import recompute

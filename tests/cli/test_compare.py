@@ -5,7 +5,7 @@ import pytest
 from rich.cells import cell_len
 
 from covmerge.methods import registry
-from covmerge.run.engine import read_inputs
+from covmerge.run.engine.inputs import read_inputs
 from tests.cli.runs import covmerge, flags, save_plain, statistics_for, words, write_recipe
 
 

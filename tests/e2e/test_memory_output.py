@@ -14,7 +14,7 @@ from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.local_destination import LocalDestination
 from covmerge.front.job import Job
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.result import MergeResult
 from covmerge.run.sources import open_recipe
 from covmerge.run.verification import verify

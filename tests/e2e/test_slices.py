@@ -11,7 +11,7 @@ import covmerge
 from covmerge.errors import InputError, RecipeError
 from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.recompute import recompute
 from tests.e2e.models import run, save_family
 from tests.forked import fork_workers

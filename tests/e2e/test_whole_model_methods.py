@@ -15,7 +15,9 @@ from covmerge.plan.planning import Count, build, build_plan, types
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
-from covmerge.run.engine import Silent, global_pass, read_inputs
+from covmerge.run.engine import global_pass
+from covmerge.run.engine.inputs import read_inputs
+from covmerge.run.engine.progress import Silent
 from covmerge.run.engine.selection import Selections
 from covmerge.run.sources import open_checkpoints
 from tests.advised import advice

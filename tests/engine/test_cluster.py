@@ -14,9 +14,13 @@ import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
 from covmerge.plan.planning import WorkItem, build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import Context, NoOutput, Sources, Task, run_options
 from covmerge.run.engine.cluster import cluster_address, executor
 from covmerge.run.engine.cluster.executor import _loads, needs_of
+from covmerge.run.engine.executor import Task
+from covmerge.run.engine.inputs import Sources
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import run_options
+from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
 from tests.interrupted import InterruptAfter

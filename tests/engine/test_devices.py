@@ -10,20 +10,17 @@ from covmerge.errors import InputError, ResourceError
 from covmerge.maths.layer import Method
 from covmerge.plan.planning import build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import (
-    Context,
-    NoOutput,
-    Processes,
-    RunOptions,
-    Task,
-    Threads,
-    find_rank,
-    usable_device,
-)
 from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing
 from covmerge.run.engine.device_room import _BESIDE, check_room
-from covmerge.run.engine.devices import own_device
+from covmerge.run.engine.devices import own_device, usable_device
+from covmerge.run.engine.executor import Task
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import NoOutput
+from covmerge.run.engine.processes import Processes
+from covmerge.run.engine.ranks.rank import find_rank
+from covmerge.run.engine.threads import Threads
 from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain

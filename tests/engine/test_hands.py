@@ -10,8 +10,11 @@ import torch
 
 import covmerge
 from covmerge.errors import ResourceError, TensorError
-from covmerge.run.engine import Processes, RunOptions, budget, options, plan_memory
+from covmerge.run.engine import budget, options
+from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.device_room import _BESIDE
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.staging import pinned_bytes
 from tests.e2e.test_resume import digests
 from tests.engine.layers import models, plan, saved

@@ -11,8 +11,9 @@ import covmerge
 from covmerge.errors import TensorError
 from covmerge.plan.planning import build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import plan_memory, work
+from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.inputs import read_inputs
+from covmerge.run.engine.worker import work
 from covmerge.run.sources import open_checkpoints
 
 CPU = torch.device("cpu")

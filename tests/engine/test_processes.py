@@ -18,7 +18,9 @@ import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
 from covmerge.plan.planning import build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import Processes, budget, plan_memory
+from covmerge.run.engine import budget
+from covmerge.run.engine.budget import plan_memory
+from covmerge.run.engine.processes import Processes
 from covmerge.run.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import fork_workers

@@ -24,8 +24,9 @@ from covmerge.front import api
 from covmerge.methods import registry
 from covmerge.methods.registry import GlobalPass
 from covmerge.plan.recipe import dump_recipe, parse_recipe
-from covmerge.run.engine import Rank, RunOptions, find_rank
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.order import own_first, shares
+from covmerge.run.engine.ranks.rank import Rank, find_rank
 from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.sharing import Sharing
@@ -109,7 +110,7 @@ def test_ranks_of_processes(plain, whole, tmp_path, monkeypatch):
 def together(monkeypatch):
     """Have ranks wait for each other once, and take a moment for each item, so that each has some."""
     from covmerge.run.engine import threads
-    from covmerge.run.engine.ranks import Ranks
+    from covmerge.run.engine.ranks.executor import Ranks
 
     run, read = Ranks.run, threads.read_inputs
 

@@ -8,9 +8,11 @@ import torch
 import covmerge
 from covmerge.base.types import LowRank, Measured
 from covmerge.errors import TensorError
-from covmerge.run.engine import RunOptions, options, plan_memory, threads
+from covmerge.run.engine import options, threads
 from covmerge.run.engine import staging as of_staging
+from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.inputs import Inputs
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters

@@ -5,7 +5,7 @@ from threading import Barrier
 
 import torch
 
-from covmerge.run.engine import torch_threads, use_threads
+from covmerge.run.engine.thread_count import torch_threads, use_threads
 
 
 def test_a_thread_keeps_its_number_whatever_others_set_before_its_first_operation() -> None:

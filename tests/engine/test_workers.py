@@ -7,9 +7,13 @@ import covmerge
 from covmerge.errors import InputError
 from covmerge.plan.planning import WorkItem, build_plan
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import Context, NoOutput, RunOptions, Task, Threads
 from covmerge.run.engine import workers as choosing
+from covmerge.run.engine.executor import Task
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.engine.thread_count import usable_cores
+from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.workers import choose_workers
 from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covmerge.plan.planning import Count
-from covmerge.run.engine import Opener, threads
+from covmerge.run.engine import threads
+from covmerge.run.engine.processes import Opener
 from covmerge.run.engine.staging import Staging
 
 SMALL = 1000  # bytes of a buffer: a matrix takes some, and the last piece does not fill one

@@ -7,7 +7,7 @@ import torch
 
 from covmerge.errors import CheckpointError
 from covmerge.files.stores.local import LocalFolder
-from covmerge.run.export import copy_companions
+from covmerge.run.export.companions import copy_companions
 
 COMPANIONS = [
     "1_Pooling/config.json",

@@ -10,7 +10,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.layout import plan_layout
 from covmerge.files.stores.local import LocalFolder
-from covmerge.run.export import write_indices, write_manifest
+from covmerge.run.export.files import write_indices, write_manifest
 
 
 def save_heads(folder):

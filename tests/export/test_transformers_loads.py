@@ -9,7 +9,8 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.layout import plan_layout
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.files.stores.local import LocalFolder
-from covmerge.run.export import copy_companions, write_indices
+from covmerge.run.export.companions import copy_companions
+from covmerge.run.export.files import write_indices
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.errors import ResourceError
-from covmerge.run.engine import RunOptions
 from covmerge.run.engine.device_room import _BESIDE
 from covmerge.run.engine.inputs import Inputs
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family

@@ -15,7 +15,7 @@ from covmerge.errors import CovmergeError
 from covmerge.front.api import run_recipe
 from covmerge.front.cli.flags import read_recipe
 from covmerge.plan.recipe import Recipe
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from tests.mergekit.differences import Merged
 
 

@@ -9,7 +9,8 @@ from covmerge.errors import NotFiniteError
 from covmerge.front.api import plan_recipe
 from covmerge.plan.planning import build, work
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import RunOptions, tensor_pass, worker
+from covmerge.run.engine import tensor_pass, worker
+from covmerge.run.engine.options import RunOptions
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory

@@ -5,7 +5,7 @@ import torch
 
 from covmerge.base.types import LinearGroup
 from covmerge.methods import registry
-from covmerge.run.engine import torch_threads
+from covmerge.run.engine.thread_count import torch_threads
 
 CASES = {
     "model_stock": [{}],

@@ -13,7 +13,7 @@ from covmerge.base.types import Role
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
 from covmerge.plan.planning import Copy, Merge, build_plan
 from covmerge.plan.recipe import format_size, parse_recipe
-from covmerge.run.engine import plan_memory
+from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.global_pass import global_pass_bytes
 from covmerge.run.sources import open_checkpoints

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.tensors import ModelDescription, describe
+from covmerge.files.tensors.describe import ModelDescription, describe
 
 TEXT = {
     "vocab_size": 64,

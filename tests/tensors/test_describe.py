@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors import MatrixLayout, describe, family_of
+from covmerge.files.tensors.describe import describe, family_of
+from covmerge.files.tensors.views import MatrixLayout
 from tests.tensors.models import MODELS, headers_of, saved, shapes
 
 LINEAR, CONV1D, STACK = Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK

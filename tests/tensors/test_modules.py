@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from covmerge.base.types import Role
-from covmerge.files.tensors import MatrixLayout, matrices
 from covmerge.files.tensors.modules import kind_of_parameter
+from covmerge.files.tensors.views import MatrixLayout, matrices
 
 
 class FooExperts(nn.Module):

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors import FusedParts, MatrixLayout, describe
+from covmerge.files.tensors.describe import describe
+from covmerge.files.tensors.views import FusedParts, MatrixLayout
 from tests.tensors.models import headers_of, saved, shapes
 
 # Names as they are in the wild: (name, shape, role)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from covmerge.base.types import Role
-from covmerge.files.tensors import FusedParts, matrices, write_matrices
+from covmerge.files.tensors.views import FusedParts, matrices, write_matrices
 from tests.tensors.models import MODELS, Saved, saved
 
 

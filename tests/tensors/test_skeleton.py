@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from covmerge.base.types import Role
-from covmerge.files.tensors import describe
+from covmerge.files.tensors.describe import describe
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from tests.tensors.models import headers_of, saved
 

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.files.tensors import FusedParts, MatrixLayout, matrices, matrix_shapes, write_matrices
+from covmerge.files.tensors.views import (
+    FusedParts,
+    MatrixLayout,
+    matrices,
+    matrix_shapes,
+    write_matrices,
+)
 
 small = st.integers(1, 4)
 

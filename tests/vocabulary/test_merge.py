@@ -21,7 +21,7 @@ from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.methods import registry
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.recompute import recompute
 from covmerge.run.sources import open_recipe
 from tests.advised import advice

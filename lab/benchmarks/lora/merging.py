@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from covmerge.run.engine import peak_memory
+from covmerge.base.memory import peak_memory
 
 MERGED = "merged"  # the adapter, and the folder it is saved in
 MODULE = "benchmarks.lora.merging"

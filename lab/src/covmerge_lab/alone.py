@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from covmerge import RunOptions, parse_recipe, plan_recipe, run_recipe
+from covmerge.base.memory import peak_memory
 from covmerge.errors import InputError
-from covmerge.run.engine import peak_memory
 
 _MODULE = "covmerge_lab.alone"
 

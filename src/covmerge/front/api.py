@@ -26,7 +26,8 @@ from covmerge.maths.methods import registry
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import Recipe, lay_over, parse_recipe
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
-from covmerge.run.engine import MemoryPlan, RunOptions, run_options
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.options import RunOptions, run_options
 from covmerge.run.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.scoring import AnyScorer, scorer_of

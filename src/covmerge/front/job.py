@@ -26,24 +26,17 @@ from covmerge.front.rank_job import RankJob
 from covmerge.maths.linalg.masks import unpack
 from covmerge.plan.planning import MODEL, Plan, head_part, mask_part
 from covmerge.plan.recipe import Recipe, dump_recipe
-from covmerge.run.engine import (
-    Contents,
-    Context,
-    Executor,
-    Gathering,
-    Hashes,
-    MemoryOutput,
-    MemoryPlan,
-    Output,
-    Rank,
-    Ranks,
-    RunOptions,
-    RunResult,
-    Session,
-    room_for,
-    run,
-    torch_threads,
-)
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.executor import Executor
+from covmerge.run.engine.hashing import Contents, Hashes
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import MemoryOutput, Output, room_for
+from covmerge.run.engine.ranks.executor import Ranks
+from covmerge.run.engine.ranks.rank import Rank
+from covmerge.run.engine.ranks.session import Gathering, Session
+from covmerge.run.engine.run import RunResult, run
+from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles, merge_stats, run_figures
 from covmerge.run.result import MergedTensors, MergeResult

@@ -15,7 +15,8 @@ from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
     from covmerge.maths.steps import Steps
-    from covmerge.run.engine import AnyProgress, Workers
+    from covmerge.run.engine.progress import AnyProgress
+    from covmerge.run.engine.workers import Workers
 
 Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
 

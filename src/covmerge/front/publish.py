@@ -15,7 +15,7 @@ from covmerge.base.version import __version__
 from covmerge.files.checkpoints import CARD_NAME, find_unfinished
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.stores.hub_commit import commit_files
-from covmerge.run.export import read_front_matter
+from covmerge.run.export.front_matter import read_front_matter
 from covmerge.run.verification import verify
 
 

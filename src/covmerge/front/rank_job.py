@@ -15,21 +15,17 @@ from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.stores.destination import Destination
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import differing, dump_recipe
-from covmerge.run.engine import (
-    Context,
-    Gathering,
-    LeaderGoneError,
-    MemoryPlan,
-    Output,
-    Rank,
-    Ranks,
-    RunOptions,
-    Session,
-    help_reading,
-    run_part,
-    torch_threads,
-)
-from covmerge.run.export import open_output, plan_parts
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import Output
+from covmerge.run.engine.ranks.executor import Ranks
+from covmerge.run.engine.ranks.rank import Rank
+from covmerge.run.engine.ranks.reading import help_reading
+from covmerge.run.engine.ranks.session import Gathering, LeaderGoneError, Session
+from covmerge.run.engine.run import run_part
+from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.export.files import open_output, plan_parts
 from covmerge.run.result import MergedFolder, MergeResult, RunFigures, Stats
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification import WeightsCheck

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.findings import Fit
+from covmerge.base.memory import peak_memory
 from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.settings import Hint
 from covmerge.base.table import Table, Tabular
@@ -29,22 +30,14 @@ from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning import Plan, Settings
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.statistics.file import StatisticsFile
-from covmerge.run.engine import (
-    Contents,
-    Context,
-    Figures,
-    Hashes,
-    MemoryPlan,
-    NoOutput,
-    Output,
-    RunOptions,
-    RunResult,
-    peak_memory,
-    room_for,
-    run,
-    torch_threads,
-)
-from covmerge.run.export import write_manifest
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.hashing import Contents, Hashes
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import NoOutput, Output, room_for
+from covmerge.run.engine.run import Figures, RunResult, run
+from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles
 from covmerge.run.scoring import (

@@ -10,6 +10,7 @@ import torch
 
 from covmerge.base.diagnostics import MergeSummary, summarise
 from covmerge.base.findings import Fit
+from covmerge.base.memory import peak_memory
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -26,34 +27,28 @@ from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
 from covmerge.run.alike import alike_by_content
-from covmerge.run.engine import (
-    MemoryPlan,
-    ReadFiles,
-    RunResult,
-    account_of_lengths,
-    account_of_losses,
-    diagnostics_in,
-    peak_memory,
-    read_files,
-    tensor_entries,
-    totals,
-)
-from covmerge.run.export import (
-    Companions,
+from covmerge.run.engine.advice import account_of_lengths
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.entries import diagnostics_in, tensor_entries, totals
+from covmerge.run.engine.losses import account_of_losses
+from covmerge.run.engine.reading import ReadFiles, read_files
+from covmerge.run.engine.run import RunResult
+from covmerge.run.export.adapter import (
     bases_that_differ,
     changed_and_left_out,
-    copy_companions,
+    write_adapter_config,
+)
+from covmerge.run.export.card import write_card
+from covmerge.run.export.companions import Companions, copy_companions
+from covmerge.run.export.config import write_config
+from covmerge.run.export.expert_models import BASE_PROBE, write_rescalers
+from covmerge.run.export.files import (
     files_of,
     open_output,
     plan_parts,
-    write_adapter_config,
-    write_card,
-    write_config,
     write_indices,
     write_manifest,
-    write_rescalers,
 )
-from covmerge.run.export.expert_models import BASE_PROBE
 from covmerge.run.export.generation import notes_on_generation
 from covmerge.run.result import MergedFolder, RunFigures, Stats
 from covmerge.run.sources import OpenCheckpoints

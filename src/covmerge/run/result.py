@@ -15,7 +15,8 @@ from covmerge.base.table import Table, Tabular
 from covmerge.base.text import counted, some
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.recipe import Recipe
-from covmerge.run.engine import Figures, Span
+from covmerge.run.engine.executor import Span
+from covmerge.run.engine.run import Figures
 from covmerge.run.verification import Verification
 
 

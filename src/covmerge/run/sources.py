@@ -21,7 +21,8 @@ from covmerge.files.checkpoints import Checkpoint, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
-from covmerge.files.tensors import Donor, describe_checkpoint
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.donor import Donor
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning import (
     BASE,
@@ -38,8 +39,12 @@ from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary import Text, decide
 from covmerge.run.alike import alike_by_place
-from covmerge.run.engine import Contents, Hashes, Opener, Sources, check_ties
-from covmerge.run.export import Parents, hash_companions, read_parents
+from covmerge.run.engine.hashing import Contents, Hashes
+from covmerge.run.engine.inputs import Sources
+from covmerge.run.engine.processes import Opener
+from covmerge.run.engine.ties import check_ties
+from covmerge.run.export.companions import hash_companions
+from covmerge.run.export.parents import Parents, read_parents
 
 Source = str | Path | Mapping[str, Tensor] | nn.Module
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template

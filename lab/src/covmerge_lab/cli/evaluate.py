@@ -63,7 +63,7 @@ def evaluate(
 
     covmerge evaluate ./merged --harness lm-eval --tasks arc_easy,gsm8k
     """
-    from covmerge.run.engine import usable_device
+    from covmerge.run.engine.devices import usable_device
     from covmerge_lab.harness import evaluate as measure
 
     results = measure(

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import covmerge
 from covmerge.errors import InputError, did_you_mean
-from covmerge.run.engine import Progress
+from covmerge.run.engine.progress import Progress
 from covmerge_lab.module_file import as_weights
 from covmerge_lab.reproduce import clip, glue, lm, t5
 from covmerge_lab.reproduce.bench import Bench, Score

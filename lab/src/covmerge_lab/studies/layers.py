@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from covmerge import parse_recipe
-from covmerge.files.tensors import matrices
+from covmerge.files.tensors.views import matrices
 from covmerge.plan.planning import Merge, WorkItem, build_plan
-from covmerge.run.engine import Sources, read_inputs
-from covmerge.run.engine.inputs import dense, take_updates
+from covmerge.run.engine.inputs import Sources, dense, read_inputs, take_updates
 from covmerge.run.judgement.names import by_depth
 from covmerge.run.sources import open_checkpoints
 from covmerge_lab.bench import Bench

@@ -23,7 +23,7 @@ from covmerge.files.quantised import gguf
 from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
 from covmerge.files.quantised.undeclared import packed_pair
-from covmerge.files.tensors import conv1d_names, describe_checkpoint
+from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
 # Names that only parts of packed tensors have.
 _PARTS = (

@@ -171,7 +171,7 @@ def collect(
     from covmerge.front.cli.progress import ExamplesProgress
     from covmerge.plan.recipe import parse_size
     from covmerge.plan.statistics import collect as collect_one
-    from covmerge.run.engine import usable_device
+    from covmerge.run.engine.devices import usable_device
 
     how: dict[str, Any] = {
         "device": usable_device(device),

@@ -26,7 +26,7 @@ from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.scoring import (
     CSV_NAME,
     KEPT_NAME,

@@ -20,7 +20,7 @@ from covmerge.plan.recipe.load import load_stages
 from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.run.comparison import Wanted
-from covmerge.run.engine import RunOptions, run_options
+from covmerge.run.engine.options import RunOptions, run_options
 
 _ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
 

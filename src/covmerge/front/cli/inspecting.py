@@ -23,7 +23,7 @@ from covmerge.front.cli.units import format_seconds
 from covmerge.front.reporting import Report, check_page, write_html
 from covmerge.maths.covariance.gate import Statistic
 from covmerge.plan.recipe import Recipe, format_size
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
 from covmerge.run.inspection.result import root_mean_square
 from covmerge.run.judgement.names import block_of, kind_of

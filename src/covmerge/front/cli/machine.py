@@ -14,7 +14,8 @@ from covmerge.maths.linalg.auto import eigh_cost
 from covmerge.maths.linalg.lapack import eigh
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import Recipe
-from covmerge.run.engine import torch_threads, usable_device
+from covmerge.run.engine.devices import usable_device
+from covmerge.run.engine.thread_count import torch_threads
 
 # As large as layers are: smaller ones are slower, and larger ones as fast.
 _PRODUCT_SIDE, _EIGEN_SIDE = 1536, 768

@@ -19,7 +19,8 @@ from covmerge.front.cli.progress import BytesProgress
 from covmerge.front.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.front.reporting import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.plan.recipe import Recipe, format_size
-from covmerge.run.engine import RunOptions, room_for
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import room_for
 from covmerge.run.result import MergeResult
 
 # What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the

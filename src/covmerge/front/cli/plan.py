@@ -27,7 +27,7 @@ def plan(
     covmerge plan recipe.yml
     """
     from covmerge.front.cli import flags, merging
-    from covmerge.run.engine import RunOptions
+    from covmerge.run.engine.options import RunOptions
 
     read = flags.read_recipe(recipe, {})
     merging.dry_run(read, out, RunOptions(), as_json=as_json)

@@ -11,7 +11,7 @@ from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.front.reporting import FILE_NAME, ReportJob, check_page, write_html
 from covmerge.front.reporting.page import summary
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection import SpectraOf
 
 

@@ -27,7 +27,9 @@ from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe, format_size
-from covmerge.run.engine import MemoryPlan, Room, lost_before
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.outputs import Room
 from covmerge.run.export.library import architecture, part_class, sentence_class
 from covmerge.run.result import MergeResult
 from covmerge.run.verification import Verification

@@ -16,7 +16,7 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.front import api
 from covmerge.front.cli.console import say
 from covmerge.plan.recipe import Recipe, differing, dump_recipe
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.recompute.sources import check_sources, sources_of
 from covmerge.run.sources import statistics_of
 from covmerge.run.verification.files import check_files, hash_files

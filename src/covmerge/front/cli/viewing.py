@@ -11,7 +11,7 @@ from covmerge.base.threads import start
 from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import stdout
 from covmerge.front.viewer import Server, ViewJob
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 
 
 def view(path: Path, options: RunOptions, *, port: int, browser: bool) -> None:

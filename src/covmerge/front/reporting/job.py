@@ -14,7 +14,8 @@ from covmerge.maths.steps import resolve_steps
 from covmerge.plan.planning import Merge, Plan, Settings
 from covmerge.plan.recipe import Recipe, parse_recipe
 from covmerge.plan.recipe.varied import is_varied
-from covmerge.run.engine import RunOptions, diagnostics_in
+from covmerge.run.engine.entries import diagnostics_in
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection import InspectJob, SpectraOf, open_merged
 from covmerge.run.sources import open_recipe
 from covmerge.run.verification import Verification, verify

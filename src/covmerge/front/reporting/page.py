@@ -20,7 +20,8 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.planning import Settings
 from covmerge.plan.recipe import format_size
-from covmerge.run.engine import account_of_losses, lost_before
+from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.losses import account_of_losses
 from covmerge.run.inspection import Severity
 
 RETENTION = (

@@ -10,7 +10,7 @@ from covmerge.base.text import some
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.front.viewer.scene import Scene
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
-from covmerge.run.engine import RunOptions
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection import Inspection, InspectJob, open_merged
 from covmerge.run.sources import OpenCheckpoints, open_recipe
 

@@ -22,13 +22,9 @@ from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.equivalent_names import respelled
 from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.quantised import dequantised
-from covmerge.files.tensors import (
-    ModelDescription,
-    conv1d_names,
-    find_name,
-    layer_name,
-)
-from covmerge.files.tensors.names import kind_by_name
+from covmerge.files.tensors.describe import ModelDescription, conv1d_names
+from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import find_name, kind_by_name
 from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.packed_experts import check_packing
 from covmerge.plan.planning.reached import check_reached

@@ -19,7 +19,8 @@ from covmerge.base.version import __version__
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.undeclared import scales_of_codes
-from covmerge.files.tensors import describe_checkpoint, matrix_shapes
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import svd_cost
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER

@@ -10,7 +10,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import matrix_shapes
+from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covmerge.files.tensors import MatrixLayout
+from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.steps import StepUse, with_steps
 

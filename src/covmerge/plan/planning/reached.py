@@ -13,7 +13,7 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.beside import modules_of
-from covmerge.files.tensors import ModelDescription
+from covmerge.files.tensors.describe import ModelDescription
 
 _LAYERS = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 _LEAST = 0.5  # share of an expert's parameters that must have a place in the output

@@ -8,7 +8,8 @@ from typing import Any
 
 from covmerge.base.errors import RecipeError
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors import MatrixLayout, TensorInfo
+from covmerge.files.tensors.describe import TensorInfo
+from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import StepUse, resolve_steps, with_steps

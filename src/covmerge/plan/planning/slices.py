@@ -7,13 +7,8 @@ from typing import Any
 
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.base import refuse_adapter
-from covmerge.files.tensors import (
-    Stacked,
-    comes_before,
-    layer_name,
-    relative_depth,
-    relative_depths,
-)
+from covmerge.files.tensors.layers import layer_name, relative_depth, relative_depths
+from covmerge.files.tensors.stacked import Stacked, comes_before
 from covmerge.plan.moe import ARCHITECTURES
 from covmerge.plan.recipe import Mixture, Slice
 

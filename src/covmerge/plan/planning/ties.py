@@ -18,15 +18,10 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.config_counts import language_parts
-from covmerge.files.tensors import (
-    TIED,
-    Untied,
-    describe_checkpoint,
-    find_name,
-    layer_name,
-    same_values,
-)
-from covmerge.files.tensors.names import kind_by_name
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import find_name, kind_by_name
+from covmerge.files.tensors.untied import TIED, Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
 from covmerge.plan.vocabulary.tables import rows_of
 

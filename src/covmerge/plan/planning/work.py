@@ -9,7 +9,7 @@ from math import ceil, prod
 import torch
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors import MatrixLayout
+from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.linalg.random import Stream
 from covmerge.plan.planning.forms import Form, ModelTensor, Place
 from covmerge.plan.planning.operations import Operand, Operation

@@ -14,9 +14,10 @@ from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import describe_checkpoint, matrix_shapes
+from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import SkeletonUnavailable
+from covmerge.files.tensors.views import matrix_shapes
 from covmerge.plan.statistics.examples import MADE, Batch, size_of
 from covmerge.plan.statistics.sequences import LONG
 from covmerge.plan.statistics.unread import OUTSIDE, unread

@@ -14,7 +14,7 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
-from covmerge.files.tensors import find_name
+from covmerge.files.tensors.names import find_name
 from covmerge.plan.recipe.tokenizer import BASE, UNION, TokenizerRules
 from covmerge.plan.vocabulary.chat import chosen_template
 from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles

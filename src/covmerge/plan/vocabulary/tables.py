@@ -11,7 +11,9 @@ from covmerge.base.errors import InputError
 from covmerge.base.types import Role
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.checkpoints.config_counts import vocabulary_size
-from covmerge.files.tensors import describe_checkpoint, find_name, layer_name
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import find_name
 
 # Embeddings of something else than tokens.
 _PLACES = re.compile(r"(^|[._])(wpe|pos|positions?|positional)(_|\.|$)", re.IGNORECASE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.base.errors import NotFiniteError
 from covmerge.base.types import Json, LinearGroup, LowRank, Role, Rounding
-from covmerge.files.tensors import MatrixLayout, matrices
+from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.spectral import numerical_rank, rank_tolerance
 from covmerge.maths.measures.quadratics import quadratics

@@ -15,7 +15,7 @@ from torch import Tensor
 from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.errors import ResourceError, TensorError
 from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
-from covmerge.files.tensors import MatrixLayout, matrices, write_matrices
+from covmerge.files.tensors.views import MatrixLayout, matrices, write_matrices
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods import Method, registry

@@ -19,7 +19,7 @@ from covmerge.base.diagnostics import MergeSummary
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
-from covmerge.files.tensors import layer_name
+from covmerge.files.tensors.layers import layer_name
 
 _OUTSIDE = "outside the layers"
 _EATEN = 1.0  # from where on rounding is more than the update

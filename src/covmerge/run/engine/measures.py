@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import Json
-from covmerge.files.tensors import MatrixLayout, matrices
+from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.measures.retention import energy_gram, retention
 from covmerge.maths.measures.spectrum import stable_rank
 

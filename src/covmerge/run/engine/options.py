@@ -31,7 +31,7 @@ from covmerge.run.engine.devices import (
 from covmerge.run.engine.executor import Executor
 from covmerge.run.engine.processes import Opener, Processes
 from covmerge.run.engine.progress import Progress, Silent, as_progress
-from covmerge.run.engine.ranks import Rank, find_rank
+from covmerge.run.engine.ranks.rank import Rank, find_rank
 from covmerge.run.engine.staging import pinned_bytes
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers

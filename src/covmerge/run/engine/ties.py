@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from covmerge.base.errors import TensorError
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import same_values
+from covmerge.files.tensors.untied import same_values
 
 
 def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:

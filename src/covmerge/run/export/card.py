@@ -22,7 +22,8 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.maths.methods.registry import Reference
 from covmerge.maths.steps import StepUse, resolve_steps
 from covmerge.plan.planning import Plan, Settings
-from covmerge.run.engine import account_of_losses, lost_before
+from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.losses import account_of_losses
 from covmerge.run.export.library import how_to_load, library_of, pipeline_of
 from covmerge.run.export.licences import licence_notes, shared_licence
 from covmerge.run.export.markdown import fenced, inline, row

@@ -24,7 +24,7 @@ from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.quantised import open_plain
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore, file_at
-from covmerge.files.tensors import seen_untied
+from covmerge.files.tensors.untied import seen_untied
 from covmerge.maths.linalg.masks import unpack
 from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.statistics.file import probe

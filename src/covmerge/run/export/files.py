@@ -16,7 +16,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.planning import MODEL, STEM, Plan
-from covmerge.run.engine import FileOutput
+from covmerge.run.engine.outputs import FileOutput
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:

@@ -14,9 +14,11 @@ import torch
 from covmerge.base.choice import PREFERRED, UNNAMED, choose
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
+from covmerge.base.memory import peak_memory
 from covmerge.base.settings import Hint
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import describe_checkpoint, matrix_shapes
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums, sums_from_json
 from covmerge.maths.measures.table_rows import TableRows
@@ -35,18 +37,14 @@ from covmerge.plan.planning.align import Model, align, check_same_architecture
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.recipe import Expert, Recipe
 from covmerge.plan.recipe.varied import is_varied
-from covmerge.run.engine import (
-    Context,
-    NoOutput,
-    RunOptions,
-    RunResult,
-    Threads,
-    inspect_cost,
-    is_compared,
-    peak_memory,
-    run,
-    torch_threads,
-)
+from covmerge.run.engine.inputs import is_compared
+from covmerge.run.engine.inspect_rows import inspect_cost
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import NoOutput
+from covmerge.run.engine.run import RunResult, run
+from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.engine.threads import Threads
 from covmerge.run.inspection.compatibility import check_headers, check_tokenizers, lenient
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import findings_of

@@ -9,7 +9,7 @@ from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import describe_checkpoint
+from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.plan.planning import Plan
 from covmerge.plan.planning.align import Model
 from covmerge.run.judgement.integers import changed_integers

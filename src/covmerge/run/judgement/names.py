@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from covmerge.files.tensors import layer_name
+from covmerge.files.tensors.layers import layer_name
 
 
 def block_of(name: str) -> int | None:

@@ -11,7 +11,7 @@ from covmerge.base.findings import LOST, Finding, Severity
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank
 from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.tensors import layer_name
+from covmerge.files.tensors.layers import layer_name
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.planning import Copy, Plan
 

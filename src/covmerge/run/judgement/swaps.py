@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from covmerge.base.findings import Finding, Severity
-from covmerge.files.tensors import MatrixLayout, matrices
+from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
 from covmerge.run.judgement.names import block_of

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.files.tensors import matrix_shapes
+from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.reference import REFERENCES
 from covmerge.plan.planning import Merge, Plan, TensorPlan

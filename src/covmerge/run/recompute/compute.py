@@ -24,17 +24,13 @@ from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning import Merge, ModelTensor, Plan, WorkItem
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import (
-    Batch,
-    Context,
-    Done,
-    Task,
-    Threads,
-    find_thresholds,
-    read_inputs,
-    work,
-)
+from covmerge.run.engine.executor import Batch, Done, Task
+from covmerge.run.engine.global_pass import find_thresholds
+from covmerge.run.engine.inputs import read_inputs
+from covmerge.run.engine.layer import Context
 from covmerge.run.engine.selection import Selections
+from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.worker import work
 from covmerge.run.recompute.choice import by_reference, choose
 from covmerge.run.recompute.sources import check_sources, pinned, sources_of
 from covmerge.run.sources import OpenCheckpoints

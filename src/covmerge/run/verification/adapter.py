@@ -14,7 +14,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints import Checkpoint
 from covmerge.files.stores.store import Store
 from covmerge.maths.linalg.lapack import norm
-from covmerge.run.engine import use_threads
+from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.verification.outcome import DIFFERS, Check, all_there, check_heads
 
 

@@ -13,7 +13,7 @@ from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
 from covmerge.files.stores.store import Store, tree
-from covmerge.run.export import is_weights
+from covmerge.run.export.companions import is_weights
 from covmerge.run.verification.outcome import Check
 
 # By file: its hashes, or why it has none.

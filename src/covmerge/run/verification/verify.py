@@ -16,12 +16,14 @@ from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.quantised import Packed, dequantised, open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store, file_at
-from covmerge.files.tensors import describe_checkpoint, same_values, seen_untied
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.untied import same_values, seen_untied
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning import stacked
 from covmerge.plan.recipe import Mixture, Slice
-from covmerge.run.engine import ReadFiles, lost_before, read_files
-from covmerge.run.export import find_masks
+from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.reading import ReadFiles, read_files
+from covmerge.run.export.expert_models import find_masks
 from covmerge.run.verification.adapter import check_adapter
 from covmerge.run.verification.files import Found, check_files, hash_files, hashes_of
 from covmerge.run.verification.outcome import (
