@@ -15,7 +15,7 @@ from tests.forked import Forked
 _HOLD = """
 import signal, sys, time
 import covmerge.run.engine.threads as reader
-from covmerge.plan.planning import Count
+from covmerge.plan.planning.operations import Count
 
 counted, name = sys.argv.pop(1) == "global pass", sys.argv.pop(1)
 read, interrupted = reader.read_inputs, []

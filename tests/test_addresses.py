@@ -7,7 +7,8 @@ import torch
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import Staging, destination_of, open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.checkpoints.staging import Staging, destination_of
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.plan.recipe import load_recipe
 from tests.cli.runs import covmerge as command

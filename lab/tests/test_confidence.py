@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector

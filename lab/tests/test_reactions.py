@@ -10,7 +10,7 @@ import transformers
 import covmerge
 from covmerge import Generated, collect
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector

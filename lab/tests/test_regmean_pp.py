@@ -11,7 +11,7 @@ from torch import nn
 import covmerge
 from covmerge import Generated, collect
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.model import load_model
 from covmerge_lab.regmean_pp import collect_regmean_pp

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covmerge import methods, steps, testing
     from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
     from covmerge.base.types import LinearGroup, LowRank, Merged
-    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.files.checkpoints.open import open_checkpoint
     from covmerge.front.api import compare, extract, inspect, plan_recipe, report, run_recipe
     from covmerge.front.publish import push
     from covmerge.front.reporting import figures as figures
@@ -73,7 +73,7 @@ _HOMES = {
     "load_expert": "covmerge.run.export.expert_models",
     "merge": "covmerge.front.api",
     "merge_layer": "covmerge.maths.layer",
-    "open_checkpoint": "covmerge.files.checkpoints",
+    "open_checkpoint": "covmerge.files.checkpoints.open",
     "plan_recipe": "covmerge.front.api",
     "push": "covmerge.front.publish",
     "register": "covmerge.maths.methods.registry",

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 
 
 @dataclass

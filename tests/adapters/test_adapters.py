@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import fingerprint, open_checkpoint
+from covmerge.files.checkpoints.base import fingerprint
+from covmerge.files.checkpoints.open import open_checkpoint
 from tests.adapters.models import (
     Attention,
     Made,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from covmerge.errors import CheckpointError
 from covmerge.files.adapters import patterns
 from covmerge.files.adapters.patterns import Patterns
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 
 FOR_EVER = "(.*.*.*.*.*.*.*.*.*.*)x"
 MODULE = "model.layers.0.self_attn.some_rather_long_name_of_a_module.q_proj"

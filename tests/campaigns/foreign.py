@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics.file import Kind, StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.campaigns import formats, outcomes

@@ -28,8 +28,10 @@ from torch import Tensor
 import covmerge
 from covmerge.errors import RecipeError
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint, Entry, Journal, fingerprint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised import dequantised
 from covmerge.files.stores import object_server, page_server, retries
 from covmerge.files.stores.local import local_store

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError, InputError, RecipeError
-from covmerge.files.checkpoints import Journal, find_unfinished, open_checkpoint
+from covmerge.files.checkpoints.journal import Journal
 from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.checkpoints.staging import find_unfinished
 from covmerge.files.quantised import dequantised
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.page_server import onward

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import open_file, open_folder
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store, StoredFile
 from tests.memory_store import MemoryStore

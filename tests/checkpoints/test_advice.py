@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import covmerge
 from covmerge.errors import CovmergeError, InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from tests.adapters.models import llama, make, save
 from tests.advised import advice
 from tests.cli.runs import covmerge as command

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from tests.advised import advice
 from tests.quantised.ggufs import save_llama
 from tests.quantised.models import llama

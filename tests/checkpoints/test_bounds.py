@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.header import parse_header
 from covmerge.files.checkpoints.json_file import parse_object
+from covmerge.files.checkpoints.open import open_checkpoint
 
 
 def peak() -> int:

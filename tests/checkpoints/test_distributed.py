@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.distributed import METADATA
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.trainer import last_steps
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe

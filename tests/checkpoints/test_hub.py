@@ -14,9 +14,11 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import HubModel, fingerprint, open_checkpoint
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.folder import open_folder
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.hub import HubStore
+from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import StoredFile, child
 from tests.checkpoints.hub_server import COMMIT, Hub, connect, serve
 

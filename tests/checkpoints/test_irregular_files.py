@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.regular_file import open_regular
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.statistics.examples import Reading, read_texts

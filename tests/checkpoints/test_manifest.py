@@ -8,8 +8,8 @@ import pytest
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.run.export.expert_models import _check_base
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 
 Opens = Callable[[Path], Checkpoint]
 

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import Checkpoint, fingerprint, open_checkpoint, safe_child
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.stores.paths import safe_child
 
 Opens = Callable[[Path], Checkpoint]
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import open_checkpoint, pickle_bounds
+from covmerge.files.checkpoints import pickle_bounds
+from covmerge.files.checkpoints.open import open_checkpoint
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.float32).reshape(4, 3),

@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, InputError
 from covmerge.files.adapters import pattern_process
-from covmerge.files.checkpoints import distributed, journal, open_checkpoint
+from covmerge.files.checkpoints import distributed, journal
 from covmerge.files.checkpoints import pickle_bounds as bounds
 from covmerge.files.checkpoints.config_counts import layer_count, restacked, with_vocabulary
 from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.hashes import _Reader
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.trainer import last_steps
 from covmerge.files.quantised import LAYOUTS
 from covmerge.files.quantised.undeclared import packed_pair

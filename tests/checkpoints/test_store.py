@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.checkpoints import fingerprint
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.folder import open_file, open_folder
 from covmerge.files.stores import descriptor
 from covmerge.files.stores.local import LocalFolder

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.cli import app
 from covmerge.methods import registry
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import covmerge as library
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from tests.checkpoints.hub_server import READER, WRITER, connect, serve
 from tests.cli.runs import covmerge, flags, words
 

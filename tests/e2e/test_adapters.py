@@ -117,7 +117,7 @@ def test_ace_on_factors_is_ace_on_their_products(family):
         family / "base", experts(family, "adapter"), method="ace", eps=1e-3
     ).tensors
     base = load_file(family / "base" / "model.safetensors")
-    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.files.checkpoints.open import open_checkpoint
 
     adapters = [open_checkpoint(path) for path in experts(family, "adapter").values()]
     name = next(iter(adapters[0].low_rank))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import covmerge
 from covmerge.errors import CovmergeError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.adapters.models import llama, make, vit

@@ -9,7 +9,7 @@ from torch import nn
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from tests.adapters.models import llama
 from tests.cli.runs import covmerge as command

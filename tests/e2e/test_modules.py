@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import covmerge
 from covmerge.errors import CheckpointError, InputError, TensorError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from tests.adapters.models import llama
 from tests.advised import advice
 from tests.checkpoints.hub_server import connect, serve

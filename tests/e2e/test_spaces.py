@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.maths.linalg.select import kth_magnitude, threshold_rank
 from covmerge.maths.methods.factored import merge_factors, ranked_factors
 from covmerge.methods import registry

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError, CovmergeError, InputError, RecipeError, TensorError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.maths.linalg.random import Stream
 from covmerge.maths.methods.emr import Masses, rescalers
 from covmerge.methods import registry

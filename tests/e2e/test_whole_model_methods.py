@@ -11,7 +11,9 @@ import covmerge
 from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.linalg.select import kth_magnitude
 from covmerge.maths.methods.emr import Masses, rescalers
-from covmerge.plan.planning import Count, build, build_plan, types
+from covmerge.plan.planning import build, types
+from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.operations import Count
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics

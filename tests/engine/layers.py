@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.sources import open_checkpoints
 

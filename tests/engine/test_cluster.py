@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan.planning import WorkItem, build_plan
+from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.cluster import cluster_address, executor
 from covmerge.run.engine.cluster.executor import _loads, needs_of

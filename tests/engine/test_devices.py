@@ -8,7 +8,7 @@ import torch
 import covmerge
 from covmerge.errors import InputError, ResourceError
 from covmerge.maths.layer import Method
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing

@@ -9,7 +9,7 @@ import torch
 
 import covmerge
 from covmerge.errors import TensorError
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.inputs import read_inputs

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import budget
 from covmerge.run.engine.budget import plan_memory

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
-from covmerge.files.checkpoints import Content
+from covmerge.files.checkpoints.content import Content
 from covmerge.files.checkpoints.sealed import sealed
 from covmerge.files.stores.local import LocalFolder
 from covmerge.front import api

@@ -5,7 +5,8 @@ import torch
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.plan.planning import WorkItem, build_plan
+from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import workers as choosing
 from covmerge.run.engine.executor import Task

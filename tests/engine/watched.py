@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from covmerge.plan.planning import Count
+from covmerge.plan.planning.operations import Count
 from covmerge.run.engine import threads
 from covmerge.run.engine.processes import Opener
 from covmerge.run.engine.staging import Staging

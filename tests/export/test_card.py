@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import HubModel, open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.recipe.strict_yaml import parse_yaml

@@ -9,7 +9,7 @@ import covmerge
 from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.testing.groups import random_updates, relative
 from covmerge.methods import get
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.steps import resolve_steps, with_steps
 
@@ -257,7 +257,7 @@ def test_a_merge_to_memory_says_so_and_a_recipe_comes_back_as_it_was():
 def test_whole_tensors_are_read_where_a_step_needs_them(tmp_path):
     from safetensors.torch import save_file
 
-    from covmerge.files.checkpoints import open_checkpoint
+    from covmerge.files.checkpoints.open import open_checkpoint
 
     base = {"fc.weight": torch.zeros(3000, 1000), "norm.weight": torch.ones(8)}
     save_file(base, tmp_path / "base.safetensors")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.errors import InputError, RecipeError
-from covmerge.files.checkpoints import Journal
+from covmerge.files.checkpoints.journal import Journal
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

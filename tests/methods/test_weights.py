@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.maths.methods import slerp as slerp_module
-from covmerge.plan.planning import build_plan
+from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.registry import PerExpert
 

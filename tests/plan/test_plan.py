@@ -11,7 +11,8 @@ import covmerge
 from covmerge.base.memory import Memory
 from covmerge.base.types import Role
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
-from covmerge.plan.planning import Copy, Merge, build_plan
+from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.recipe import format_size, parse_recipe
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.executor import held_together

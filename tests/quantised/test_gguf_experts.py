@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError, RecipeError, TensorError
-from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.layout import MAX_TENSORS
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised import open_plain
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, RecipeError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised import open_plain
 from covmerge.files.quantised.gguf import Whole
 from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.checkpoints import fingerprint
 from covmerge.files.checkpoints import remote as fetching
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.stores import link, object_server, page_server, remote, retries
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.remote import remote_store

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import InputError, ResourceError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
 from covmerge.plan.statistics.blocks import Blocks
 from covmerge.plan.statistics.gram import GramCollector
@@ -296,7 +296,7 @@ def test_a_model_that_cannot_be_built_is_planned_as_a_whole():
 PEAK = """
 import json, sys, threading, time
 import psutil, torch, transformers
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, collect
 from covmerge.plan.statistics.needed import memory_by_block, memory_needed
 torch.set_num_threads(2)

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile, collect
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.model import load_model

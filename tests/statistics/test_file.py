@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.lock import Lock
 from covmerge.plan.statistics import StatisticsFile, collect, file, write
 from tests.e2e.models import build, fine_tuned

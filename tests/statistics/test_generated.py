@@ -12,7 +12,7 @@ import transformers
 
 import covmerge
 from covmerge.errors import InputError, ResourceError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.model import load_model

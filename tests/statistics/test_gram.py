@@ -11,7 +11,7 @@ from torch import nn
 import covmerge
 from covmerge import Generated
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile, collect
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError, RecipeError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.methods import registry
 from covmerge.plan.recipe import dump_recipe, parse_recipe

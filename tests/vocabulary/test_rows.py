@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.recipe.tokenizer import TokenizerRules
 from covmerge.plan.vocabulary.retokenized import Retokenized
 from covmerge.plan.vocabulary.rows import Source, vocabulary

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import CARD_NAME
+from covmerge.files.checkpoints.base import CARD_NAME
 from covmerge.files.stores.disk import replace_file
 from covmerge_lab.record import LM_EVAL, PYTHON, Result
 

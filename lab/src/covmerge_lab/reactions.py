@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from covmerge.plan.statistics.model import Layer, RunningModel
 

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from covmerge import Generated
 from covmerge.base.types import LinearGroup, Measured
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.methods import registry
 from covmerge.plan.statistics.examples import Examples, Reading, ReadingOptions, size_of
 from covmerge.plan.statistics.gram import GramCollector

@@ -13,7 +13,8 @@ from typing_extensions import Unpack
 
 from covmerge import Generated
 from covmerge.errors import InputError
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics.examples import Reading, ReadingOptions, single, size_of
 from covmerge.plan.statistics.gram import GramCollector
 from covmerge.plan.statistics.model import load_model

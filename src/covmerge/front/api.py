@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from covmerge.base.errors import RecipeError
-from covmerge.files.checkpoints import destination_of
+from covmerge.files.checkpoints.staging import destination_of
 from covmerge.front.job import Job
 from covmerge.front.keywords import (
     AlignKeywords,
@@ -23,7 +23,7 @@ from covmerge.front.keywords import (
 )
 from covmerge.front.reporting import Report, ReportJob
 from covmerge.maths.methods import registry
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, lay_over, parse_recipe
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.budget import MemoryPlan

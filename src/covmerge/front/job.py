@@ -12,19 +12,13 @@ from torch import Tensor
 from covmerge.base.code import own_version
 from covmerge.base.errors import InputError
 from covmerge.base.text import shown
-from covmerge.files.checkpoints import (
-    COMPUTED,
-    ORDER,
-    PROCESSOR,
-    THREADS,
-    Journal,
-    Staging,
-    check_not_input,
-)
+from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Journal
+from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.destination import Destination
 from covmerge.front.rank_job import RankJob
 from covmerge.maths.linalg.masks import unpack
-from covmerge.plan.planning import MODEL, Plan, head_part, mask_part
+from covmerge.plan.planning.forms import MODEL, head_part, mask_part
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.executor import Executor

@@ -12,8 +12,9 @@ from covmerge.base.identifiers import hub_id
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import CARD_NAME, find_unfinished
+from covmerge.files.checkpoints.base import CARD_NAME
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.files.checkpoints.staging import find_unfinished
 from covmerge.files.stores.hub_commit import commit_files
 from covmerge.run.export.front_matter import read_front_matter
 from covmerge.run.verification import verify

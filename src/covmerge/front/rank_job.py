@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
-from covmerge.files.checkpoints import COMPUTED, OutputTakenError
+from covmerge.files.checkpoints.journal import COMPUTED
 from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.checkpoints.staging import OutputTakenError
 from covmerge.files.stores.destination import Destination
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import differing, dump_recipe
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.layer import Context

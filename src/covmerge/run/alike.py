@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.text import some
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.plan.planning import expert_key
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.plan.planning.operations import expert_key
 
 
 def alike_by_place(experts: Mapping[str, Checkpoint]) -> Iterator[str]:

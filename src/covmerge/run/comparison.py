@@ -21,13 +21,15 @@ from covmerge.base.table import Table, Tabular
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Staging, check_not_input, fingerprint
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison, read_manifest
+from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import LocalFolder
 from covmerge.maths.measures.retention import overall
 from covmerge.maths.methods import Method, registry
-from covmerge.plan.planning import Plan, Settings
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge.run.engine.budget import MemoryPlan

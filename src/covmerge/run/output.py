@@ -14,8 +14,7 @@ from covmerge.base.memory import peak_memory
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import PEFT_FORM
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
@@ -23,7 +22,7 @@ from covmerge.files.quantised import is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
 from covmerge.run.alike import alike_by_content

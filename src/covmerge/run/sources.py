@@ -17,24 +17,20 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.adapters.adapted_base import AdaptedBase
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.donor import Donor
 from covmerge.plan.moe import mixed
-from covmerge.plan.planning import (
-    BASE,
-    MERGED,
-    Model,
-    Plan,
-    build_plans,
-    expert_key,
-    over_base,
-    stacked,
-    with_ties_undone,
-)
+from covmerge.plan.planning.align import Model, over_base
+from covmerge.plan.planning.build import build_plans
+from covmerge.plan.planning.operations import BASE, MERGED, expert_key
+from covmerge.plan.planning.slices import stacked
+from covmerge.plan.planning.ties import with_ties_undone
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary import Text, decide

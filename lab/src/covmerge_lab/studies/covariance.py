@@ -23,7 +23,7 @@ from torch import Tensor
 
 import covmerge
 from covmerge import open_checkpoint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics

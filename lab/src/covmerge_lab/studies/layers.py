@@ -13,7 +13,9 @@ from torch import Tensor
 
 from covmerge import parse_recipe
 from covmerge.files.tensors.views import matrices
-from covmerge.plan.planning import Merge, WorkItem, build_plan
+from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Sources, dense, read_inputs, take_updates
 from covmerge.run.judgement.names import by_depth
 from covmerge.run.sources import open_checkpoints

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import Packed, Read
+from covmerge.files.checkpoints.base import Checkpoint, Packed, Read
 from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.json_file import shorten
 

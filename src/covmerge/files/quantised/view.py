@@ -13,10 +13,10 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
-from covmerge.files.checkpoints.base import Quantisation, find_header
+from covmerge.files.checkpoints.base import Checkpoint, Quantisation, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.gguf_file import GgufSettings
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf

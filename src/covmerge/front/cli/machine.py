@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.maths.linalg.auto import eigh_cost
 from covmerge.maths.linalg.lapack import eigh
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe
 from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.thread_count import torch_threads

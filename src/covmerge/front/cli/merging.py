@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import InputError
-from covmerge.files.checkpoints import Staging, destination_of
+from covmerge.files.checkpoints.staging import Staging, destination_of
 from covmerge.files.stores.address import address_of, local_path
 from covmerge.front import api
 from covmerge.front.cli.console import print_json, printable, say, stderr, stdout

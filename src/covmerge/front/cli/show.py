@@ -25,7 +25,7 @@ from covmerge.front.cli.machine import Speed
 from covmerge.front.cli.units import format_flops, format_seconds
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe, format_size
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.entries import lost_before

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from covmerge.base.errors import InputError
-from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.disk import disk_errors

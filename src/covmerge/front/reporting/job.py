@@ -11,7 +11,9 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, re
 from covmerge.front.reporting.data import LayerCost, Report
 from covmerge.maths.methods import registry
 from covmerge.maths.steps import resolve_steps
-from covmerge.plan.planning import Merge, Plan, Settings
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import Recipe, parse_recipe
 from covmerge.plan.recipe.varied import is_varied
 from covmerge.run.engine.entries import diagnostics_in

@@ -15,7 +15,7 @@ from covmerge.front.reporting.grid import panels
 from covmerge.maths.covariance.gate import DEFAULT_TAU, Statistic, heterogeneity
 from covmerge.maths.measures.spectrum import leading
 from covmerge.maths.methods import registry
-from covmerge.plan.planning import Settings
+from covmerge.plan.planning.varied import Settings
 from covmerge.run.inspection import Inspection, LayerView, SpectrumView
 
 Inspect = Inspection | Report

@@ -18,7 +18,7 @@ from covmerge.front.scoring import score_command
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
-from covmerge.plan.planning import Settings
+from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.entries import lost_before
 from covmerge.run.engine.losses import account_of_losses

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import shown
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.vocabulary.tokens import load_tokenizer, read_files
 

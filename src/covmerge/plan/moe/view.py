@@ -11,8 +11,7 @@ from torch import Tensor
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import copy_rows, find_header, refuse_adapter
+from covmerge.files.checkpoints.base import Checkpoint, copy_rows, find_header, refuse_adapter
 from covmerge.files.checkpoints.config_counts import layer_count
 from covmerge.files.checkpoints.view import View
 from covmerge.plan.moe.architectures import ARCHITECTURES, MLP, Architecture

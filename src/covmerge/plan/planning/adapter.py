@@ -16,8 +16,7 @@ from covmerge.base.text import of_all_layers
 from covmerge.base.types import Role
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
-from covmerge.files.checkpoints import Checkpoint, FactorHeader
-from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, FactorHeader, LoraForm
 from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.operations import Copy, Merge

@@ -12,8 +12,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.adapters.layout import KOHYA_FORM
 from covmerge.files.adapters.ldm_names import diffusers_name
 from covmerge.files.adapters.parts import flat_name, part_of, region_of
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import PEFT_FORM, LoraForm
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, LoraForm
 from covmerge.plan.planning.work import TensorPlan
 
 

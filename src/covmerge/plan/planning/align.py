@@ -18,7 +18,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.equivalent_names import respelled
 from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.quantised import dequantised

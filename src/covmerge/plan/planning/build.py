@@ -16,7 +16,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.undeclared import scales_of_codes
 from covmerge.files.tensors.describe import describe_checkpoint

@@ -9,7 +9,7 @@ from covmerge.base.errors import InputError, RecipeError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning.operations import Merge

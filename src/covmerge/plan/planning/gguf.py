@@ -15,8 +15,7 @@ import torch
 from covmerge.base.errors import CheckpointError, RecipeError
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import Quantisation
+from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.gguf_layout import GgufHead
 from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME

@@ -12,8 +12,7 @@ import torch
 from covmerge.base.errors import CheckpointError, RecipeError, pattern_meant
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import Quantisation
+from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.checkpoints.gguf_layout import GgufHead
 from covmerge.files.quantised import (
     DTYPE_KEYS,

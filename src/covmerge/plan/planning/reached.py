@@ -11,7 +11,7 @@ from covmerge.base.errors import TensorError
 from covmerge.base.findings import LOST
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.beside import modules_of
 from covmerge.files.tensors.describe import ModelDescription
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import refuse_adapter
+from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.tensors.layers import layer_name, relative_depth, relative_depths
 from covmerge.files.tensors.stacked import Stacked, comes_before
 from covmerge.plan.moe import ARCHITECTURES

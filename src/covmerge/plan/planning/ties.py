@@ -16,7 +16,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import language_parts
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.layers import layer_name

@@ -13,7 +13,7 @@ import torch
 
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.statistics.examples import Reading, longest_text, size_of
 from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.model import load_model

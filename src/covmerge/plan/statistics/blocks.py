@@ -17,7 +17,7 @@ from torch import nn
 from covmerge.base.errors import InputError
 from covmerge.base.memory import give_back
 from covmerge.base.settings import Hint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.lockstep import in_lockstep
 from covmerge.plan.statistics.model import Layer, RunningModel, load_model

@@ -15,7 +15,8 @@ from typing_extensions import Unpack
 from covmerge.base.errors import InputError, ResourceError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
-from covmerge.files.checkpoints import Checkpoint, open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
 from covmerge.plan.statistics.begin import begin
 from covmerge.plan.statistics.blocks import Blocks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError, did_you_mean
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
@@ -211,7 +211,7 @@ def probe(checkpoint: Checkpoint) -> str:
     SHA-256 over the sorted headers and the first 4 KiB at most of every tensor.
 
     Example:
-        >>> from covmerge.files.checkpoints import open_checkpoint
+        >>> from covmerge.files.checkpoints.open import open_checkpoint
         >>> a, b = ({"w": torch.full((2, 2), value)} for value in (1.0, 2.0))
         >>> probe(open_checkpoint(a)) == probe(open_checkpoint(b))
         False

@@ -19,8 +19,7 @@ from torch import nn
 from covmerge.base.errors import InputError, panics_as_errors
 from covmerge.base.settings import Hint
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import refuse_adapter
+from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.checkpoints.folder import PREFERRED
 from covmerge.files.stores.address import local_path
 from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short

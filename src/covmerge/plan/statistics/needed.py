@@ -13,7 +13,7 @@ import torch
 from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import SkeletonUnavailable

@@ -18,7 +18,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.types import TensorHeader
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES
 from covmerge.files.checkpoints.layout import plan_shard
 from covmerge.files.checkpoints.strict_json import dumps

@@ -11,7 +11,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.tensors.names import find_name

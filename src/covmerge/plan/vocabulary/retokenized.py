@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError, TensorError
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import find_header
+from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.view import View
 from covmerge.maths.linalg.stored import stored_as

@@ -9,7 +9,7 @@ from typing import Literal
 
 from covmerge.base.errors import InputError
 from covmerge.base.types import Role
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import vocabulary_size
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.layers import layer_name

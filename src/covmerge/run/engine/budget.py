@@ -12,7 +12,7 @@ import torch
 from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
 from covmerge.base.settings import Hint
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.selection import counters_of

@@ -9,7 +9,8 @@ import torch
 
 from covmerge.base.errors import ResourceError
 from covmerge.base.settings import Hint
-from covmerge.plan.planning import Copy, WorkItem
+from covmerge.plan.planning.operations import Copy
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import Batch
 

@@ -13,7 +13,9 @@ from covmerge.base.types import Json, LowRank
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.linalg.spectral import truncated_svd
 from covmerge.maths.methods.factored import MergedFactors
-from covmerge.plan.planning import Merge, WorkItem, as_output
+from covmerge.plan.planning.forms import as_output
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.layer import Change, Layer
 
 

@@ -11,7 +11,8 @@ from covmerge.base.errors import InputError
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.maths.methods import registry
-from covmerge.plan.planning import Merge, Plan
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
 from covmerge.run.engine.losses import losses_of, quantised_entry
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.plan.planning import WorkItem
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.hashing import Contents, Hashing
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context

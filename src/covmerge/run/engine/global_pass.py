@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 
-from covmerge.plan.planning import GlobalPass, Plan, WorkItem
+from covmerge.plan.planning.types import GlobalPass, Plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.executor import Batch, Done
 from covmerge.run.engine.selection import Selections, Thresholds
 

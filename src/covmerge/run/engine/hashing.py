@@ -8,8 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Protocol
 
 from covmerge.base.threads import ThreadPool
-from covmerge.files.checkpoints import Content
-from covmerge.files.checkpoints.content import at_once
+from covmerge.files.checkpoints.content import Content, at_once
 
 # What is hashed of each source, by its key.
 Contents = Mapping[str, Sequence[Content]]

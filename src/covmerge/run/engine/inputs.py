@@ -15,18 +15,12 @@ from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LowRank, Measured
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.measures.rounding import rounded_to
-from covmerge.plan.planning import (
-    Copy,
-    Count,
-    Inspect,
-    Merge,
-    Operand,
-    Statistics,
-    WorkItem,
-)
+from covmerge.plan.planning.data import Statistics
+from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge, Operand
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.thread_count import use_threads
 
 # Of a stack of matrices, an adapter has factors of each.

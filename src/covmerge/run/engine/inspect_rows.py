@@ -21,7 +21,9 @@ from covmerge.maths.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.maths.measures.sums import numbers, sums_of
 from covmerge.maths.measures.table_rows import table_rows
 from covmerge.maths.methods.factored import merge_factors
-from covmerge.plan.planning import MERGED, Inspect, Merge, Result, WorkItem
+from covmerge.plan.planning.forms import Result
+from covmerge.plan.planning.operations import MERGED, Inspect, Merge
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Inputs, Update, dense, take_updates
 from covmerge.run.engine.layer import Context, base_norm_for
 

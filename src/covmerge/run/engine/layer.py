@@ -20,7 +20,8 @@ from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked_factors
-from covmerge.plan.planning import Copy, Count, Merge, TensorPlan, WorkItem
+from covmerge.plan.planning.operations import Copy, Count, Merge
+from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, take_updates
 from covmerge.run.engine.measures import Measures
 

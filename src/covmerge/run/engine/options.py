@@ -13,7 +13,8 @@ import torch
 from covmerge.base.errors import InputError, ResourceError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
-from covmerge.plan.planning import Merge, Plan
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address, has_gpus

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from covmerge.base.errors import ResourceError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import ShardWriter
-from covmerge.plan.planning import Place, Plan
+from covmerge.files.checkpoints.writer import ShardWriter
+from covmerge.plan.planning.forms import Place
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import format_size
 
 

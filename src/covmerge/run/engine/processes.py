@@ -21,7 +21,7 @@ from filelock import FileLock
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Form, Hint, hint_form, hints_in
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.devices import usable_device
 from covmerge.run.engine.executor import Batch, Done, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing, InStep

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.thread_count import usable_cores
 
 _CORES = 4  # for each file: two hash it, and the others look at it and wait for the disk

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing_extensions import TypedDict
 
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Entry, Journal
-from covmerge.plan.planning import Plan, WorkItem
+from covmerge.files.checkpoints.journal import Entry, Journal
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.executor import (
     Batch,
     Done,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from covmerge.maths.linalg.select import MagnitudeSelect, threshold_rank
-from covmerge.plan.planning import Count, GlobalPass, Plan
+from covmerge.plan.planning.operations import Count
+from covmerge.plan.planning.types import GlobalPass, Plan
 
 # Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
 # 1.2 % off, of an encoder of 22M up to 3.5 %.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank, Measured
-from covmerge.plan.planning import Count, Merge, WorkItem
+from covmerge.plan.planning.operations import Count, Merge
+from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Inputs, Update
 
 # Devices that copy by themselves out of pinned memory.

@@ -13,7 +13,8 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods import Method
 from covmerge.maths.methods.registry import Known
-from covmerge.plan.planning import Merge, WorkItem, looked_over_at_once
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.work import WorkItem, looked_over_at_once
 from covmerge.run.engine.inputs import Sources, seen_of
 from covmerge.run.engine.layer import Context, naming
 from covmerge.run.engine.thread_count import torch_threads, use_threads

@@ -14,8 +14,8 @@ import torch
 from covmerge.base.memory import HeapTrimmer, give_back
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.plan.planning import Result
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.plan.planning.forms import Result
 from covmerge.run.engine.budget import Budget
 from covmerge.run.engine.device_room import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together

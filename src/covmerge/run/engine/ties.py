@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from covmerge.base.errors import TensorError
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.untied import same_values
 
 

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import Json
-from covmerge.plan.planning import (
-    BaseRows,
-    Copy,
-    Count,
-    Inspect,
-    Merge,
-    Result,
-    WorkItem,
-    parts_at_once,
-)
+from covmerge.plan.planning.forms import BaseRows, Result
+from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge
+from covmerge.plan.planning.work import WorkItem, parts_at_once
 from covmerge.run.engine.device_room import naming_where_full
 from covmerge.run.engine.encode import Rows
 from covmerge.run.engine.inputs import Inputs, Sources, in_parts, is_compared, read_inputs

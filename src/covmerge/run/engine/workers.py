@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import moved_together
 from covmerge.run.engine.global_pass import global_pass_bytes

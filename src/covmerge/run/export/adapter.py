@@ -11,11 +11,11 @@ from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG, AdapterCheckpoint
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.plan.planning import Plan
 from covmerge.plan.planning.adapter import left_out
+from covmerge.plan.planning.types import Plan
 
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 

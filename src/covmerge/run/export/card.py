@@ -14,14 +14,16 @@ import yaml
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.files.checkpoints.base import CARD_NAME
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
+from covmerge.files.checkpoints.masks import MASKS_FOLDER
 from covmerge.files.stores.store import Store, WritableFile, WritableStore
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.methods.registry import Reference
 from covmerge.maths.steps import StepUse, resolve_steps
-from covmerge.plan.planning import Plan, Settings
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.varied import Settings
 from covmerge.run.engine.entries import lost_before
 from covmerge.run.engine.losses import account_of_losses
 from covmerge.run.export.library import how_to_load, library_of, pipeline_of

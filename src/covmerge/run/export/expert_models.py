@@ -14,12 +14,12 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError, InputError, TensorError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import MASKS_FOLDER, Checkpoint, fingerprint
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint
 from covmerge.files.checkpoints.folder import open_file
 from covmerge.files.checkpoints.hashes import sha256_of
 from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.files.checkpoints.masks import packed_header
+from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.quantised import open_plain
 from covmerge.files.stores.local import LocalFolder

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from covmerge.files.checkpoints import HubModel
+from covmerge.files.stores.hub_cache import HubModel
 from covmerge.run.export.front_matter import read_front_matter
 from covmerge.run.export.markdown import one_line
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from covmerge.base.errors import CheckpointError
-from covmerge.files.checkpoints import Checkpoint, HubModel
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.stores.hub_cache import HubModel
 from covmerge.run.export.licences import Licence, licence_notes, read_licence
 from covmerge.run.export.markdown import one_line
 

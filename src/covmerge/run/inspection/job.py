@@ -16,25 +16,20 @@ from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
 from covmerge.base.memory import peak_memory
 from covmerge.base.settings import Hint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums, sums_from_json
 from covmerge.maths.measures.table_rows import TableRows
 from covmerge.maths.methods.registry import cost_with
-from covmerge.plan.planning import (
-    MERGED,
-    Inspect,
-    Merge,
-    Operand,
-    Plan,
-    Unwritten,
-    WorkItem,
-    build_plans,
-)
 from covmerge.plan.planning.align import Model, align, check_same_architecture
+from covmerge.plan.planning.build import build_plans
+from covmerge.plan.planning.forms import Unwritten
+from covmerge.plan.planning.operations import MERGED, Inspect, Merge, Operand
 from covmerge.plan.planning.rules import Rules
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import Expert, Recipe
 from covmerge.plan.recipe.varied import is_varied
 from covmerge.run.engine.inputs import is_compared

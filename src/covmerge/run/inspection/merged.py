@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint
-from covmerge.files.checkpoints.base import PEFT_FORM
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.quantised import open_plain
 
 

@@ -9,7 +9,9 @@ from typing import Any, cast
 from covmerge.base.findings import LOST, Finding, Severity
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Json
-from covmerge.plan.planning import Copy, Plan, TensorPlan
+from covmerge.plan.planning.operations import Copy
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import TensorPlan
 
 # By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
 # it has no momentum; the others are index tables that the model's code makes from its config.

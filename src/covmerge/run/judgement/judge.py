@@ -8,10 +8,10 @@ from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
-from covmerge.plan.planning import Plan
 from covmerge.plan.planning.align import Model
+from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.integers import changed_integers
 from covmerge.run.judgement.layers import Layer, layers_of
 from covmerge.run.judgement.not_finite import left_for_nan

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from covmerge.base.types import Json, Role
 from covmerge.maths.measures.sums import cosine_with_base
-from covmerge.plan.planning import Plan
+from covmerge.plan.planning.types import Plan
 
 TABLES = (Role.EMBEDDING, Role.OUTPUT)
 

@@ -10,10 +10,11 @@ from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.findings import LOST, Finding, Severity
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.layers import layer_name
 from covmerge.maths.linalg.stored import all_finite
-from covmerge.plan.planning import Copy, Plan
+from covmerge.plan.planning.operations import Copy
+from covmerge.plan.planning.types import Plan
 
 _LEAST = 0.5  # share of an expert's numbers that must be finite
 _BLOCK_ELEMENTS = 2**20

@@ -12,7 +12,9 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.reference import REFERENCES
-from covmerge.plan.planning import Merge, Plan, TensorPlan
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import TensorPlan
 
 # A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies
 # updates with it: so many float64 numbers (a few of 0.8 GB are alive at once), so many

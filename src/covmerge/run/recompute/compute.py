@@ -16,13 +16,16 @@ from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.files.quantised import open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry
-from covmerge.plan.planning import Merge, ModelTensor, Plan, WorkItem
+from covmerge.plan.planning.forms import ModelTensor
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.executor import Batch, Done, Task
 from covmerge.run.engine.global_pass import find_thresholds

@@ -10,7 +10,7 @@ from typing import Any
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import fingerprint
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.plan.recipe import Recipe
 from covmerge.run.sources import OpenCheckpoints, open_recipe

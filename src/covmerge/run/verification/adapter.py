@@ -11,7 +11,7 @@ import torch
 from covmerge.base.text import some
 from covmerge.base.threads import ThreadPool
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.stores.store import Store
 from covmerge.maths.linalg.lapack import norm
 from covmerge.run.engine.thread_count import use_threads

@@ -8,10 +8,11 @@ from typing import Any
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG
-from covmerge.files.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.files.checkpoints.base import CARD_NAME
 from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
+from covmerge.files.checkpoints.masks import MASKS_FOLDER
 from covmerge.files.stores.store import Store, tree
 from covmerge.run.export.companions import is_weights
 from covmerge.run.verification.outcome import Check

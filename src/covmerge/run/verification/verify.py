@@ -10,16 +10,18 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role, TensorHeader
-from covmerge.files.checkpoints import Checkpoint, Content, at_once, open_checkpoint, open_store
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.gguf_file import GGUF
 from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.checkpoints.open import open_checkpoint, open_store
 from covmerge.files.quantised import Packed, dequantised, open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store, file_at
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.untied import same_values, seen_untied
 from covmerge.plan.moe import mixed
-from covmerge.plan.planning import stacked
+from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine.entries import lost_before
 from covmerge.run.engine.reading import ReadFiles, read_files

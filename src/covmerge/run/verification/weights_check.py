@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.types import Json, Module, TensorHeader
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.stores.store import Store
 from covmerge.maths.linalg.stored import all_finite

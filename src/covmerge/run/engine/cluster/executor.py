@@ -16,7 +16,7 @@ import torch
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint, hint_form, hints_in
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.connection import connect, ray_module

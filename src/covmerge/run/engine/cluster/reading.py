@@ -12,7 +12,7 @@ from covmerge.base.errors import ResourceError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.content import at_once
-from covmerge.plan.planning import BASE
+from covmerge.plan.planning.operations import BASE
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.worker_cache import WORKER_CACHE
 from covmerge.run.engine.hashing import Contents, Hashes, in_order, to_share

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint, Entry
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from covmerge.base.types import Json
-from covmerge.files.checkpoints import Checkpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.content import Pace
 from covmerge.run.engine.hashing import Contents, Hashes, in_order, to_share
 from covmerge.run.engine.ranks.session import Session

@@ -25,7 +25,7 @@ from covmerge.base.errors import CheckpointError, CovmergeError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints import Entry
+from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.files.stores.disk import disk_errors, replace_file
 from covmerge.files.stores.regular_file import read_regular
