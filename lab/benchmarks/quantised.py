@@ -38,8 +38,9 @@ from torch import Tensor
 import covmerge
 from benchmarks.measure import machine
 from benchmarks.models import WORK
-from covmerge.files.quantised import LAYOUTS, open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import WRITTEN
+from covmerge.files.quantised.writing.layouts import LAYOUTS
 from tests.quantised import models as packed
 
 RESULTS = Path(__file__).parent / "results"

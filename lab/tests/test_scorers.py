@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from covmerge.errors import CovmergeError, InputError
-from covmerge.run.scoring import scorer_of
+from covmerge.run.scoring.scorer import scorer_of
 from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 
 # The libraries warn of one another.

@@ -32,14 +32,14 @@ from covmerge.files.checkpoints.base import Checkpoint, fingerprint
 from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.quantised import dequantised
+from covmerge.files.quantised.view import dequantised
 from covmerge.files.stores import object_server, page_server, retries
 from covmerge.files.stores.local import local_store
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import dump_recipe, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import import_recipe, load_stages
-from covmerge.plan.recipe.mergekit import ImportLog
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.chat import template_of

@@ -20,7 +20,7 @@ from covmerge.files.checkpoints.journal import Journal
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.staging import find_unfinished
-from covmerge.files.quantised import dequantised
+from covmerge.files.quantised.view import dequantised
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.page_server import onward
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.run.inspection import Severity, job
+from covmerge.base.findings import Severity
+from covmerge.run.inspection import job
 from covmerge.run.inspection.compatibility import check_tokenizers
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words

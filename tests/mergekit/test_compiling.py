@@ -6,8 +6,9 @@ import pytest
 
 from covmerge.errors import RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
-from covmerge.plan.recipe.mergekit import ImportLog, compile_mergekit
+from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
 from covmerge.plan.recipe.mergekit.models import Reference, located, names_of
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.plan.recipe.varied import value_at
 

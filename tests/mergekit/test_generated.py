@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from covmerge.errors import CovmergeError
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import ImportLog
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.run.engine.options import RunOptions
 from tests.forked import fork_workers
 from tests.mergekit import differences, module_generator, token_generator

@@ -13,8 +13,8 @@ from covmerge.front.api import run_recipe
 from covmerge.front.cli.flags import read_recipe
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import ImportLog
 from covmerge.plan.recipe.mergekit.methods import METHODS
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.run.recompute import recompute
 from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.cases import RECIPES, SEED

@@ -13,7 +13,7 @@ import covmerge
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import import_recipe
-from covmerge.plan.recipe.mergekit import ImportLog
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.test_parity import merged
 from tests.mergekit.token_cases import RECIPES, by_token, ids_of, save_models

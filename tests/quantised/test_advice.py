@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import told

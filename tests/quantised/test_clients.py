@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import covmerge
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.quantised.ggufs import save_llama
 from tests.quantised.models import SIZES, llama
 

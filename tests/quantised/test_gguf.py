@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.quantised.ggufs import save_gpt2, save_llama
 from tests.quantised.models import llama, moved
 

@@ -13,7 +13,7 @@ import covmerge
 from covmerge.errors import CheckpointError, RecipeError, TensorError
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.recompute import recompute

@@ -11,8 +11,8 @@ import covmerge
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, RecipeError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.quantised import open_plain
 from covmerge.files.quantised.gguf import Whole
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
 from covmerge.run.recompute import recompute
 from tests.e2e.test_resume import digests

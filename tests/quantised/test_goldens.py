@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import CheckpointError
-from covmerge.files.quantised import Dequantised, open_plain
+from covmerge.files.quantised.view import Dequantised, open_plain
 from tests.quantised.make_goldens import EXPECTED, GOLDEN
 
 LAYERS: dict[str, dict[str, torch.Tensor]] = {}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import Recipe
 from covmerge.plan.statistics.model import load_model

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised import LAYOUTS, as_stored, open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import WRITTEN
+from covmerge.files.quantised.writing.layouts import LAYOUTS
+from covmerge.files.quantised.writing.like import as_stored
 from covmerge.plan.recipe.schema import Quantise
 from tests.quantised.make_goldens import EXPECTED, weight
 from tests.quantised.test_goldens import LAYERS, save

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.quantised.models import FORMATS, build, llama, save_packed
 from tests.quantised.test_goldens import LAYERS, save
 

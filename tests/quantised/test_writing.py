@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckFailed, InputError, RecipeError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.recompute import recompute

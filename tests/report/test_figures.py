@@ -12,7 +12,7 @@ import covmerge
 from covmerge.errors import InputError
 from covmerge.front.reporting import LayerCost, Report, figures, tables
 from covmerge.front.reporting.grid import panels
-from covmerge.run.inspection import LayerView
+from covmerge.run.inspection.result import LayerView
 from tests.forked import printed
 from tests.report.merges import inspect, report
 

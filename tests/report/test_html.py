@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from covmerge.base.findings import Finding, Severity
 from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.reporting import FILE_NAME, Report, tables, write_html
@@ -15,7 +16,6 @@ from covmerge.front.reporting import html as page
 from covmerge.front.reporting.numbers import shown_spectra
 from covmerge.front.reporting.pictures import pictures
 from covmerge.front.reporting.words import number
-from covmerge.run.inspection import Finding, Severity
 from covmerge.run.verification.outcome import Check
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family

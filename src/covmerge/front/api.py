@@ -28,9 +28,10 @@ from covmerge.plan.recipe import Recipe, lay_over, parse_recipe
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.options import RunOptions, run_options
-from covmerge.run.inspection import Inspection, InspectJob, SpectraOf
+from covmerge.run.inspection.job import InspectJob, SpectraOf
+from covmerge.run.inspection.result import Inspection
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
-from covmerge.run.scoring import AnyScorer, scorer_of
+from covmerge.run.scoring.scorer import AnyScorer, scorer_of
 from covmerge.run.sources import Source, open_checkpoints, open_recipe, statistics_of
 
 

@@ -42,15 +42,10 @@ from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring import (
-    KEPT_NAME,
-    Kept,
-    ScoreJob,
-    ScoreProgress,
-    Scorer,
-    ScoreTable,
-    candidates,
-)
+from covmerge.run.scoring.job import ScoreJob, ScoreProgress
+from covmerge.run.scoring.kept import KEPT_NAME, Kept, candidates
+from covmerge.run.scoring.scorer import Scorer
+from covmerge.run.scoring.table import ScoreTable
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification.files import check_files, hash_files
 

@@ -18,7 +18,7 @@ from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
-from covmerge.files.quantised import is_quantised
+from covmerge.files.quantised.view import is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.methods import WORDS
 from covmerge.maths.methods.emr import rescalers_of

@@ -20,7 +20,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
-from covmerge.files.quantised import dequantised, is_quantised
+from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.donor import Donor
@@ -33,7 +33,7 @@ from covmerge.plan.planning.ties import with_ties_undone
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
-from covmerge.plan.vocabulary import Text, decide
+from covmerge.plan.vocabulary.decide import Text, decide
 from covmerge.run.alike import alike_by_place
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sources

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 import covmerge
 from covmerge.maths.measures.retention import overall
-from covmerge.run.inspection import LayerView
+from covmerge.run.inspection.result import LayerView
 from covmerge_lab.bench import EXPERTS, Bench, Scored, bounds
 from covmerge_lab.merging import Experts, catalogue
 from covmerge_lab.models import Model, Section

@@ -18,9 +18,9 @@ from covmerge.files.adapters.layout import PREFIX
 from covmerge.files.adapters.names import Update
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.view import View
+from covmerge.files.quantised.gguf_file import GgufSettings
 
 # Of which it is known what llama.cpp's converter does to rows: to Llama's q and k, and to no other's.
 ARCHITECTURES = frozenset(

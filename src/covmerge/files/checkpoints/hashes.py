@@ -13,9 +13,9 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.files.checkpoints.layout import Slot
+from covmerge.files.quantised.gguf_file import GGUF, GgufFile
 from covmerge.files.stores.local import local_store
 from covmerge.files.stores.regular_file import reading
 from covmerge.files.stores.store import Store, StoredFile, file_at

@@ -26,8 +26,8 @@ from torch import Tensor
 from covmerge.base.text import some
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 

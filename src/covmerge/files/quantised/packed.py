@@ -17,8 +17,8 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Packed, Read
-from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.quantised.gguf_file import GgufSettings
 
 PIECE = 2**18  # numbers that are unpacked at once
 SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole

@@ -15,12 +15,12 @@ from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation, find_header
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.gguf_file import GgufSettings
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf
 from covmerge.files.quantised.formats import FORMATS
+from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
 from covmerge.files.quantised.undeclared import packed_pair
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint

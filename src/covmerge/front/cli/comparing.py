@@ -27,15 +27,9 @@ from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring import (
-    CSV_NAME,
-    KEPT_NAME,
-    LATEX_NAME,
-    Scored,
-    ScoreTable,
-    scorer_of,
-    written,
-)
+from covmerge.run.scoring.kept import KEPT_NAME
+from covmerge.run.scoring.scorer import scorer_of
+from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
 
 _WIDTH = 80
 

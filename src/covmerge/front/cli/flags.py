@@ -17,7 +17,7 @@ from covmerge.front.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.maths.methods import registry
 from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe
 from covmerge.plan.recipe.load import load_stages
-from covmerge.plan.recipe.mergekit import ImportLog
+from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.run.comparison import Wanted
 from covmerge.run.engine.options import RunOptions, run_options

@@ -27,7 +27,7 @@ def import_mergekit(
     import yaml
 
     from covmerge.plan.recipe.load import import_recipe
-    from covmerge.plan.recipe.mergekit import ImportLog
+    from covmerge.plan.recipe.mergekit.reading import ImportLog
 
     log = ImportLog(lenient)
     ours = import_recipe(recipe, log)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge.base.choice import PREFERRED
+from covmerge.base.findings import Severity
 from covmerge.base.text import counted
 from covmerge.front import api
 from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
@@ -24,8 +25,8 @@ from covmerge.front.reporting import Report, check_page, write_html
 from covmerge.maths.covariance.gate import Statistic
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
-from covmerge.run.inspection.result import root_mean_square
+from covmerge.run.inspection.job import InspectJob, SpectraOf
+from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
 from covmerge.run.judgement.names import block_of, kind_of
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"

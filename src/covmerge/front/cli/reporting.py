@@ -12,7 +12,7 @@ from covmerge.front.cli.console import check_one_form, print_csv, print_json, pr
 from covmerge.front.reporting import FILE_NAME, ReportJob, check_page, write_html
 from covmerge.front.reporting.page import summary
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.inspection import SpectraOf
+from covmerge.run.inspection.job import SpectraOf
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from covmerge.base.diagnostics import TensorDiagnostics
 from covmerge.base.notebook import paragraph
 from covmerge.base.table import Table, Tabular
 from covmerge.base.types import Json
-from covmerge.run.inspection import Inspection
+from covmerge.run.inspection.result import Inspection
 from covmerge.run.verification import Verification
 
 

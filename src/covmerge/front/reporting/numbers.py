@@ -16,7 +16,7 @@ from covmerge.maths.covariance.gate import DEFAULT_TAU, Statistic, heterogeneity
 from covmerge.maths.measures.spectrum import leading
 from covmerge.maths.methods import registry
 from covmerge.plan.planning.varied import Settings
-from covmerge.run.inspection import Inspection, LayerView, SpectrumView
+from covmerge.run.inspection.result import Inspection, LayerView, SpectrumView
 
 Inspect = Inspection | Report
 STATISTICS: Mapping[Statistic, str] = {"paper": "paper's", "scale_free": "scale-free"}

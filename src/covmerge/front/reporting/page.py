@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from covmerge.base.diagnostics import summarise
+from covmerge.base.findings import Severity
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.words import number, quoted, share
@@ -22,7 +23,6 @@ from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.entries import lost_before
 from covmerge.run.engine.losses import account_of_losses
-from covmerge.run.inspection import Severity
 
 RETENTION = (
     "What is kept of an expert is predicted from the updates alone. It is the share of what an expert "

@@ -23,7 +23,7 @@ from covmerge.front.reporting.numbers import (
     pairs,
     thresholds,
 )
-from covmerge.run.inspection import LayerView
+from covmerge.run.inspection.result import LayerView
 
 _PLACES = 9  # singular values of a curve
 

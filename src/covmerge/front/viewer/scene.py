@@ -15,7 +15,7 @@ from covmerge.front.reporting.grid import panels
 from covmerge.front.reporting.page import RETENTION
 from covmerge.front.viewer.choice import Choice, choice_of
 from covmerge.plan.recipe import Recipe
-from covmerge.run.inspection import Inspection, LayerView
+from covmerge.run.inspection.result import Inspection, LayerView
 
 _DIGITS = 9  # of which float32 products have seven
 

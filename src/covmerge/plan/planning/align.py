@@ -21,7 +21,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.equivalent_names import respelled
 from covmerge.files.checkpoints.memory import PASS_FOLDED
-from covmerge.files.quantised import dequantised
+from covmerge.files.quantised.view import dequantised
 from covmerge.files.tensors.describe import ModelDescription, conv1d_names
 from covmerge.files.tensors.layers import layer_name
 from covmerge.files.tensors.names import find_name, kind_by_name

@@ -16,11 +16,13 @@ from covmerge.base.errors import CheckpointError, RecipeError
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
-from covmerge.files.checkpoints.gguf_file import GgufSettings
-from covmerge.files.checkpoints.gguf_layout import GgufHead
-from covmerge.files.quantised import DTYPE_KEYS, QUANTISATION, SAME
 from covmerge.files.quantised.gguf import read_as
+from covmerge.files.quantised.gguf_file import GgufSettings
+from covmerge.files.quantised.gguf_layout import GgufHead
+from covmerge.files.quantised.packed import DTYPE_KEYS
+from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
+from covmerge.files.quantised.writing.layouts import SAME
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Output, Recipe

@@ -14,14 +14,10 @@ from covmerge.base.settings import Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
-from covmerge.plan.recipe.mergekit import (
-    Document,
-    ImportLog,
-    Places,
-    compile_mergekit,
-    in_order,
-    is_mergekit,
-)
+from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
+from covmerge.plan.recipe.mergekit.documents import Document, in_order
+from covmerge.plan.recipe.mergekit.models import Places
+from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
 from covmerge.plan.recipe.run import RUN, compile_run
 from covmerge.plan.recipe.schema import Recipe, WithRun
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml

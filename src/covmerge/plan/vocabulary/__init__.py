@@ -8,18 +8,3 @@ chat, formats   chat templates: a model's, that of most models, or a format's by
 files     the output's tokenizer files
 decide    all of that for a recipe
 """
-
-from covmerge.plan.vocabulary.decide import Text, decide
-from covmerge.plan.vocabulary.files import TokenizerFiles
-from covmerge.plan.vocabulary.retokenized import Retokenized
-from covmerge.plan.vocabulary.rows import Vocabulary
-from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
-
-__all__ = [
-    "TOKENIZER_FILES",
-    "Retokenized",
-    "Text",
-    "TokenizerFiles",
-    "Vocabulary",
-    "decide",
-]

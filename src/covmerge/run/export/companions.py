@@ -21,7 +21,8 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import open_regular, pieces
 from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.plan.vocabulary import TOKENIZER_FILES, TokenizerFiles
+from covmerge.plan.vocabulary.files import TokenizerFiles
+from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import rewrite_config
 
 MAX_FILE_BYTES = 512 << 20

@@ -21,7 +21,7 @@ from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
 from covmerge.files.checkpoints.strict_json import dumps
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore, file_at
 from covmerge.files.tensors.untied import seen_untied

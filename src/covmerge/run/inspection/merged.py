@@ -8,7 +8,7 @@ from pathlib import Path
 
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry

@@ -12,10 +12,11 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.content import Content, at_once
-from covmerge.files.checkpoints.gguf_file import GGUF
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.checkpoints.open import open_checkpoint, open_store
-from covmerge.files.quantised import Packed, dequantised, open_plain
+from covmerge.files.quantised.gguf_file import GGUF
+from covmerge.files.quantised.packed import Packed
+from covmerge.files.quantised.view import dequantised, open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store, file_at
 from covmerge.files.tensors.describe import describe_checkpoint

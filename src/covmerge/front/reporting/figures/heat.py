@@ -37,7 +37,7 @@ from covmerge.front.reporting.numbers import (
     moved_by,
 )
 from covmerge.front.reporting.words import cosine, number, quoted, share, shorten
-from covmerge.run.inspection import Inspection, LayerView
+from covmerge.run.inspection.result import Inspection, LayerView
 from covmerge.run.judgement.names import block_of, ranges
 
 with needed_for_reports():

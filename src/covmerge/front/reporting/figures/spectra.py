@@ -19,7 +19,7 @@ from covmerge.front.reporting.numbers import (
     shown_spectra,
 )
 from covmerge.front.reporting.words import share, shorten
-from covmerge.run.inspection import LayerView
+from covmerge.run.inspection.result import LayerView
 from covmerge.run.judgement.names import kind_of
 
 with needed_for_reports():

@@ -11,17 +11,3 @@ parameters   all parameters of a method
 compiling    a whole recipe
 documents    several recipes in a file, which name each other's outputs
 """
-
-from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
-from covmerge.plan.recipe.mergekit.documents import Document, in_order
-from covmerge.plan.recipe.mergekit.models import Places
-from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
-
-__all__ = [
-    "Document",
-    "ImportLog",
-    "Places",
-    "compile_mergekit",
-    "in_order",
-    "is_mergekit",
-]
