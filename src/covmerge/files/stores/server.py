@@ -1,10 +1,14 @@
-"""What a store of another machine asks of whoever has its files."""
+"""A server as a store asks it, and the check of files whose version a server does not tell."""
 
 from __future__ import annotations
 
+import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from covmerge.files.stores.retries import ChangedError
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,37 @@ class Server(Protocol):
             ChangedError: it is no longer the file that was seen.
         """
         ...
+
+
+_BLOCK = 2**20
+
+
+class CheckedFile:
+    """Checksums of what was read of one file; for any thread.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._sums: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def blocks(self, asked: range) -> range:
+        """Return the whole blocks that have the bytes of a range."""
+        end = asked.stop + -asked.stop % _BLOCK
+        return range(asked.start - asked.start % _BLOCK, min(end, self._size))
+
+    def check(self, data: memoryview, offset: int) -> None:
+        """Note what was read of whole blocks, and compare it with what was read of them before.
+
+        Raises:
+            ChangedError: it is not what was read before.
+        """
+        for start in range(0, len(data), _BLOCK):
+            own = zlib.crc32(data[start : start + _BLOCK])
+            with self._lock:
+                before = self._sums.setdefault(offset + start, own)
+            if own != before:
+                raise ChangedError

@@ -49,11 +49,9 @@ def inspect(
 
     inspecting.inspect(
         flags.read_recipe(recipe, given),
-        inspecting.Flags(
-            spectra=spectra,
-            html=html,
-            run=flags.shown_options(given),
-            as_json=as_json,
-            as_csv=as_csv,
-        ),
+        flags.shown_options(given),
+        spectra=spectra,
+        html=html,
+        as_json=as_json,
+        as_csv=as_csv,
     )

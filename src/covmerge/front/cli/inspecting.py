@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -36,44 +35,41 @@ _MOST_LINES = 24  # of one picture; beyond it the layers of a block are one line
 _MOST_PAIRS = 8
 
 
-@dataclass(frozen=True)
-class Flags:
-    """The flags that say how to look, and where results go."""
-
-    spectra: str
-    html: Path | None
-    run: RunOptions
-    as_json: bool
-    as_csv: bool
-
-
-def inspect(recipe: Recipe, flags: Flags) -> None:
+def inspect(
+    recipe: Recipe,
+    options: RunOptions,
+    *,
+    spectra: str,
+    html: Path | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
     """Look, and print what was found.
 
     Raises:
         InputError: a source that cannot be opened, or no place for the page.
         Exit: with 1 if there is a fault.
     """
-    check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
-    if flags.html is not None:
-        check_page(flags.html, overwrite=flags.run.overwrite)
+    check_one_form(as_json=as_json, as_csv=as_csv)
+    if html is not None:
+        check_page(html, overwrite=options.overwrite)
     job = InspectJob(
         recipe=recipe,
-        spectra=cast("SpectraOf", flags.spectra),
-        options=flags.run,
+        spectra=cast("SpectraOf", spectra),
+        options=options,
     )
     inspection = api.run_inspection(job)
-    if flags.html is not None:
+    if html is not None:
         title = f"Before a merge: {', '.join(inspection.experts)}"
-        write_html(Report(title, inspection), flags.html, overwrite=flags.run.overwrite)
-    if flags.as_json:
+        write_html(Report(title, inspection), html, overwrite=options.overwrite)
+    if as_json:
         print_json(inspection.as_json())
-    elif flags.as_csv:
+    elif as_csv:
         print_csv(inspection)
     else:
         show(stdout(), inspection)
-        if flags.html is not None:
-            stdout().print(printable(f"Report: {flags.html}"), soft_wrap=True)
+        if html is not None:
+            stdout().print(printable(f"Report: {html}"), soft_wrap=True)
     if inspection.faults:
         raise typer.Exit(1)
 

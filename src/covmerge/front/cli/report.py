@@ -58,11 +58,9 @@ def report(
 
     reporting.report(
         out,
-        reporting.Flags(
-            html=html,
-            spectra=spectra,
-            run=flags.shown_options(given),
-            as_json=as_json,
-            as_csv=as_csv,
-        ),
+        flags.shown_options(given),
+        spectra=spectra,
+        html=html,
+        as_json=as_json,
+        as_csv=as_csv,
     )

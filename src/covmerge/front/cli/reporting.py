@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -15,36 +14,33 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import SpectraOf
 
 
-@dataclass(frozen=True)
-class Flags:
-    """The flags that say how to look, and where results go."""
-
-    html: Path | None
-    spectra: str
-    run: RunOptions
-    as_json: bool
-    as_csv: bool
-
-
-def report(out: Path, flags: Flags) -> None:
+def report(
+    out: Path,
+    options: RunOptions,
+    *,
+    spectra: str,
+    html: Path | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
     """Report on an output.
 
     Raises:
         InputError: not an output of covmerge, or no place for the page.
         CheckFailed: the output fails its verification; the report is there.
     """
-    check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
+    check_one_form(as_json=as_json, as_csv=as_csv)
     read_manifest(local_path(out))  # a wrong folder is told before a missing package
-    path = flags.html or (None if flags.as_json or flags.as_csv else out / FILE_NAME)
+    path = html or (None if as_json or as_csv else out / FILE_NAME)
     if path is not None:
-        check_page(path, overwrite=flags.run.overwrite)
-    job = ReportJob(out, spectra=cast("SpectraOf", flags.spectra), options=flags.run)
+        check_page(path, overwrite=options.overwrite)
+    job = ReportJob(out, spectra=cast("SpectraOf", spectra), options=options)
     found = job.run()
     if path is not None:
-        write_html(found, path, overwrite=flags.run.overwrite)
-    if flags.as_json:
+        write_html(found, path, overwrite=options.overwrite)
+    if as_json:
         print_json(found.as_json())
-    elif flags.as_csv:
+    elif as_csv:
         print_csv(found)
     else:
         stdout().print(printable(f"{summary(found)}\nReport: {path}"), soft_wrap=True)

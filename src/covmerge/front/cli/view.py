@@ -1,13 +1,17 @@
-"""`covmerge view`: the flags. What they do is in `viewing`, which needs torch."""
+"""`covmerge view`: measure, and serve the page until it is interrupted."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from covmerge.base.threads import start
 from covmerge.front.cli import options
+from covmerge.front.cli.console import stdout
 
 
 def view(
@@ -44,6 +48,21 @@ def view(
     Reads every matrix once and merges nothing. Only this machine can open the page. Ctrl-C ends it.
     """
     given = options.given(locals())
-    from covmerge.front.cli import flags, viewing
+    import webbrowser
 
-    viewing.view(path, flags.shown_options(given), port=port, browser=not no_browser)
+    from covmerge.files.stores.address import local_path
+    from covmerge.front.cli import flags
+    from covmerge.front.viewer import Server, ViewJob
+
+    scene = ViewJob(local_path(path), flags.shown_options(given)).run()
+    with closing(Server(scene, port)) as server:
+        stdout().print(
+            f"{server.url}\nThis machine alone can open it. Ctrl-C ends it.", soft_wrap=True
+        )
+        if not no_browser:
+            # A browser of the terminal would keep this thread.
+            start(threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True))
+        try:
+            server.serve()
+        except KeyboardInterrupt:
+            stdout().print("ended")
