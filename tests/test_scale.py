@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 import covmerge
-from tests.e2e.test_resume import digests, save_plain
+from tests.e2e.test_resume import save_plain
+from tests.folders import contents
 
 ROOT = Path(covmerge.__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "scale.md").read_text(), re.DOTALL)
@@ -118,7 +119,7 @@ def test_commands(machine, request, command):
         assert "processes take seconds to start" in " ".join(done.stdout.split())
         assert not (folder / "merged").exists()
     else:
-        assert digests(folder / "merged") == digests(folder / "whole")
+        assert contents(folder / "merged") == contents(folder / "whole")
     assert not list(folder.glob(".merged*"))
 
 

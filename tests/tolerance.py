@@ -82,3 +82,8 @@ def of_factorised(shape: torch.Size) -> float:
     `OPERATIONS` such steps follow one another.
     """
     return OPERATIONS * shape.numel() ** 0.5 * EPS
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    return float((found - expected).norm() / expected.norm())

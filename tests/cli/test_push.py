@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import covmerge as library
 from covmerge.files.checkpoints.open import open_checkpoint
 from tests.checkpoints.hub_server import READER, WRITER, connect, serve
 from tests.cli.runs import covmerge, flags, words
+from tests.folders import contents
 
 # The client's own, of the library that it speaks HTTP with.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes")
@@ -33,14 +33,6 @@ def hub(tmp_path, monkeypatch):
         hub.exists = False
         connect(monkeypatch, hub, tmp_path / "cache", WRITER)
         yield hub
-
-
-def contents(folder: Path):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def refused(*arguments, code=2):

@@ -19,7 +19,7 @@ from tests.advised import advice
 from tests.checkpoints.hub_server import connect, serve
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_advice import adapter
-from tests.e2e.test_resume import digests
+from tests.folders import contents
 from tests.interrupted import InterruptAfter
 
 with warnings.catch_warnings():  # of deprecated names
@@ -212,7 +212,7 @@ def test_an_interrupted_merge_goes_on(tmp_path, bert):
         )
     result = covmerge.merge(base, experts, "average", tmp_path / "out", threads=1, resume=True)
     assert 0 < result.run["resumed_items"] < total
-    assert digests(tmp_path / "out") == digests(tmp_path / "right")
+    assert contents(tmp_path / "out") == contents(tmp_path / "right")
 
 
 def test_a_changed_module_is_another_source(tmp_path, bert):

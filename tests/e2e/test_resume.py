@@ -1,6 +1,5 @@
 """`kill -9` at any moment, then resume: the same bytes as an undisturbed run."""
 
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import covmerge
 from covmerge.errors import CovmergeError, InputError, TensorError
 from tests.advised import advice
 from tests.e2e.models import save_family
+from tests.folders import contents
 from tests.held import held, journaled, wait_until
 from tests.interrupted import InterruptAfter
 
@@ -38,14 +38,6 @@ def save_plain(folder, layers=40, width=256, experts=3):
         paths[f"e{t}"] = folder / f"e{t}.safetensors"
         save_file(expert, paths[f"e{t}"])
     return folder / "base.safetensors", paths
-
-
-def digests(folder):
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def merging(base, experts, out, **options):
@@ -79,7 +71,7 @@ def test_kill_and_resume_gives_the_same_bytes(tmp_path):
         file.write(b"\xff" * 4096)
     assert len(lines) < 41
     covmerge.merge(base, experts, out=tmp_path / "out", threads=1, resume=True)
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
     assert not (tmp_path / PARTIAL).exists()
 
 
@@ -93,7 +85,7 @@ def test_damaged_finished_rows_are_computed_again(tmp_path):
     shard.write_bytes(bytes(data))
     result = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert result.run["resumed_items"] == 2
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
 def place_of(name, data):
@@ -137,7 +129,7 @@ def test_large_matrices_are_gone_on_with_by_as_many_threads(tmp_path, monkeypatc
         covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, threads=2)
     covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, threads=1)
     covmerge.merge(base, experts, "ace", out=tmp_path / "at-once", threads=1)
-    assert digests(tmp_path / "out") == digests(tmp_path / "at-once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "at-once")
 
 
 @pytest.mark.parametrize(("method", "narrow"), [("ace", 2**20), ("average", 60)])
@@ -239,14 +231,14 @@ def test_nothing_is_written_through_a_hard_link(tmp_path, name):
         done = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
         assert "merged anew, as a link lay there: model.safetensors" in done.notes
     assert outside.read_bytes() == before and outside.stat().st_nlink == 1
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
 def test_the_same_recipe_gives_the_same_bytes(tmp_path):
     base, experts = save_family("gpt2", tmp_path)
     for out in ("a", "b"):
         covmerge.merge(base, experts, out=tmp_path / out, shard_size="20KB")
-    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
     json.loads((tmp_path / "a" / "covmerge.json").read_text())
 
 
@@ -371,7 +363,7 @@ def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, when):
         lay()
         options = {"resume": True}
     result = covmerge.merge(base, experts, out=tmp_path / "out", **options)
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "README.md", "config.json", "covmerge.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
@@ -400,7 +392,7 @@ def test_something_else_in_the_place_of_a_shard(tmp_path, lay):
         os.mkfifo(shard)
     moved = (tmp_path / "moved").read_bytes()
     covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
     assert (tmp_path / "moved").read_bytes() == moved
 
 
@@ -527,7 +519,7 @@ def test_unfinished_work_as_it_is_advised(damage, said, tmp_path):
         merge(resume=True)
     merge(overwrite=True)
     covmerge.merge(base, experts, "ace", out=tmp_path / "at-once")
-    assert digests(tmp_path / "out") == digests(tmp_path / "at-once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "at-once")
 
 
 def test_a_merge_that_something_is_known_of_needs_a_decision(tmp_path):

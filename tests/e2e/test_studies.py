@@ -1,6 +1,5 @@
 """Global passes, comparisons, masks and statistics from files to files, beside dense computations."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -24,6 +23,7 @@ from covmerge.plan.statistics import StatisticsFile, collect
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
+from tests.folders import contents
 from tests.forked import printed
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 from tests.interrupted import InterruptAfter
@@ -128,14 +128,6 @@ def weights_in(folder):
 def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
-
-
-def digests(folder):
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def names_in(folder):
@@ -318,7 +310,7 @@ class TestCompare:
         for method in methods:
             ours, theirs = tmp_path / "all" / method, tmp_path / method
             covmerge.merge(base, experts, method, theirs, **how)
-            assert digests(ours).keys() == digests(theirs).keys()
+            assert contents(ours).keys() == contents(theirs).keys()
             assert_same(weights_in(ours), weights_in(theirs))
             assert covmerge.verify(ours).ok
 
@@ -525,7 +517,7 @@ class TestMasks:
             data[-10] ^= 1
             masks.write_bytes(bytes(data))
         covmerge.merge(base, experts, method, tmp_path / "out", **options, resume=True)
-        assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+        assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
     @pytest.fixture
     def merged(self, tmp_path):
@@ -759,7 +751,7 @@ class TestInputsAndOutputs:
         experts = {e: folder / f"{e}.safetensors" for e in ("a", "b")}
         for out in ("first", "second"):
             covmerge.merge(folder / "base.safetensors", experts, method, tmp_path / out, threads=1)
-        assert digests(tmp_path / "first") == digests(tmp_path / "second")
+        assert contents(tmp_path / "first") == contents(tmp_path / "second")
 
     @pytest.mark.parametrize("method", ELEMENTWISE)
     def test_blocks_and_threads_change_nothing(self, method, monkeypatch):

@@ -13,7 +13,8 @@ import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.adapters import patterns
 from covmerge.files.adapters.patterns import Patterns
-from tests.e2e.test_resume import digests, save_plain
+from tests.e2e.test_resume import save_plain
+from tests.folders import contents
 from tests.forked import run
 
 # numpy, torch and psutil are those of this system, and know it, as shutil.disk_usage does (os.statvfs).
@@ -122,7 +123,7 @@ def test_a_merge_that_is_killed_and_resumed(tmp_path: Path, kind: str) -> None:
     ok, notes, seen = json.loads(resumed.stdout)
     assert ok and seen == json.loads(json.dumps(expected)) != []
     assert "has no locks" in " ".join(notes)  # of this Python; Windows has its own
-    assert digests(folder / "out") == digests(tmp_path / "with" / "out")
+    assert contents(folder / "out") == contents(tmp_path / "with" / "out")
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 

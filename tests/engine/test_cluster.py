@@ -23,7 +23,8 @@ from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import run_options
 from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.sources import open_checkpoints
-from tests.e2e.test_resume import digests, save_plain
+from tests.e2e.test_resume import save_plain
+from tests.folders import contents
 from tests.interrupted import InterruptAfter
 
 cluster_utils = pytest.importorskip(
@@ -71,7 +72,7 @@ def test_the_same_bytes_as_threads(cluster, plain, tmp_path, method):
     on = {"executor": "ray", "address": cluster.address}
     merged = covmerge.merge(*given, out, shard_size="100KB", **on)
     assert merged.verification.ok
-    assert digests(out) == digests(tmp_path / "threads")
+    assert contents(out) == contents(tmp_path / "threads")
     assert len(list(out.glob("model-*.safetensors"))) > 2
 
 
@@ -103,7 +104,7 @@ def test_a_node_that_is_lost(cluster, plain, tmp_path, method):
         *plain, method, tmp_path / "out", executor="ray", address=cluster.address, progress=losing
     )
     assert losing.lost
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @quiet
@@ -144,7 +145,7 @@ def test_what_a_cluster_began_is_resumed_by_threads(cluster, plain, tmp_path, mo
     done = covmerge.merge(*plain, "ace", tmp_path / "out", resume=True)
     assert done.run["resumed_items"] >= 5
     covmerge.merge(*plain, "ace", tmp_path / "whole")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @quiet
@@ -162,7 +163,7 @@ def test_who_was_in_the_cluster_before_stays_in_it(cluster, plain, tmp_path):
         assert ray.is_initialized()
     finally:
         ray.shutdown()
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @quiet

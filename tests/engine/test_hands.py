@@ -16,9 +16,9 @@ from covmerge.run.engine.device_room import _BESIDE
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.staging import pinned_bytes
-from tests.e2e.test_resume import digests
 from tests.engine.layers import models, plan, saved
 from tests.engine.watched import Watched, noted
+from tests.folders import contents
 from tests.forked import fork_workers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
@@ -55,7 +55,7 @@ def test_what_is_read_and_sent_while_another_load_is_computed(method, as_on_gpus
     folder = as_on_gpus(waits=True)
     result = covmerge.merge(*sources, method, tmp_path / "out", threads=1, workers=2)
     assert result.run["workers"] == 2 and len(noted(folder, "sent-*")) == 2
-    assert digests(tmp_path / "out") == digests(tmp_path / "plain")
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_both_loads_of_one_that_died_are_done_once_more(dies, as_on_gpus, tmp_pa
     folder = as_on_gpus(dies=NAME.format(1), **dies)
     covmerge.merge(*sources, "ties", tmp_path / "out", threads=1, workers=2)
     assert noted(folder, "died")
-    assert digests(tmp_path / "out") == digests(tmp_path / "plain")
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from covmerge.run.engine import budget
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.processes import Processes
 from covmerge.run.sources import open_checkpoints
-from tests.e2e.test_resume import digests, save_plain
+from tests.e2e.test_resume import save_plain
+from tests.folders import contents
 from tests.forked import fork_workers
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 
@@ -41,7 +42,7 @@ def test_the_same_bytes_as_threads(plain, tmp_path):
     _, base, experts = plain
     for workers in (1, 3):
         covmerge.merge(base, experts, "ties", tmp_path / str(workers), workers=workers)
-    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path, monkeypatch)
     for workers in (1, 3):
         covmerge.compare(base, experts, methods, tmp_path / str(workers), workers=workers)
     for method in methods:
-        one, three = (digests(tmp_path / workers / method) for workers in "13")
+        one, three = (contents(tmp_path / workers / method) for workers in "13")
         assert one == three
 
 
@@ -89,7 +90,7 @@ def test_the_largest_items_are_begun_first(hands, tmp_path, monkeypatch):
     covmerge.merge(*given, tmp_path / "out", workers=2, progress=order)
     assert order.done[0] in large and len(order.done) == 22
     covmerge.merge(*given, tmp_path / "whole")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method,
         out = tmp_path / f"killed{tries}"
         try:
             covmerge.merge(base, experts, method, out, workers=2)
-            assert digests(out) == digests(tmp_path / "whole")
+            assert contents(out) == contents(tmp_path / "whole")
         except ResourceError as error:
             assert re.match(TWICE, str(error)), error
             assert "SIGKILL" in str(error)
@@ -155,7 +156,7 @@ def test_a_killed_merge_of_processes_is_resumed_by_threads(plain, tmp_path):
     assert not any(worker.is_running() for worker in workers)
     result = covmerge.merge(base, experts, "ace", tmp_path / "out", resume=True)
     assert result.run["resumed_items"] >= 2
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_a_worker_that_dies_when_all_is_counted_is_counted_once(plain, tmp_path,
     monkeypatch.setattr(Processes, "_collect", kill_the_last)
     covmerge.merge(base, experts, "ties", tmp_path / "killed", workers=2)
     assert killed
-    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.sharing import Sharing
 from covmerge.run.verification import WeightsCheck
-from tests.e2e.test_resume import digests, save_plain
+from tests.e2e.test_resume import save_plain
+from tests.folders import contents
 from tests.forked import Forked, fork_workers
 from tests.held import COMMAND_LINE, wait_until
 from tests.interrupted import InterruptAfter
@@ -52,7 +53,7 @@ def whole(plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     for method in ("ace", "ties"):
         covmerge.merge(base, experts, method, folder / method)
-    return {method: digests(folder / method) for method in ("ace", "ties")}
+    return {method: contents(folder / method) for method in ("ace", "ties")}
 
 
 def recipe_of(plain, method):
@@ -89,7 +90,7 @@ def merge_ranks(plain, method, out, world, **options):
 def test_the_same_bytes_for_any_number_of_ranks(plain, whole, tmp_path, together, method, world):
     together(world)
     results = merge_ranks(plain, method, tmp_path / "out", world)
-    assert digests(tmp_path / "out") == whole[method]
+    assert contents(tmp_path / "out") == whole[method]
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     assert [result.path for result in results] == [tmp_path / "out"] * world
     assert [result.verification is not None for result in results] == [True] + [False] * (world - 1)
@@ -103,7 +104,7 @@ def test_the_same_bytes_for_any_number_of_ranks(plain, whole, tmp_path, together
 def test_ranks_of_processes(plain, whole, tmp_path, monkeypatch):
     fork_workers(monkeypatch)
     merge_ranks(plain, "ties", tmp_path / "out", 2, workers=2)
-    assert digests(tmp_path / "out") == whole["ties"]
+    assert contents(tmp_path / "out") == whole["ties"]
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_what_a_killed_rank_had_is_done_by_others(plain, whole, tmp_path, method
         said = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks].count(0) == 2, said
     assert ranks[killed].returncode == -signal.SIGKILL
-    assert digests(out) == whole[method]
+    assert contents(out) == whole[method]
     assert sorted(tmp_path.iterdir()) == [go, out]
 
 
@@ -219,7 +220,7 @@ def test_what_a_killed_rank_would_have_hashed_is_hashed_by_others(plain, whole, 
         go.touch()
         said = [rank.communicate() for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 0], said
-    assert digests(out) == whole["ace"]
+    assert contents(out) == whole["ace"]
     assert sorted(tmp_path.iterdir()) == [go, out]
 
 
@@ -239,7 +240,7 @@ def test_each_file_is_hashed_once_and_by_all(plain, whole, tmp_path, together, m
     monkeypatch.setattr(SharedHashing, "_hash", noted)
     monkeypatch.setattr(Sharing, "_help", lambda self: None)  # one thread each
     merge_ranks(plain, "ace", tmp_path / "out", 3)
-    assert digests(tmp_path / "out") == whole["ace"]
+    assert contents(tmp_path / "out") == whole["ace"]
     assert len(hashed) == len({name for _, name in hashed}) == 4
     assert {number for number, _ in hashed} == {0, 1, 2}
 
@@ -266,7 +267,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
     monkeypatch.setattr("tests.engine.test_ranks.recipe_of", lambda *_: recipe)
     results = merge_ranks(plain, "ace", tmp_path / "out", world)
     assert results[0].verification.ok
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     weights = {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
     assert len(weights) > 4
     assert sorted(name for _, name in seen) == sorted(weights)
@@ -288,7 +289,7 @@ def test_outputs_of_which_one_rank_checks_more(plain, tmp_path, together, monkey
     monkeypatch.setattr("tests.engine.test_ranks.recipe_of", lambda *_: recipe)
     first, _ = merge_ranks(plain, "average", tmp_path / "out", 2)
     assert first.verification.ok
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_what_another_rank_sees_of_the_output_fails_it(plain, tmp_path, together, monkeypatch):
@@ -383,7 +384,7 @@ def test_what_a_killed_rank_would_have_verified_is_verified_by_others(
         go.touch()
         said = [rank.communicate() for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 0], said
-    assert digests(out) == whole["ace"]
+    assert contents(out) == whole["ace"]
     assert sorted(tmp_path.iterdir()) == [go, out]
 
 
@@ -398,7 +399,7 @@ def test_ranks_that_were_all_killed_are_resumed_by_any_number(plain, whole, tmp_
     with pytest.raises(InputError, match="pass resume=True to go on"):
         covmerge.merge(*plain, "ace", out)
     covmerge.merge(*plain, "ace", out, resume=True)
-    assert digests(out) == whole["ace"]
+    assert contents(out) == whole["ace"]
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -411,7 +412,7 @@ def test_what_ranks_had_done_is_not_done_again(plain, whole, tmp_path):
     assert sum(path.read_text().count("checksum") for path in session.glob("*.jsonl")) >= 5
     first, *_ = merge_ranks(plain, "ace", tmp_path / "out", 2, resume=True)
     assert first.run["resumed_items"] >= 5
-    assert digests(tmp_path / "out") == whole["ace"]
+    assert contents(tmp_path / "out") == whole["ace"]
 
 
 def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
@@ -438,7 +439,7 @@ def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
     monkeypatch.setattr(ledger.Ledger, "_beat", dead)
     results = merge_ranks(plain, "ties", tmp_path / "out", 2, patience=0.5)
     assert slow.is_set() and not any(isinstance(one, Exception) for one in results)
-    assert digests(tmp_path / "out") == whole["ties"]
+    assert contents(tmp_path / "out") == whole["ties"]
 
 
 def test_what_others_voided_that_are_gone_is_counted_again(plain, whole, tmp_path, monkeypatch):
@@ -454,7 +455,7 @@ def test_what_others_voided_that_are_gone_is_counted_again(plain, whole, tmp_pat
     monkeypatch.setattr(executor, "settle", after_it_was_voided)
     merge_rank(plain, "ties", tmp_path / "out", 0, 1)
     assert voided == [True]
-    assert digests(tmp_path / "out") == whole["ties"]
+    assert contents(tmp_path / "out") == whole["ties"]
 
 
 def test_a_late_rank_finds_the_work_done(plain, tmp_path):
@@ -474,7 +475,7 @@ def test_an_output_is_replaced_by_ranks(plain, whole, tmp_path):
     covmerge.merge(*plain, "average", tmp_path / "out")
     results = merge_ranks(plain, "ace", tmp_path / "out", 2, overwrite=True)
     assert not any(isinstance(one, Exception) for one in results)
-    assert digests(tmp_path / "out") == whole["ace"]
+    assert contents(tmp_path / "out") == whole["ace"]
 
 
 def test_an_error_of_one_ends_all(plain, tmp_path, together):
@@ -549,7 +550,7 @@ def test_what_a_killed_merge_left_without_its_files_is_nobodys_to_join(plain, wh
         assert not early.done()
         merge_rank(plain, "ace", tmp_path / "out", 0, 2, overwrite=True)
         assert "another rank has published" in early.result().notes[0]
-    assert digests(tmp_path / "out") == whole["ace"]
+    assert contents(tmp_path / "out") == whole["ace"]
 
 
 def test_ranks_that_would_merge_different_things(plain, tmp_path):

@@ -16,9 +16,9 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.staging import Staging, pinned_bytes
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
-from tests.e2e.test_resume import digests
 from tests.engine.layers import models, plan, saved
 from tests.engine.watched import SMALL, Late
+from tests.folders import contents
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -98,7 +98,7 @@ def test_a_merge_whose_rows_are_sent_ahead_has_the_same_bytes(
     covmerge.merge(*sources, method, tmp_path / "plain", **given)
     with sent_by(staging) as used:
         covmerge.merge(*sources, method, tmp_path / "sent", **given)
-    assert digests(tmp_path / "sent") == digests(tmp_path / "plain")
+    assert contents(tmp_path / "sent") == contents(tmp_path / "plain")
     assert all(own.pieces > 16 for own in used if staging is Late)
 
 

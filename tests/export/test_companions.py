@@ -8,6 +8,7 @@ import torch
 from covmerge.errors import CheckpointError
 from covmerge.files.stores.local import LocalFolder
 from covmerge.run.export.companions import copy_companions
+from tests.folders import contents
 
 COMPANIONS = [
     "1_Pooling/config.json",
@@ -56,26 +57,18 @@ def out(tmp_path: Path) -> Path:
     return out
 
 
-def found(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def test_companions_are_copied_byte_for_byte_and_nothing_else(base: Path, out: Path) -> None:
     copied = copy_companions(base, LocalFolder(out))
     assert sorted(copied.copied) == COMPANIONS
     assert copied.notes == ()
-    assert found(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
+    assert contents(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
     assert copy_companions(base, LocalFolder(out)) == copied  # a resumed merge does it again
 
 
 def test_a_base_without_a_folder_is_said(out: Path) -> None:
     copied = copy_companions(None, LocalFolder(out))
     assert copied.copied == () and "no config or tokenizer" in copied.notes[0]
-    assert found(out) == {}
+    assert contents(out) == {}
 
 
 def test_code_is_named_and_not_copied(base: Path, out: Path) -> None:
@@ -85,7 +78,7 @@ def test_code_is_named_and_not_copied(base: Path, out: Path) -> None:
     (base / "handler.txt").write_text("")
     (base / "onnx").mkdir()
     copied = copy_companions(base, LocalFolder(out))
-    assert sorted(found(out)) == COMPANIONS
+    assert sorted(contents(out)) == COMPANIONS
     needs, code, other = copied.notes
     assert "AutoModel" in needs and "modeling_x.XModel" in needs
     assert code.startswith("custom code of the base is not copied: modeling_x.py;")
@@ -173,7 +166,7 @@ def test_a_link_that_leaves_the_folder_is_refused(
         target.symlink_to(secret / "config.json")
     with pytest.raises(CheckpointError, match=f"{link} is a link to {secret}"):
         copy_companions(base, LocalFolder(out))
-    assert not any(b"secret" in content for content in found(out).values())
+    assert not any(b"secret" in content for content in contents(out).values())
 
 
 def test_the_hubs_cache_is_followed(base: Path, out: Path, tmp_path: Path) -> None:
@@ -187,7 +180,7 @@ def test_the_hubs_cache_is_followed(base: Path, out: Path, tmp_path: Path) -> No
         up = "../" * (2 + name.count("/"))
         (snapshot / name).symlink_to(f"{up}blobs/{i}")
     copy_companions(snapshot, LocalFolder(out))
-    assert found(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
+    assert contents(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
     assert not any(path.is_symlink() for path in out.rglob("*"))
 
 

@@ -18,8 +18,9 @@ from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
-from tests.e2e.test_resume import digests, interrupt_after
+from tests.e2e.test_resume import interrupt_after
 from tests.engine.layers import models, near, plan, saved
+from tests.folders import contents
 
 if not torch.cuda.is_available():
     pytest.skip("this machine has no GPU", allow_module_level=True)
@@ -52,7 +53,7 @@ def test_a_merge_is_what_it_is_on_the_cpu_and_always_the_same(method, dtype, tmp
         result = covmerge.merge(*sources, method, tmp_path / name, device="cuda", threads=threads)
         assert result.run["resumed_items"] == 0
     alike(tmp_path / "cpu", tmp_path / "gpu", sources[0])
-    assert digests(tmp_path / "gpu") == digests(tmp_path / "again")
+    assert contents(tmp_path / "gpu") == contents(tmp_path / "again")
     told = [json.loads((tmp_path / own / "covmerge.json").read_text()) for own in ("cpu", "gpu")]
     near(*(own["recipe"] for own in told))
 
@@ -63,7 +64,7 @@ def test_two_processes_share_a_gpu(method, tmp_path):
     covmerge.merge(*sources, method, tmp_path / "threads", device="cuda")
     result = covmerge.merge(*sources, method, tmp_path / "workers", device="cuda", workers=2)
     assert result.run["workers"] == 2
-    assert digests(tmp_path / "workers") == digests(tmp_path / "threads")
+    assert contents(tmp_path / "workers") == contents(tmp_path / "threads")
 
 
 def test_a_rank_on_a_gpu(tmp_path, monkeypatch):
@@ -81,7 +82,7 @@ def test_resumed_on_the_gpu(items, tmp_path):
     covmerge.merge(base, experts, "ace", out=tmp_path / "undisturbed", device="cuda")
     interrupt_after(tmp_path, base, experts, items=items, method="ace", device="cuda", threads=1)
     covmerge.merge(base, experts, "ace", out=tmp_path / "out", device="cuda", resume=True)
-    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gpt_oss", "vit", "bert"])

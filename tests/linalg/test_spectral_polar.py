@@ -10,11 +10,7 @@ from covmerge.maths.linalg.spectral import (
     residual,
     truncated_svd,
 )
-
-
-def rows(m, n, seed=1, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(m, n, generator=generator, dtype=torch.float64).to(dtype)
+from tests.linalg.test_linalg import rows
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9), (1, 5), (5, 1), (3, 2500)])

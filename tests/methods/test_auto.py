@@ -16,13 +16,10 @@ from covmerge.maths.reference import REFERENCES
 from covmerge.maths.testing.groups import random_updates
 from covmerge.methods import registry
 from tests.report.merges import report
+from tests.tolerance import relative_error
 
 AUTO = registry.get("auto")
 SHAPES = [(24, 40), (40, 24), (32, 32), (4, 80)]
-
-
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
 
 
 def group_of(updates, weights=None):
@@ -47,7 +44,7 @@ def test_kernel_and_reference_agree(shape, count, spread, low, weighted, seed):
     few = random_updates(*shape, count, 3, spread, seed=seed)
     updates = few[:low] + random_updates(*shape, count, min(shape), spread, seed=seed)[low:]
     group = group_of(updates, [1.0 + t for t in range(count)] if weighted else None)
-    assert relative(AUTO(group).delta, REFERENCES["auto"](group)) < 1e-9
+    assert relative_error(AUTO(group).delta, REFERENCES["auto"](group)) < 1e-9
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (256, 320)], ids=str)
@@ -56,7 +53,7 @@ def test_float32_solves_it(shape):
     updates = random_updates(*shape, 3, min(shape), 100.0, seed=1)
     updates[0] += 100.0 * torch.outer(updates[1][:, 0], updates[1][0])  # one direction above all
     found = merged([update.float() for update in updates])
-    assert relative(found.double(), merged(updates)) < 1e-4
+    assert relative_error(found.double(), merged(updates)) < 1e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -65,7 +62,7 @@ def test_factors_and_product_agree(shape):
     draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
     factors = [LowRank(draw(shape[0], rank), draw(rank, shape[1])) for rank in (2, 12, 3)]
     found = merge_factors(AUTO, factors, [1.0] * 3, {}).delta.dense()
-    assert relative(found, merged([f.dense() for f in factors])) < 1e-7
+    assert relative_error(found, merged([f.dense() for f in factors])) < 1e-7
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 3.0, 0.5, 1.0, 2.0]])
@@ -73,7 +70,7 @@ def test_one_expert_and_copies_of_it_come_back(weights):
     (update,) = random_updates(24, 40, 1, 24, 1.0, seed=3)
     for count in (1, 2, 5):
         given_weights = None if weights is None else weights[:count]
-        assert relative(merged([update] * count, given_weights), update) < 1e-8
+        assert relative_error(merged([update] * count, given_weights), update) < 1e-8
 
 
 def test_how_many_unlike_experts_there_are_in_float32():
@@ -95,11 +92,13 @@ def test_an_update_that_vanishes_leaves_without_a_jump_whatever_it_weighs(weight
     one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
     without = merged([one, two], weights[:2])
     apart = [
-        relative(merged([one, two, 10.0**-power * three], weights), without)
+        relative_error(merged([one, two, 10.0**-power * three], weights), without)
         for power in range(1, 7)
     ]
     assert all(later < earlier for earlier, later in pairwise(apart)) and apart[-1] < 1e-4
-    alone = [relative(merged([one, 10.0**-power * three], weights[1:]), one) for power in (3, 6)]
+    alone = [
+        relative_error(merged([one, 10.0**-power * three], weights[1:]), one) for power in (3, 6)
+    ]
     assert alone[1] < 1e-4 and alone[0] < 0.1
 
 
@@ -111,7 +110,7 @@ def test_a_small_change_of_an_update_changes_little():
     apart = []
     for power in (3, 4, 5, 6, 7):
         moved = [updates[0] + 10.0**-power * updates[0].norm() * noise / noise.norm(), *updates[1:]]
-        apart.append(relative(merged(moved), whole))
+        apart.append(relative_error(merged(moved), whole))
     assert all(later < 0.5 * earlier for earlier, later in pairwise(apart)) and apart[-1] < 1e-3
 
 
@@ -120,7 +119,7 @@ def test_experts_without_a_common_direction_keep_what_they_need():
     one, two = torch.zeros(2, 32, 32, dtype=torch.float64)
     one[:16, :16] = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
     two[16:, 16:] = torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
-    assert relative(merged([one, two]), one + two) < 1e-3
+    assert relative_error(merged([one, two]), one + two) < 1e-3
 
 
 def test_experts_that_are_alike_are_not_added_up():
@@ -137,7 +136,7 @@ def test_experts_that_are_alike_are_not_added_up():
 def test_a_weight_near_0_leaves_an_expert_out():
     one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
     without, faint = merged([one, two]), merged([one, two, three], [1.0, 1.0, 1e-30])
-    assert relative(faint, without) < 1e-12
+    assert relative_error(faint, without) < 1e-12
 
 
 def test_what_the_page_says_of_half_precision():
@@ -154,7 +153,7 @@ def test_what_the_page_says_of_half_precision():
         whole = covmerge.merge_layer(updates, "auto", stored=torch.bfloat16, base=base)
         found.append((updates[0], whole))
     (before, one), (after, other) = found
-    assert relative(after, before) < 0.05 and relative(other, one) > 0.3
+    assert relative_error(after, before) < 0.05 and relative_error(other, one) > 0.3
 
 
 def test_updates_that_cancel():
@@ -172,8 +171,10 @@ def test_unlike_updates_whose_sum_cancels_make_no_jump():
     one, two = one.round(), two.round()  # so that their sum is exact
     found = AUTO(group_of([one, two, -one - two]))
     near = [merged([one, two, 10.0**-power * moved - one - two]) for power in (6, 9)]
-    assert relative(near[0], found.delta) < 1e-4 and relative(near[1], found.delta) < 1e-7
-    assert relative(REFERENCES["auto"](group_of([one, two, -one - two])), found.delta) < 1e-9
+    assert (
+        relative_error(near[0], found.delta) < 1e-4 and relative_error(near[1], found.delta) < 1e-7
+    )
+    assert relative_error(REFERENCES["auto"](group_of([one, two, -one - two])), found.delta) < 1e-9
     assert found.stats["flat_share"] == pytest.approx(
         0.5 * (1 - found.diagnostics.unlike_experts**-2)
     )

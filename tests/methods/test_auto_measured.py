@@ -16,12 +16,9 @@ from covmerge.maths.testing.groups import random_updates
 from covmerge.methods import registry
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import save
+from tests.tolerance import relative_error
 
 METHOD, REGMEAN = registry.get("auto_measured"), registry.get("regmean")
-
-
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
 
 
 def data_of(update, seed, rows=300, seen=None):
@@ -72,14 +69,14 @@ def test_kernel_and_reference_agree(
     if still and count > 1:
         updates[0] = torch.zeros_like(updates[0])
     group = group_of(updates, [1.0 + t for t in range(count)] if weighted else None, base_norm)
-    assert relative(METHOD(group).delta, REFERENCES["auto_measured"](group)) < 1e-6
+    assert relative_error(METHOD(group).delta, REFERENCES["auto_measured"](group)) < 1e-6
 
 
 def test_one_expert_and_copies_of_one_come_back_whatever_their_inputs():
     (update,) = random_updates(24, 40, 1, 24, 1.0, seed=0)
     for count in (1, 3):
         found = METHOD(group_of([update] * count)).delta
-        assert relative(found, update) < 1e-5
+        assert relative_error(found, update) < 1e-5
 
 
 def test_it_keeps_what_regmean_finds_and_its_spectrum_is_flatter():
@@ -123,7 +120,7 @@ def test_beside_short_weights_it_goes_to_least_squares():
     least = REGMEAN(
         replace(group, expert_statistics=tuple(covariances)), off_diagonal=1.0, ridge=0.0
     )
-    assert relative(merged.delta, least.delta) < 1e-5
+    assert relative_error(merged.delta, least.delta) < 1e-5
     assert merged.diagnostics.towards_least_squares > 0.999
     told = merged.diagnostics.report_columns(["a", "b", "c", "d"])
     assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)
@@ -135,7 +132,7 @@ def test_without_any_data_of_the_layer_it_is_the_average():
     group = group_of(updates)
     none = [replace(m, value=torch.zeros_like(m.value)) for m in group.expert_statistics]
     merged = METHOD(replace(group, expert_statistics=tuple(none)))
-    assert relative(merged.delta, sum(updates) / 3) < 1e-6
+    assert relative_error(merged.delta, sum(updates) / 3) < 1e-6
 
 
 def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
@@ -156,7 +153,7 @@ def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
         expert_statistics=(deaf, *group.expert_statistics[1:]),
     )
     merged = METHOD(alone)  # it alone changed the layer, and nobody knows on what
-    assert relative(merged.delta, group.updates[0] / 3) < 1e-6
+    assert relative_error(merged.delta, group.updates[0] / 3) < 1e-6
     assert (merged.diagnostics.unheard, merged.diagnostics.unchanged) == (1, 2)
     assert not merged.diagnostics.inputs_known
 

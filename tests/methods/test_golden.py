@@ -8,7 +8,7 @@ from safetensors import safe_open
 from tests.methods.golden_cases import CASES
 from tests.methods.golden_cases.common import FOLDER, TOLERANCE, inputs
 from tests.methods.golden_cases.relatives import NOT_HERE, nearest
-from tests.tolerance import of_factorised
+from tests.tolerance import of_factorised, relative_error
 
 
 def keys_of(file):
@@ -48,14 +48,9 @@ def result(file, key, how=computed):
     return merged + inputs()[f"{variant}/base/{name}"].double() if is_weight else merged
 
 
-def off(found, expected):
-    """Relative Frobenius error."""
-    return float((found - expected).norm() / expected.norm())
-
-
 def agreement(file, key):
     """Relative Frobenius error of covmerge against one golden tensor."""
-    return off(result(file, key), published(file, key)[0])
+    return relative_error(result(file, key), published(file, key)[0])
 
 
 def agrees(file, key, tolerance):
@@ -73,7 +68,10 @@ def agrees(file, key, tolerance):
     exact = result(file, key, lambda _, variant: case.exact(variant))
     golden = published(file, key)[0]
     allowed = max(2 * tolerance, of_factorised(exact.shape))
-    return off(exact, golden) <= tolerance and off(result(file, key), exact) <= allowed
+    return (
+        relative_error(exact, golden) <= tolerance
+        and relative_error(result(file, key), exact) <= allowed
+    )
 
 
 @pytest.mark.parametrize("file", CASES)

@@ -13,6 +13,7 @@ import covmerge
 from covmerge.files.quantised.view import open_plain
 from tests.quantised.ggufs import save_llama
 from tests.quantised.models import SIZES, llama
+from tests.tolerance import relative_error
 
 IDS = torch.tensor([[1, 5, 7, 9, 11, 2]])
 
@@ -54,10 +55,6 @@ def by_reader(folder, plain):
     return logits(model)
 
 
-def off(one, other):
-    return float((one - other).norm() / other.norm())
-
-
 def multiplies_exactly(client):
     """Whether its product of int8 is that of integers: oneDNN's saturates on AVX-512 without VNNI."""
     full = torch.full((128, 128), 127, dtype=torch.int8)
@@ -88,7 +85,7 @@ def test_bitsandbytes(plain, form, room):
         assert torch.equal(own.to(torch.bfloat16), read.read(packed[-1])), name
     assert set(packed) == {name for name in read.headers if "_proj" in name}
     if form == "nf4" or multiplies_exactly(client):
-        assert off(logits(model), by_reader(out, plain / "base")) < room
+        assert relative_error(logits(model), by_reader(out, plain / "base")) < room
 
 
 @pytest.mark.filterwarnings("ignore")  # of the client and what it imports
@@ -103,7 +100,7 @@ def test_gptqmodel(plain, form, keep, monkeypatch):
     loaded = client.GPTQModel.load(str(out), device="cpu", backend=kernel).model
     packed = [name for name, module in loaded.named_modules() if hasattr(module, "qweight")]
     assert len(packed) == (11 if keep else 14)
-    assert off(logits(loaded), by_reader(out, plain / "base")) < 0.02
+    assert relative_error(logits(loaded), by_reader(out, plain / "base")) < 0.02
 
 
 def test_llama_cpp(tmp_path):

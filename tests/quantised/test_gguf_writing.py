@@ -15,7 +15,7 @@ from covmerge.files.quantised.gguf import Whole
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
 from covmerge.run.recompute import recompute
-from tests.e2e.test_resume import digests
+from tests.folders import contents
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 from tests.quantised.ggufs import random_blocks, save_gpt2, save_llama
@@ -149,9 +149,9 @@ def test_an_interrupted_merge_is_gone_on_with_and_processes_write_the_same(tmp_p
     assert 0 < result.run["resumed_items"] < result.run["items"]
     merged(*how, "workers", workers=2)
     assert (
-        digests(tmp_path / "whole")
-        == digests(tmp_path / "resumed")
-        == digests(tmp_path / "workers")
+        contents(tmp_path / "whole")
+        == contents(tmp_path / "resumed")
+        == contents(tmp_path / "workers")
     )
 
 

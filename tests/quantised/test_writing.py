@@ -17,7 +17,7 @@ from covmerge.run.recompute import recompute
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
-from tests.e2e.test_resume import digests
+from tests.folders import contents
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, moved, save_packed
@@ -268,9 +268,9 @@ def test_an_interrupted_merge_is_gone_on_with_and_processes_write_the_same(
     assert 0 < result.run["resumed_items"] < result.run["items"]
     merged(plain, tmp_path / "workers", **how, workers=2)
     assert (
-        digests(tmp_path / "whole")
-        == digests(tmp_path / "resumed")
-        == digests(tmp_path / "workers")
+        contents(tmp_path / "whole")
+        == contents(tmp_path / "resumed")
+        == contents(tmp_path / "workers")
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 
 
 def printable(text: str) -> str:
@@ -83,3 +84,8 @@ def of_all_layers(name: str) -> str:
         'model.layers.*.mlp.experts.*.w1.weight'
     """
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name fits one of some patterns, such as `*.json`; case counts."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -206,10 +206,7 @@ def _read_rows(
     part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
 ) -> None:
     """Read (rows of) a chunk straight into memory, if its numbers lie in their order."""
-    first, shape = laid.offset, laid.shape
-    if rows is not None:
-        first, shape = first + rows.start * laid.strides[0], (len(rows), *shape[1:])
-    spanned = sum((n - 1) * step for n, step in zip(shape, laid.strides, strict=True)) + 1
+    first, shape, spanned = laid.span(rows)
     straight = spanned == math.prod(shape) and _in_order(shape, laid.strides)
     data = part if straight else torch.empty(spanned, dtype=part.dtype)
     start = chunk.start + (laid.storage.start or 0) + first * part.element_size()

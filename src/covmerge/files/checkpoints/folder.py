@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.ranges import still_readable
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
@@ -171,7 +171,7 @@ class FileCheckpoint(Kind):
         """The SHA-256 of a file."""
         digest, done = hashlib.sha256(), 0
         buffer = memoryview(bytearray(max(1, min(_CHUNK, self._stamps[file][0]))))
-        with _named_errors(file), file.open() as opened:
+        with still_readable(file), file.open() as opened:
             while True:
                 pace(done)
                 count = opened.read_at(buffer, done)
@@ -560,13 +560,5 @@ def _existing(store: Store, name: str) -> StoredFile:
 
 
 def _stamp(file: StoredFile) -> Stamp:
-    with _named_errors(file):
+    with still_readable(file):
         return file.stamp()
-
-
-@contextmanager
-def _named_errors(file: StoredFile) -> Generator[None, None, None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error

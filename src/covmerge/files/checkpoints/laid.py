@@ -44,18 +44,23 @@ class Laid(_Fixed):
         """The dtype of its numbers."""
         return self.storage.dtype
 
+    def span(self, rows: range | None = None) -> tuple[int, tuple[int, ...], int]:
+        """Return where (rows of) it begin in the storage, their shape, and how many numbers they span."""
+        first, shape = self.offset, self.shape
+        if rows is not None:
+            first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        return first, shape, spanned
+
     def tensor(self, rows: range | None = None) -> Tensor:
         """Read (rows of) it into memory of its own, and of its storage what lies between.
 
         Raises:
             CheckpointError: the file ends early.
         """
-        first, shape = self.offset, self.shape
-        if rows is not None:
-            first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
+        first, shape, spanned = self.span(rows)
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
-        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
         data = bytearray(self.storage.read(first, spanned))
         # As bytes, truth values stay as they are stored, whatever they are.
         dtype = torch.uint8 if self.dtype is torch.bool else self.dtype

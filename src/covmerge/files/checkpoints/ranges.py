@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +67,19 @@ class SlottedFile:
 
     def close(self) -> None:
         """Nothing stays open between reads."""
+
+
+@contextmanager
+def still_readable(file: StoredFile) -> Generator[None]:
+    """Name a file that can no longer be read.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
 
 
 def open_stored(file: StoredFile) -> Opened:

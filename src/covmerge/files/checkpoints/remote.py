@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from covmerge.files.checkpoints.base import CARD_NAME, check_unchanged
 from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.checkpoints.folder import FileCheckpoint
 from covmerge.files.checkpoints.modules import module_folders
-from covmerge.files.checkpoints.ranges import open_stored, read_into
+from covmerge.files.checkpoints.ranges import open_stored, read_into, still_readable
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.remote import RemoteStore
@@ -155,23 +154,15 @@ def _fetch(file: StoredFile, to: Path) -> None:
 
 
 def _is_there(file: StoredFile) -> bool:
-    with _named(file):
+    with still_readable(file):
         return file.store.is_file(file.name)
 
 
 def _version(file: StoredFile) -> str:
-    with _named(file):
+    with still_readable(file):
         return cast("RemoteStore", file.store).version(file.name)
 
 
 def _asked(file: StoredFile) -> Stamp:
-    with _named(file):
+    with still_readable(file):
         return file.stamp()
-
-
-@contextmanager
-def _named(file: StoredFile) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error

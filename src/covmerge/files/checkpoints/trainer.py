@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
-from covmerge.base.text import some
+from covmerge.base.text import matches_any, some
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
@@ -132,7 +131,7 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
         with closing(open_checkpoint(str(folder))) as checkpoint:
             is_adapter, in_shards = checkpoint.is_adapter, checkpoint.divided
     except CheckpointError as error:
-        if any(_matches(name, _SHARDS) for name in names):
+        if any(matches_any(name, _SHARDS) for name in names):
             raise CheckpointError(
                 f"{folder} holds the shards of DeepSpeed or FSDP and no model ({error}): gather them first "
                 "(zero_to_fp32.py of the checkpoint, or accelerate merge-weights)"
@@ -144,7 +143,7 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
     own = tuple(
         name
         for name in names
-        if _matches(name, _OWN) and not (in_shards and _matches(name, _SHARDS))
+        if matches_any(name, _OWN) and not (in_shards and matches_any(name, _SHARDS))
     )
     return SavedStep(step, folder, is_adapter, own)
 
@@ -158,7 +157,3 @@ def _size(path: Path) -> int:
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CheckpointError
+from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.files.stores.paths import safe_child
@@ -75,7 +75,7 @@ class TokenizerFiles:
         """Whether a companion file of the base, by its path in the folder, is not the output's."""
         top = name.partition("/")[0]
         others = self.template is not None or self.special is not None
-        return is_tokenizer_file(name) or (others and _matches(top, _TEMPLATES))
+        return is_tokenizer_file(name) or (others and matches_any(top, _TEMPLATES))
 
     def configured(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json or generation_config.json as this tokenizer wants it."""
@@ -85,9 +85,9 @@ class TokenizerFiles:
         return dict(config) if self.rows is None else with_vocabulary(config, self.rows, special)
 
     def _keeps(self, name: str) -> bool:
-        if self.template is not None and _matches(name, _TEMPLATES):
+        if self.template is not None and matches_any(name, _TEMPLATES):
             return False
-        return self.extended is None or _matches(name, _KEPT)
+        return self.extended is None or matches_any(name, _KEPT)
 
     def _config(self, content: bytes, where: str) -> bytes:
         """tokenizer_config.json: the same bytes, unless tokens or template would be wrong."""
@@ -105,12 +105,8 @@ class TokenizerFiles:
 
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file of this name, at the top of a folder, belongs to a tokenizer."""
-    return _matches(name, TOKENIZER_FILES)
+    return matches_any(name, TOKENIZER_FILES)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from covmerge.base.errors import InputError, panics_as_errors
+from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import read_regular
@@ -176,7 +177,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
         InputError: its tokens are in a file that transformers does not know, or numbers of them are none.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if any(_matches(name, _VOCABULARIES) for name in names):
+    if any(matches_any(name, _VOCABULARIES) for name in names):
         return dict(_read_files(folder))
     for name in names:
         if fnmatchcase(
@@ -197,7 +198,7 @@ def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.iterdir()):
-        own = _matches(path.name, TOKENIZER_FILES)
+        own = matches_any(path.name, TOKENIZER_FILES)
         if not path.is_file() or not (own or path.name == _CONFIG):
             continue
         content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
@@ -297,7 +298,3 @@ def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:
         if TOKENIZER not in files:
             raise
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from covmerge.base.errors import CheckpointError
+from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
@@ -189,7 +189,7 @@ def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str
 
 def is_weights(name: str) -> bool:
     """Whether a file of this name is taken for weights, or for an index of them."""
-    return _matches(name, _WEIGHTS)
+    return matches_any(name, _WEIGHTS)
 
 
 @contextmanager
@@ -212,12 +212,12 @@ def _companions_in(source: Path) -> Iterator[str]:
     of_modules = [f"{folder.path}/{name}" for folder in _modules(source) for name in folder.names]
     found = {name for name in of_modules if _is_beside(name)}
     for child in source.iterdir():
-        if child.is_file() and _matches(child.name, _COMPANIONS):
+        if child.is_file() and matches_any(child.name, _COMPANIONS):
             found.add(child.name)
-        elif child.is_dir() and _matches(child.name, _COMPANION_FOLDERS):
+        elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
             inside = _inside(source, child.name).iterdir()
             own = (
-                f.name for f in inside if f.is_file() and _matches(f.name, _IN_COMPANION_FOLDERS)
+                f.name for f in inside if f.is_file() and matches_any(f.name, _IN_COMPANION_FOLDERS)
             )
             found.update(f"{child.name}/{name}" for name in own)
     yield from sorted(found)
@@ -286,7 +286,7 @@ def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
     rest = [
         name
         for name in names
-        if name not in copied and name not in folders and not _matches(name, _NOT_THE_OUTPUTS)
+        if name not in copied and name not in folders and not matches_any(name, _NOT_THE_OUTPUTS)
     ]
     code = [name for name in rest if name.endswith(".py")]
     other = [name for name in rest if not name.endswith(".py")]
@@ -299,7 +299,7 @@ def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
         yield f"not copied from {source}: {', '.join(other)}"
     for folder in _modules(source):
         own = (f"{folder.path}/{name}" for name in sorted(folder.names))
-        left = [n for n in own if n not in copied and not _matches(n, _NOT_THE_OUTPUTS)]
+        left = [n for n in own if n not in copied and not matches_any(n, _NOT_THE_OUTPUTS)]
         if left:
             yield f"not copied from {source}: {', '.join(left)}"
 
@@ -309,7 +309,3 @@ def _inside(source: Path, name: str) -> Path:
     for part in name.split("/"):
         path = safe_child(path, part)
     return path
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
