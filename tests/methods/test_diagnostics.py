@@ -14,7 +14,7 @@ from covmerge.base.diagnostics import Diagnostics, MergeSummary, TensorDiagnosti
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
 from covmerge.maths.methods.summaries import DEPENDENT
-from covmerge.methods import WORDS, registry
+from covmerge.methods import COMMON_SUMMARIES, registry
 from tests.methods.groups import group_of, random_updates
 
 SOURCE = Path(covmerge.__file__).parent
@@ -36,7 +36,7 @@ def constants():
 
 def test_no_module_knows_the_facts_of_a_method():
     facts = {each.name for kind in KINDS for each in fields(kind)}
-    totals = {key for words in WORDS for key in words.totals([])}
+    totals = {key for summary in COMMON_SUMMARIES for key in summary.totals([])}
     assert {"gate_fired", "ridge_share", "kept_mass", "jitter"} < facts
     assert totals == {"gate_fired", "ridge_dominates", "largest_jitter", "unchanged_updates"}
     found = [
@@ -71,10 +71,10 @@ def test_words_see_their_own_types_only():
         ),
         TensorDiagnostics("head", {}, ("a", "b"), (Other(jitter=3.0),)),
     ]
-    account = summarise(seen, always=WORDS)
+    account = summarise(seen, always=COMMON_SUMMARIES)
     assert account.totals["largest_jitter"] == 0.0 and account.totals["unchanged_updates"] == 1
     assert dict(account.rows)["γ gate"] == "fired in 0 of 1 matrices"
-    assert summarise([], always=WORDS).rows == ()
+    assert summarise([], always=COMMON_SUMMARIES).rows == ()
     assert summarise(seen[1:]) == MergeSummary()
 
 

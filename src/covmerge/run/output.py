@@ -20,7 +20,7 @@ from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.quantised.view import is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
-from covmerge.maths.methods import WORDS
+from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
@@ -307,7 +307,7 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, 
     """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
     entries = tensor_entries(plan, done)
     seen = diagnostics_in(plan, entries)
-    account = summarise(seen, always=WORDS) + account_of_lengths(entries, seen)
+    account = summarise(seen, always=COMMON_SUMMARIES) + account_of_lengths(entries, seen)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
     factors = rescalers_of(seen)
     counted = totals(entries, account.totals)

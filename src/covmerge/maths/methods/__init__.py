@@ -50,7 +50,7 @@ from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, JITTER, UNCHA
 
 # The summaries of covmerge's own methods, in the order in which they are printed. Their totals are in every
 # covmerge.json, whatever the method; those of others where they were used.
-WORDS = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
+COMMON_SUMMARIES = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
 
 registry.reserve(
     "nan",
@@ -94,7 +94,7 @@ names = registry.names
 get = registry.get
 
 __all__ = [
-    "WORDS",
+    "COMMON_SUMMARIES",
     "Method",
     "ace",
     "actmat",
