@@ -57,7 +57,7 @@ REASONS = {
         r"^front/cli/stages\.py: ranks share",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
-        r"^run/engine/(budget|room)\.py: ",
+        r"^run/engine/budget\.py: ",
         r"^files/stores/(disk|scratch|lock|local_destination|paths)\.py: ",
         r"^plan/statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^plan/statistics/file\.py: delete it, and the next merge makes it again",

@@ -1,3 +1,4 @@
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -8,6 +9,7 @@ import torch
 from covmerge.front.api import plan_recipe
 from covmerge.front.cli import machine, show
 from covmerge.plan.recipe import load_recipe, parse_recipe
+from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words, write_recipe
 from tests.e2e.models import save_family
 
@@ -88,6 +90,15 @@ def test_a_full_disk_is_met_before_any_work(models, monkeypatch, options):
     if "--json" in options:
         assert ran.json["disk"]["free"] == 1000
     assert sorted(models.iterdir()) == before
+
+
+def test_another_output_folder_has_room(models, tmp_path_factory, monkeypatch):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    free = {models: 1000, elsewhere: 10**9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free[path]))
+    refused = covmerge("merge", *flags(models), models / "out", code=2)
+    assert re.search(advice("free some space or choose another output folder"), refused.stderr)
+    covmerge("merge", *flags(models), elsewhere / "out")
 
 
 def test_what_a_resumed_merge_has_reserved_is_not_asked_for_again(models, monkeypatch):
