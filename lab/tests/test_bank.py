@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from covmerge import LinearGroup
 from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge_lab.bank import (
@@ -251,6 +254,23 @@ def test_experts_that_share_nothing_are_added_by_both_sides() -> None:
         assert torch.allclose(rule([first, second], 1e-9).float(), first + second, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [rules.shorter_by_updates, rules.shorter_by_sum])
+def test_a_shorter_merge_is_shorter_where_updates_have_few_directions(
+    rule: Callable[[LinearGroup], Tensor],
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def length(*updates: Tensor) -> float:
+        group = LinearGroup(updates, weights=(1.0,) * len(updates))
+        merged = registry.get("auto")(group).delta
+        return float(rule(group).norm() / merged.norm())
+
+    wide = [torch.linalg.qr(torch.randn(32, 32, generator=draw)).Q for _ in range(4)]
+    thin = [torch.outer(*torch.randn(2, 256, generator=draw)) for _ in range(4)]
+    assert length(thin[0]) == length(thin[0], thin[0]) == 1.0
+    assert length(*thin) < 0.8 < 0.95 < length(*wide)
+
+
 def _task(name: str, seed: int) -> Task:
     """Return a task whose label is the half that all of a row's values lie in."""
     draw = torch.Generator().manual_seed(seed)
@@ -324,6 +344,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         ("table", "no set was scored"),
     ):
         assert said in words(covmerge("bank", stage, "--cache", tmp_path, code=2).stderr)
+    unknown = covmerge("bank", "score", "--method", "ise_c", "--cache", tmp_path, code=2)
+    assert "'ise_c' is no method or candidate. Did you mean 'iso_c'?" in words(unknown.stderr)
 
 
 @pytest.mark.parametrize("part", ["design", "validation"])

@@ -123,6 +123,38 @@ def as_long_as_one(group: LinearGroup) -> Tensor:
     return merged * min(1.0, most / max(float(_linalg.matrix_norm(merged)), 1e-300))
 
 
+def shorter_by_updates(group: LinearGroup) -> Tensor:
+    """Return `auto`, s times as long: s = 1 − ½ (1 − e)² (1 − N^(−½)).
+
+    A low-rank update does not tell where its inputs lie. Then the length is the mean of two: the sum's,
+    and that of one expert, which is N^(−½) of it where updates are unlike. e is (Σ√σ)²/(nΣσ) of an
+    update's n singular values, averaged by ‖Δ_t‖.
+    """
+    updates = [update.double() for update in group.updates if update.any()]
+    shares = torch.tensor([_half_power_share(update) for update in updates], dtype=torch.float64)
+    sizes = torch.stack([_linalg.matrix_norm(update) for update in updates])
+    return _shortened(group, float((shares * sizes).sum() / sizes.sum()))
+
+
+def shorter_by_sum(group: LinearGroup) -> Tensor:
+    """Return the same with e of ΣΔ_t, whose spectrum `auto` has."""
+    return _shortened(
+        group, _half_power_share(torch.stack(list(group.updates)).double().sum(dim=0))
+    )
+
+
+def _shortened(group: LinearGroup, share: float) -> Tensor:
+    merged = registry.get("auto")(group)
+    experts = float(str(merged.stats["unlike_experts"]))
+    return merged.delta * (1 - 0.5 * (1 - share) ** 2 * (1 - experts**-0.5))
+
+
+def _half_power_share(matrix: Tensor) -> float:
+    sigma = _linalg.svdvals(matrix)
+    total = float(sigma.sum())
+    return float(sigma.sqrt().sum()) ** 2 / (len(sigma) * total) if total else 1.0
+
+
 def common_inputs(group: LinearGroup) -> Tensor:
     """Return `auto` with covariances e_tC_t + (1 − e_t) ‖Δ_t‖ ΣC_u/Σ‖Δ_u‖ in its regression.
 
@@ -172,6 +204,8 @@ RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
 OF_AUTO: Mapping[str, Callable[[LinearGroup], Tensor]] = {
     f"{PREFIX}as long as one": as_long_as_one,
     f"{PREFIX}common inputs": common_inputs,
+    f"{PREFIX}shorter by updates": shorter_by_updates,
+    f"{PREFIX}shorter by sum": shorter_by_sum,
 }
 BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"

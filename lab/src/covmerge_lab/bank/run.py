@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from covmerge.errors import InputError, did_you_mean
+from covmerge.methods import registry
 from covmerge_lab import training
 from covmerge_lab.bank import (
     What,
@@ -72,7 +73,12 @@ def train(cache: Path, parts: Parts, minutes: float, console: Console) -> None:
 
 
 def score(
-    cache: Path, parts: Parts, minutes: float, console: Console, what: What = "methods"
+    cache: Path,
+    parts: Parts,
+    minutes: float,
+    console: Console,
+    what: What = "methods",
+    methods: Sequence[str] = (),
 ) -> None:
     """Score the sets whose experts are there, until the time is over.
 
@@ -84,15 +90,22 @@ def score(
         what: every data-free `methods`; `candidates` for a default that were tried; `auto` with other
             `constants`; methods with `inputs` of each task; the merges that are kept on `halves` of the
             test examples; or the `criteria` of these merges, without data.
+        methods: these methods or candidates only, in place of those of `what`.
+
+    Raises:
+        InputError: no set is trained, or a name is no method and no candidate.
     """
+    known = (*registry.names(), *rules.RULES, *rules.OF_AUTO)
+    if unknown := [name for name in methods if name not in known]:
+        said = did_you_mean(unknown[0], known)
+        raise InputError(f"'{unknown[0]}' is no method or candidate.{said}")
+    job = partial(_these, methods) if methods else _SCORES[what]
     sets = [card for card in chosen(parts) if _is_trained(card, cache)]
     if not sets:
         raise InputError(f"no set is trained in {cache}: run `covmerge bank train` first")
     late = time.monotonic() + 60 * minutes
     with Workers(console) as workers:
-        workers.run(
-            {c.name: partial(_in_time, late, partial(_SCORES[what], c, cache)) for c in sets}
-        )
+        workers.run({c.name: partial(_in_time, late, partial(job, c, cache)) for c in sets})
 
 
 def scored(cache: Path, parts: Parts) -> list[dict[str, Any]]:
@@ -173,6 +186,10 @@ def _in_time(late: float, job: Callable[[OnProgress], object], on_progress: OnPr
 
 def _methods(card: Card, cache: Path, on_progress: OnProgress) -> None:
     scoring.score(card, cache, on_progress=on_progress)
+
+
+def _these(methods: Sequence[str], card: Card, cache: Path, on_progress: OnProgress) -> None:
+    scoring.score(card, cache, methods, on_progress)
 
 
 def _candidates(card: Card, cache: Path, on_progress: OnProgress) -> None:

@@ -28,6 +28,13 @@ def bank(
             "need no data."
         ),
     ] = "methods",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Score this method or candidate only, in place of those of --what; may be given again.",
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all scores of a table as JSON.")
     ] = None,
@@ -75,6 +82,6 @@ def bank(
         if save is not None:
             run.write(sets, save)
     elif stage == "score":
-        run.score(folder, parts, minutes, terminal(), what)
+        run.score(folder, parts, minutes, terminal(), what, method or ())
     else:
         run.train(folder, parts, minutes, terminal())
