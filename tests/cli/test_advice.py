@@ -113,14 +113,16 @@ LINES = {
         advice("--workers: {} is neither a number of processes nor '{}'"),
         f"merge {PAIR} --workers auto out",
     ),
-    "a value of several": (
-        f"merge {PAIR} --method=task_arithmetic --set scale=[1,2] out",
-        advice("{}: {} is not a single value: write it in a recipe file"),
-        None,
+    "an expert to subtract": (
+        f"merge {PAIR} --weight b=-1 out",
+        advice(
+            "to subtract an expert pass --method {} and --set {}, a number for each expert in their order"
+        ),
+        f"merge {PAIR} --method generalized_task_arithmetic --set 'weight=[1.0, -1.0]' out",
     ),
     "a method in brackets": (
         f"compare {PAIR} --out out --methods 'task_arithmetic(scale' ",
-        advice("--methods {} is not NAME(KEY=VALUE,...), such as task_arithmetic(scale=0.3)"),
+        r"is not NAME\(KEY=VALUE,...\), such as task_arithmetic\(scale=0.3\)",
         f"compare {PAIR} --out out --methods 'task_arithmetic(scale=0.3)'",
     ),
     "whose parameter": (

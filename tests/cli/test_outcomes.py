@@ -43,7 +43,7 @@ BAD = {
     ),
     "parameter value": (["FLAGS", "--method=ace", "--set=eps=-1", "OUT"], "eps = -1"),
     "tensors key": (["FLAGS", "--tensors=embedings=base", "OUT"], "Did you mean 'embeddings'?"),
-    "weight": (["FLAGS", "--weight=a=0", "OUT"], "experts.a.weight is 0"),
+    "weight": (["FLAGS", "--weight=a=0", "OUT"], "--weight a is 0"),
     "dtype": (["FLAGS", "--dtype=int8", "OUT"], "dtype is 'int8'"),
     "shard size": (["FLAGS", "--shard-size=5Gb", "OUT"], "unknown unit 'Gb'"),
     "max memory": (["FLAGS", "--max-memory=little", "OUT"], "'little' is not a size"),

@@ -172,9 +172,9 @@ def same_weights(found, expected, tolerance=1e-5):
     [
         (["--as=adapter", "--method=emr", "--rank=4"], "masks"),
         (["--as=adapter", "--max-memory=1MB"], "are allowed (--max-memory)"),
-        (["--rank=4"], "'rank' belongs to 'format: adapter'"),
-        (["--whole"], "'whole' belongs to 'format: adapter'"),
-        (["--as=adapter", "--shard-size=1GB"], "'shard_size' belongs to 'format: model'"),
+        (["--rank=4"], "--rank 4 belongs to --as adapter"),
+        (["--whole"], "--whole belongs to --as adapter"),
+        (["--as=adapter", "--shard-size=1GB"], "--shard-size belongs to --as model"),
     ],
 )
 def test_what_an_adapter_cannot_have_is_refused(tmp_path, flags, word):

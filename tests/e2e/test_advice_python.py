@@ -29,6 +29,15 @@ def merge(experts, method="average", **more):
     return covmerge.merge(BASE, experts, method, **more)
 
 
+def mean(factor):
+    """A function that is not registered."""
+
+    def scaled(group):
+        return factor * torch.stack(group.updates).mean(0)
+
+    return scaled
+
+
 def saved(folder):
     """Base and expert as files."""
     folder.mkdir()
@@ -55,7 +64,7 @@ CALLS = {
     ),
     "a step by itself": (
         lambda out: merge([A, B], after="rescale"),
-        advice("{}: '{}' is no list: pass [{}]"),
+        advice("{}: {} is no list: pass [{}]"),
         lambda out: merge([A, B], after=["rescale"]),
     ),
     "an expert by itself": (
@@ -102,6 +111,78 @@ CALLS = {
         lambda out: merge([A, B], out=out, shard_size="much"),
         advice("{} is not a size; write bytes, '5GB' or '512MiB'"),
         lambda out: merge([A, B], out=out, shard_size="5GB"),
+    ),
+    "parameters in a dict": (
+        lambda out: merge([A, B], "ties", parameters={"density": 0.5}),
+        advice("merge takes parameters as keywords: pass {} in place of {}="),
+        lambda out: merge([A, B], "ties", density=0.5),
+    ),
+    "a parameter twice": (
+        lambda out: merge([A, B], "ties(density=0.5)", density=0.5),
+        advice("{}: '{}' is given twice: give it once"),
+        lambda out: merge([A, B], "ties(density=0.5)"),
+    ),
+    "a method in a dict": (
+        lambda out: covmerge.compare(BASE, [A, B], {"task_arithmetic": {"scale": 0.3}}),
+        advice("is no method: write its name, 'task_arithmetic(scale=0.3)' or ('task_arithmetic',"),
+        lambda out: covmerge.compare(BASE, [A, B], [("task_arithmetic", {"scale": 0.3})]),
+    ),
+    "a method in another notation": (
+        lambda out: covmerge.compare(BASE, [A, B], ["task_arithmetic:scale=0.3"]),
+        r"Write task_arithmetic\(KEY=VALUE\)\.",
+        lambda out: covmerge.compare(BASE, [A, B], ["task_arithmetic(scale=0.3)"]),
+    ),
+    "a method's parameters for one layer": (
+        lambda out: layer([U, V], "ties(density=0.5)"),
+        "Pass 'ties' and keywords",
+        lambda out: layer([U, V], "ties", density=0.5),
+    ),
+    "an object as a method": (
+        lambda out: merge([A, B], object()),
+        advice("pass its name, a function or a class, and its parameters as keywords"),
+        lambda out: merge([A, B], "ties", density=0.5),
+    ),
+    "an expert to subtract": (
+        lambda out: merge([A, B], weights=[1.0, -1.0]),
+        advice(
+            "to subtract an expert pass --method {} and --set {}, a number for each expert in their order"
+        ),
+        lambda out: merge([A, B], "generalized_task_arithmetic", weight=[1.0, -1.0]),
+    ),
+    "a stored dtype": (
+        lambda out: merge([A, B], out_dtype="int8"),
+        "arguments: out_dtype is 'int8'; it must be 'base', 'float32'",
+        lambda out: merge([A, B], out_dtype=torch.bfloat16),
+    ),
+    "a rank of a model": (
+        lambda out: merge([A, B], rank=2),
+        advice("{} belongs to --as adapter, and the output is a model"),
+        lambda out: merge([A, B], out=out, form="adapter", rank=2),
+    ),
+    "an adapter in quantised form": (
+        lambda out: merge([A, B], out=out, form="adapter", rank=2, quantise="fp8-tensor"),
+        advice("--quantise {} belongs to --as model: adapters are stored plain"),
+        lambda out: merge([A, B], out=out, form="adapter", rank=2),
+    ),
+    "a quantised model in float64": (
+        lambda out: merge([A, B], out=out, quantise="fp8-tensor", out_dtype="float64"),
+        advice("--quantise {} needs a dtype that clients compute in: pass --out-dtype float32"),
+        lambda out: merge([A, B], out=out, out_dtype="float32"),  # a state dict has no config
+    ),
+    "what stays plain": (
+        lambda out: merge([A, B], out=out, keep=["*fc*"]),
+        advice("--keep belongs to --quantise, and the output is plain"),
+        lambda out: merge([A, B], out=out),
+    ),
+    "shards of an adapter": (
+        lambda out: merge([A, B], out=out, form="adapter", rank=2, shard_size="1GB"),
+        advice("--shard-size belongs to --as model: an adapter is one file"),
+        lambda out: merge([A, B], out=out, form="model", shard_size="1GB"),
+    ),
+    "two functions of one name": (
+        lambda out: covmerge.compare(BASE, [A, B], [mean(1.0), (mean(2.0), {})]),
+        advice("two functions are called '{}': give each a name of its own"),
+        lambda out: covmerge.compare(BASE, [A, B], [mean(1.0), "average"]),
     ),
     "no methods": (
         lambda out: covmerge.compare(BASE, [A, B], []),

@@ -9,9 +9,11 @@ import covmerge
 from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.registry.packages import origin_of
+from tests.advised import advice
 
 pytestmark = pytest.mark.usefixtures("forget")
 
+OTHERS = advice("which others do not have: register it in a file that the program imports, or")
 UPDATES = [torch.eye(3), 2 * torch.eye(3)]
 
 
@@ -29,6 +31,52 @@ def test_a_method_in_three_lines():
     assert torch.equal(merged["fc.weight"], 2 * torch.eye(3))
     assert torch.equal(merged["norm.weight"], torch.ones(3))  # averaged, as it is no matrix
     covmerge.testing.check_method("largest")
+
+
+def test_a_function_or_a_class_as_method():
+    """It is registered under its own name; a cell that runs again replaces it."""
+
+    class Largest:
+        def __call__(self, group, *, scale: float = 1.0):
+            return largest(group, scale=scale)
+
+    base = {"fc.weight": torch.zeros(3, 3)}
+    experts = [{"fc.weight": update} for update in UPDATES]
+    for passed in (largest, Largest, largest, "largest(scale=0.5)"):
+        more = {} if isinstance(passed, str) else {"scale": 0.5}
+        result = covmerge.merge(base, experts, passed, **more)
+        assert torch.equal(result.tensors["fc.weight"], torch.eye(3))
+        assert result.recipe.parameters == {"scale": 0.5}
+    assert torch.equal(covmerge.merge_layer(UPDATES, Largest), 2 * torch.eye(3))
+    rows = covmerge.compare(base, experts, [(largest, {"scale": 0.5}), (largest, {"scale": 1.0})])
+    assert [row.label for row in rows.rows] == ["largest-scale=0.5", "largest-scale=1.0"]
+
+    def redefined(factor):
+        def cell(group):
+            return factor * group.updates[0]
+
+        return cell
+
+    for factor in (2.0, 3.0):
+        assert torch.equal(covmerge.merge_layer(UPDATES, redefined(factor)), factor * torch.eye(3))
+
+    def ties(group):
+        return group.updates[0]
+
+    with pytest.raises(RecipeError, match="method 'ties' is registered twice"):
+        covmerge.merge(base, experts, ties)
+    with pytest.raises(RecipeError, match="'<lambda>' cannot name a method"):
+        covmerge.merge(base, experts, lambda group: group.updates[0])
+
+
+def test_a_function_that_other_processes_do_not_have(tmp_path):
+    from tests.cli.runs import save_plain
+
+    folder = save_plain(tmp_path)
+    experts = [folder / f"{name}.safetensors" for name in ("a", "b")]
+    with pytest.raises(covmerge.errors.InputError, match=OTHERS):
+        covmerge.merge(folder / "base.safetensors", experts, largest, tmp_path / "out", workers=2)
+    covmerge.merge(folder / "base.safetensors", experts, largest, tmp_path / "out")
 
 
 def test_code_that_no_file_has_is_known_by_what_it_does():

@@ -6,10 +6,11 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from shlex import quote
 from typing import Literal, TypeAlias
 
 Form = Literal["flags", "recipe", "python"]
-Value: TypeAlias = "str | float | Sequence[str] | Mapping[str, str | float] | None"
+Value: TypeAlias = "str | float | Sequence[str] | Mapping[str, str | float | list[float]] | None"
 
 # Flags that are not the argument's name with hyphens.
 FLAGS = {
@@ -107,10 +108,43 @@ def flag_of(name: str) -> str:
     return f"--{FLAGS.get(name, name).replace('_', '-')}"
 
 
+def setting_named(path: Sequence[str | int], form: Form) -> str | None:
+    """Return what a key of a recipe is called where the recipe was made of flags or arguments.
+
+    Args:
+        path: of keys, from the recipe's top.
+        form: what it was made of.
+
+    Example:
+        >>> setting_named(("output", "dtype"), "python"), setting_named(("output", "dtype"), "flags")
+        ('out_dtype', '--out-dtype')
+        >>> setting_named(("experts", "a", "weight"), "python"), setting_named(("rules", 0), "recipe")
+        ("weights['a']", None)
+    """
+    for name, key in KEYS.items():
+        parts = key.split(".")
+        fits = len(path) >= len(parts) and all(
+            part in ("*", own) for part, own in zip(parts, path, strict=False)
+        )
+        if fits and form != "recipe":
+            inner = [own for part, own in zip(parts, path, strict=False) if part == "*"]
+            inner += path[len(parts) :]
+            if form == "python" and name == "parameters" and inner:
+                return str(inner[0])
+            if form == "python":
+                return name + "".join(f"[{own!r}]" for own in inner)
+            return " ".join([flag_of(name), ".".join(map(str, inner))]).strip()
+    return None
+
+
 def _as_flag(name: str, value: Value) -> str:
     flag = flag_of(name)
     if isinstance(value, Mapping):
-        return " ".join(f"{flag} {key}={told}" for key, told in value.items())
+        told = {
+            key: quote(f"{key}={own}") if isinstance(own, list) else f"{key}={own}"
+            for key, own in value.items()
+        }
+        return " ".join(f"{flag} {one}" for one in told.values())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return " ".join(f"{flag} {told}" for told in value)
     return flag if value is None or value is True else f"{flag} {value}"

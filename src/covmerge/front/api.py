@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -23,8 +24,9 @@ from covmerge.front.keywords import (
 )
 from covmerge.front.reporting import Report, ReportJob
 from covmerge.maths.methods import registry
+from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import Recipe, lay_over, parse_recipe
+from covmerge.plan.recipe import Recipe, lay_over, parse_recipe, read_call
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.options import RunOptions, run_options
@@ -40,7 +42,7 @@ from covmerge.run.sources import Source, open_checkpoints, open_recipe, statisti
 def merge(  # pyright: ignore[reportOverlappingOverload]
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    method: str = "",
+    method: str | Kernel = "",
     out: None = None,
     **options: Unpack[MergeKeywords],
 ) -> MergedTensors: ...
@@ -48,7 +50,7 @@ def merge(  # pyright: ignore[reportOverlappingOverload]
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    method: str = "",
+    method: str | Kernel = "",
     out: str | Path = ...,
     **options: Unpack[MergeKeywords],
 ) -> MergedFolder: ...
@@ -56,7 +58,7 @@ def merge(
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    method: str = "",
+    method: str | Kernel = "",
     out: str | Path | None = None,
     **options: Unpack[MergeKeywords],
 ) -> MergeResult:
@@ -68,8 +70,10 @@ def merge(
         base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
             torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a registered name; see `covmerge.methods.names()`. Without one it is `average` of one
-            expert alone, which is added to its base, and `auto` of several.
+        method: a name, as `covmerge.methods.names()` has them, with parameters too: `ties(density=0.3)`;
+            or a function or class `(LinearGroup, *, parameters) -> Merged`, which is registered under its
+            own name. Without one it is `average` of one expert alone, which is added to its base, and
+            `auto` of several.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         **options: as `MergeKeywords` has them, and the method's parameters.
 
@@ -88,7 +92,9 @@ def merge(
         >>> merge(base, experts, method="average").tensors["fc.weight"].tolist()
         [[2.0, 0.0], [0.0, 2.0]]
     """
-    settings, params = _divided(method, options)
+    named_method = registry.name_of(method)
+    settings, params = _divided(read_call(named_method)[0], options)
+    method, params = read_call(named_method, params)
     named = _named(experts)
     recipe = _recipe(
         base, named, settings | ({"method": method} if method else {}) | {"parameters": params}
@@ -175,8 +181,8 @@ def compare(
         base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
             torch module.
         experts: sources by name, or a sequence.
-        methods: names, or pairs of a name and its parameters, which may name a method several times;
-            `all` for every method that can run on what is given.
+        methods: as in `merge`, or pairs of one and its parameters; one may stand several times with other
+            parameters. `all`: every method that can run on what is given.
         out: folder for the models, one each; None writes none and only compares.
         score: a command with `{model}` in it, `lm-eval:TASKS`, `sentence-transformers:FILE`,
             `transformers:FILE`, or a function of a model's folder. It gives a number, or by task a number
@@ -328,7 +334,7 @@ def run_comparison(job: CompareJob) -> Comparison:
 def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, Any]) -> Recipe:
     """The arguments of a public function as the recipe that is recorded."""
     nothing = {name for name in ("weights", "statistics", "tensors") if settings.get(name) is None}
-    own = {name: value for name, value in settings.items() if name not in nothing}
+    own = {name: _plain(value) for name, value in settings.items() if name not in nothing}
     for name in {"before", "after", "allow", "keep"} & own.keys():
         own[name] = _listed(name, own[name])
     if "weights" in own:
@@ -353,7 +359,12 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
     # Where none is named, what is a parameter of another than the chosen one is said later.
     methods = [registry.get(method)] if method else list(registry)
     known = {parameter.name for one in methods for parameter in one.parameters}
-    for name in params.keys() - known:
+    for name in sorted(params.keys() - known):
+        if name in ("parameters", "params", "kwargs", "set") and isinstance(params[name], Mapping):
+            told = ", ".join(f"{key}={value!r}" for key, value in params[name].items())
+            raise RecipeError(
+                f"merge takes parameters as keywords: pass {told} in place of {name}="
+            )
         near = get_close_matches(name, [*keywords, *known], n=1)
         if near and near[0] in keywords:
             raise RecipeError(f"merge takes no '{name}'. Did you mean '{near[0]}'?")
@@ -374,11 +385,22 @@ def _label(whose: str, source: Source | None) -> str:
     return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 
-def _listed(name: str, given: Sequence[Any]) -> list[Any]:
+def _listed(name: str, given: object) -> list[Any]:
     """What is given in order; a text is a sequence too, of its letters."""
-    if isinstance(given, str):
-        raise RecipeError(f"{name}: '{given}' is no list: pass [{given!r}]")
-    return list(given)
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise RecipeError(f"{name}: {given!r} is no list: pass [{given!r}]")
+    return list(cast("Iterable[Any]", given))
+
+
+def _plain(value: Any) -> Any:
+    """Return what a recipe holds for a value of torch or numpy: the name of a dtype, a number."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {key: _plain(own) for key, own in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(own) for own in cast("Sequence[Any]", value)]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:
@@ -398,7 +420,7 @@ def _named_weights(
     weights: Mapping[str, float] | Sequence[float], names: Sequence[str]
 ) -> dict[str, float]:
     if isinstance(weights, Mapping):
-        return {name: float(weight) for name, weight in weights.items()}
+        return dict(weights)
     if len(weights) != len(names):
         raise RecipeError(f"{len(weights)} weights for {len(names)} experts: pass one for each")
-    return dict(zip(names, map(float, weights), strict=True))
+    return dict(zip(names, weights, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,11 +14,19 @@ Experts = Mapping[str, Source] | Sequence[Source]
 
 @overload
 def merge(  # pyright: ignore[reportOverlappingOverload]
-    base: Source, experts: Experts, method: str = "", out: None = None, **options: Any
+    base: Source,
+    experts: Experts,
+    method: str | Callable[..., Any] = "",
+    out: None = None,
+    **options: Any,
 ) -> MergedTensors: ...
 @overload
 def merge(
-    base: Source, experts: Experts, method: str = "", out: str | Path = ..., **options: Any
+    base: Source,
+    experts: Experts,
+    method: str | Callable[..., Any] = "",
+    out: str | Path = ...,
+    **options: Any,
 ) -> MergedFolder: ...
 def merge(*_: Any, **__: Any) -> Any:
     """Nobody calls it."""

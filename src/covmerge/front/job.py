@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -195,7 +196,7 @@ class Job:
 
     def _executor(self, work: _Work, session: Session | None = None) -> Executor:
         """Return what carries the plan out."""
-        own = self.options.executor(work.memory, work.checkpoints.opener)
+        own = self.options.executor(work.memory, partial(work.checkpoints.opener, [work.plan]))
         return own if session is None else Ranks(own, session)
 
     def _execute(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
+    import torch
+
     from covmerge.maths.steps import Steps
     from covmerge.run.engine.progress import AnyProgress
     from covmerge.run.engine.workers import Workers
@@ -32,7 +34,7 @@ class RunKeywords(TypedDict, total=False):
             and the tensor last done, a `Progress`, or a class of bars such as `tqdm.auto.tqdm`.
     """
 
-    device: str
+    device: str | torch.device
     threads: int | None
     max_memory: int | str | None
     progress: AnyProgress | None
@@ -49,7 +51,7 @@ class AlignKeywords(RunKeywords, total=False):
 
     tensors: Mapping[str, str] | None
     rules: Sequence[Mapping[str, Any]]
-    dtype: str
+    dtype: str | torch.dtype
 
 
 class ExtractKeywords(AlignKeywords, total=False):
@@ -66,7 +68,7 @@ class ExtractKeywords(AlignKeywords, total=False):
     """
 
     allow: Sequence[str]
-    out_dtype: str
+    out_dtype: str | torch.dtype
     workers: Workers
     overwrite: bool
 

@@ -115,7 +115,7 @@ class RankJob:
     def _help(self, session: Session, threads: int) -> int:
         """Do what there is to do until the session is over; return how many items were done here."""
         self.checkpoints.materialize(leads=False)
-        inner = self.options.executor(self.memory, self.checkpoints.opener)
+        inner = self.options.executor(self.memory, partial(self.checkpoints.opener, [self.plan]))
         with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
             output = self._opened(session)
             with executor.hashing(self.checkpoints.contents()) as hashing:

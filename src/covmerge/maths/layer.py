@@ -23,6 +23,7 @@ from covmerge.maths.measures.length import times_as_long
 from covmerge.maths.measures.rounding import has_few_digits, rounding_of
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.methods.registry import Kernel
 from covmerge.maths.steps import Steps, resolve_steps, with_steps
 
 _Update = TypeVar("_Update", Tensor, LowRank)
@@ -31,7 +32,7 @@ _Update = TypeVar("_Update", Tensor, LowRank)
 @overload
 def merge_layer(
     updates: Sequence[Tensor],
-    method: str = "",
+    method: str | Kernel = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -44,7 +45,7 @@ def merge_layer(
 @overload
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "",
+    method: str | Kernel = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -56,7 +57,7 @@ def merge_layer(
 ) -> Tensor | LowRank: ...
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "",
+    method: str | Kernel = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -71,8 +72,8 @@ def merge_layer(
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
             computed in float32. Adapters may be given by their factors.
-        method: a registered name. Without one it is `average` of one expert alone, which is added to its
-            base, and `auto` of several.
+        method: a registered name, or a function or class as in `merge`. Without one it is `average` of one
+            expert alone, which is added to its base, and `auto` of several.
         weights: one positive number per update; 1 is neutral. That of one update alone is the share of
             what it is merged to.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
@@ -111,6 +112,7 @@ def merge_layer(
         >>> merge_layer([adapter, adapter], method="actmat").dense().round()[0].tolist()
         [1.0, 1.0, 1.0]
     """
+    method = registry.name_of(method)
     if method == UNNAMED:
         method, _ = choose(len(updates))
     chosen = with_steps(

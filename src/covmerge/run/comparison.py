@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -28,9 +29,11 @@ from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import LocalFolder
 from covmerge.maths.measures.retention import overall
 from covmerge.maths.methods import Method, registry
+from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
-from covmerge.plan.recipe import Recipe, dump_recipe
+from covmerge.plan.recipe import Recipe, dump_recipe, read_call
+from covmerge.plan.recipe.called import split
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.hashing import Contents, Hashes
@@ -203,8 +206,8 @@ class Entry:
     label: str
 
 
-# A method's name, or with parameters of its own: several entries may be of one method.
-Wanted = str | tuple[str, Mapping[str, Any]]
+# A method as it is named anywhere, or with parameters of its own: several entries may be of one method.
+Wanted = str | Kernel | tuple[str | Kernel, Mapping[str, Any]]
 
 
 def choose_methods(
@@ -225,13 +228,16 @@ def choose_methods(
         left_out |= registry.broken
         given: Sequence[Wanted] = [name for name in reasons if name not in left_out]
     else:
-        given = wanted.split(",") if isinstance(wanted, str) else wanted
+        if isinstance(wanted, Mapping):
+            raise _no_method(wanted)
+        given = split(wanted) if isinstance(wanted, str) else wanted
     if not given:
         raise RecipeError("no methods to compare: name some, or `all`")
-    names = [(one if isinstance(one, str) else one[0]).strip() for one in given]
+    asked = [_asked(one) for one in given]
+    _check_distinct(asked)
+    names = [name for name, _, _ in asked]
     entries = tuple(
-        _entry(one, parameters, alone=names.count(name) == 1)
-        for name, one in zip(names, given, strict=True)
+        _entry(name, own, parameters, alone=names.count(name) == 1) for name, own, _ in asked
     )
     labels = [entry.label for entry in entries]
     for label in labels:
@@ -243,11 +249,43 @@ def choose_methods(
     return entries, left_out
 
 
-def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]], *, alone: bool) -> Entry:
+def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
+    """Return the name of a method, the parameters that stand beside it, and what was given for it."""
+    nothing: object = {}
+    pair = cast("tuple[object, ...]", wanted) if isinstance(wanted, tuple) else (wanted, nothing)
+    what, own = pair if len(pair) == 2 else (None, None)
+    if not isinstance(own, Mapping) or not (isinstance(what, str) or callable(what)):
+        raise _no_method(cast("object", wanted))
+    parameters = cast("Mapping[str, Any]", own)
+    if not isinstance(what, str):
+        return registry.name_of(what), parameters, what
+    name, parameters = read_call(what, parameters)
+    if name in ("", "all"):
+        alone = "`all` stands alone"
+        raise RecipeError(alone if name else "a name is missing between two commas, or at an end")
+    return name, parameters, name
+
+
+def _check_distinct(asked: Sequence[tuple[str, Mapping[str, Any], object]]) -> None:
+    """Refuse two functions of one name."""
+    seen: dict[str, object] = {}
+    for name, _, what in asked:
+        if callable(what) and seen.setdefault(name, what) is not what:
+            raise RecipeError(f"two functions are called '{name}': give each a name of its own")
+
+
+def _no_method(wanted: object) -> RecipeError:
+    return RecipeError(
+        f"{wanted!r} is no method: write its name, 'task_arithmetic(scale=0.3)' or "
+        "('task_arithmetic', {'scale': 0.3})"
+    )
+
+
+def _entry(
+    name: str, own: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Any]], *, alone: bool
+) -> Entry:
     """Resolve an entry; `alone`: its method has no other."""
-    nothing: Mapping[str, Any] = {}
-    name, own = (wanted, nothing) if isinstance(wanted, str) else wanted
-    method = registry.get(name.strip())
+    method = registry.get(name)
     values = {**parameters.get(method.name, {}), **own}
     resolved = method.resolve(values)
     told = [] if alone else [f"{key}={resolved[key]}" for key in own]
@@ -340,8 +378,8 @@ class CompareJob:
         labels = [entry.label for entry in entries]
         taken = None if self.out is None or not self.options.resume else self.out / MANIFEST_NAME
         if taken is not None and taken.is_file():
-            _, checkpoints = checkpoints.plans(recipes, whole=True)
-            return stored(taken.parent, self.recipe, entries, checkpoints)
+            plans, checkpoints = checkpoints.plans(recipes, whole=True)
+            return stored(taken.parent, self.recipe, entries, checkpoints, plans)
         if self.out is not None:
             local_path(self.out)
             check_not_input(self.out, checkpoints.paths())
@@ -417,7 +455,7 @@ class CompareJob:
     ) -> tuple[list[RunResult], Hashes]:
         checkpoints.check_ties(plans[0])
         options = self.options
-        executor = options.executor(memory, checkpoints.opener)
+        executor = options.executor(memory, partial(checkpoints.opener, plans))
         with (
             naming_lost(checkpoints.experts),
             torch_threads(options.threads),
@@ -468,7 +506,11 @@ class CompareJob:
 
 
 def stored(
-    out: Path, recipe: Recipe, entries: Sequence[Entry], checkpoints: OpenCheckpoints
+    out: Path,
+    recipe: Recipe,
+    entries: Sequence[Entry],
+    checkpoints: OpenCheckpoints,
+    plans: Sequence[Plan],
 ) -> Comparison:
     """Read the comparison that lies in a folder, if it is of these experts and methods.
 
@@ -483,6 +525,7 @@ def stored(
             "where scores of equal models are kept, or name another folder"
         )
     _check_unchanged(out, manifest["sources"], entries, checkpoints)
+    _check_code(out, entries, plans)
     found = manifest["comparison"]
     try:
         return Comparison(
@@ -499,6 +542,17 @@ def stored(
         raise RecipeError(
             f"{out / MANIFEST_NAME} was written by another version: pass {Hint('overwrite')} to merge anew"
         ) from error
+
+
+def _check_code(out: Path, entries: Sequence[Entry], plans: Sequence[Plan]) -> None:
+    """Refuse models of methods whose code changed since."""
+    for entry, plan in zip(entries, plans, strict=True):
+        before = read_manifest(LocalFolder(out / entry.label)).get("extensions", [])
+        if before != [own.as_json() for own in plan.origins]:
+            raise InputError(
+                f"the code of {entry.label} changed since the models in {out} were merged: pass "
+                f"{Hint('overwrite')} to merge anew"
+            )
 
 
 def _check_unchanged(

@@ -24,6 +24,7 @@ from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.donor import Donor
+from covmerge.maths.methods import registry
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning.align import Model, over_base
 from covmerge.plan.planning.build import build_plans
@@ -187,12 +188,19 @@ class OpenCheckpoints:
             found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
         return found
 
-    def opener(self) -> Opener:
-        """Return what opens the same sources in another process.
+    def opener(self, plans: Sequence[Plan]) -> Opener:
+        """Return what opens the same sources in another process, which carries plans out.
 
         Raises:
-            InputError: one of them is a state dict, which no other process has.
+            InputError: a source is a state dict, or a method a function, that no other process has.
         """
+        for origin in (own for plan in plans for own in plan.origins):
+            if origin.is_typed or (origin.kind == "method" and registry.is_passed(origin.name)):
+                raise InputError(
+                    f"the {origin.kind} '{origin.name}' is a function of this process, which others do not "
+                    "have: register it in a file that the program imports, or leave out "
+                    f"{Hint('workers')}"
+                )
         held = [key for key, checkpoint in self.all() if checkpoint.identity()["kind"] == "memory"]
         if held:
             raise InputError(

@@ -96,7 +96,7 @@ def compare(
 
     comparing.compare(
         flags.read_recipe(recipe, {**given, "parameters": ()}),
-        methods=flags.methods_to_compare(methods),
+        methods=methods,
         parameters=flags.method_parameters(parameters or ()),
         out=out,
         score=score,

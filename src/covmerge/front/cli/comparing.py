@@ -25,7 +25,7 @@ from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
-from covmerge.run.comparison import CompareJob, Comparison, Wanted
+from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.scoring.kept import KEPT_NAME
 from covmerge.run.scoring.scorer import scorer_of
@@ -37,7 +37,7 @@ _WIDTH = 80
 def compare(
     recipe: Recipe,
     *,
-    methods: str | Sequence[Wanted],
+    methods: str,
     parameters: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     score: str | None,

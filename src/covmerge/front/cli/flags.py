@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from covmerge.front.cli.console import say, stderr
 from covmerge.front.cli.outcome import RECIPES
 from covmerge.front.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.maths.methods import registry
-from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe
+from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe, read_call
 from covmerge.plan.recipe.load import load_stages
 from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
-from covmerge.run.comparison import Wanted
 from covmerge.run.engine.options import RunOptions, run_options
-
-_ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
-
 
 # What a flag gives in pairs, with an example; values of some are those of a recipe, others text.
 _PAIRS = {
@@ -206,7 +201,7 @@ def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | N
         read = _values if name == "weights" else pairs
         settings[name] = read(flag_of(name), flags.get(name, ()), example)
     settings["parameters"] = _values("--set", flags.get("parameters", ()), "eps=1e-5")
-    method = settings.get("method") or data.get("method") or "average"
+    method, _ = read_call(settings.get("method") or data.get("method") or "average")
     if "seed" in flags and registry.get(method).has("seed"):
         settings["parameters"]["seed"] = flags["seed"]
     return parse_recipe(lay_over(data, settings), origin="command line")
@@ -222,38 +217,6 @@ def shown_options(flags: Mapping[str, Any]) -> RunOptions:
     number = workers.isascii() and workers.isdigit()
     shown = {"progress": BytesProgress(stderr()), "collecting": ExamplesProgress(stderr())}
     return run_options({**flags, **shown, "workers": int(workers) if number else workers})
-
-
-def methods_to_compare(given: str) -> str | list[Wanted]:
-    """Read `NAME,NAME(KEY=VALUE,...)`, or `all`.
-
-    Raises:
-        RecipeError: parentheses that do not match, or a value that is not KEY=VALUE.
-
-    Example:
-        >>> methods_to_compare("ties, task_arithmetic(scale=0.1)")
-        ['ties', ('task_arithmetic', {'scale': 0.1})]
-    """
-    if given == "all":
-        return given
-    found: list[Wanted] = []
-    for entry in _ENTRY.split(given):
-        name, opened, rest = entry.strip().partition("(")
-        values = [value.strip() for value in rest.removesuffix(")").split(",")] if opened else []
-        if opened and (not rest.endswith(")") or "(" in rest or not all("=" in v for v in values)):
-            raise RecipeError(
-                f"--methods {entry.strip()!r} is not NAME(KEY=VALUE,...), such as "
-                "task_arithmetic(scale=0.3)"
-            )
-        if name in ("", "all"):
-            what = (
-                "`all` stands alone"
-                if name
-                else "a name is missing between two commas, or at an end"
-            )
-            raise RecipeError(f"--methods {given!r}: {what}")
-        found.append((name.strip(), _values("--methods", values, "scale=0.3")) if opened else name)
-    return found
 
 
 def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -273,6 +236,7 @@ def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _set_method(data: dict[str, Any], flags: Mapping[str, Any], file: Path | None) -> None:
     before, now = data.get("method"), flags.get("method")
+    now = now and read_call(now)[0]
     # Parameters belong to a method: another one would refuse them, or mean something else by them.
     if before not in (None, UNNAMED) and now not in (None, before) and data.get("parameters"):
         dropped = ", ".join(data.pop("parameters"))
@@ -280,18 +244,11 @@ def _set_method(data: dict[str, Any], flags: Mapping[str, Any], file: Path | Non
 
 
 def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:
-    """Read pairs whose values are YAML scalars, as they would be in a recipe."""
+    """Read pairs whose values are YAML, as they would be in a recipe."""
     return {
-        name: _scalar(f"{option} {name}", text)
+        name: parse_yaml(text, f"{option} {name}")[0]
         for name, text in pairs(option, given, example).items()
     }
-
-
-def _scalar(where: str, text: str) -> Any:
-    value, _ = parse_yaml(text, where)
-    if isinstance(value, dict | list):
-        raise RecipeError(f"{where}: {text!r} is not a single value: write it in a recipe file")
-    return value
 
 
 def pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:

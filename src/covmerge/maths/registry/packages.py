@@ -93,6 +93,11 @@ class Origin:
             return f"module {self.module}, of no installed package, code {self.code[:12]}"
         return f"{self.distribution} {self.version}"
 
+    @property
+    def is_typed(self) -> bool:
+        """Whether it was typed into a session or a notebook: no file has it."""
+        return getattr(sys.modules.get(self.module), "__file__", None) is None
+
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""
         return asdict(self)

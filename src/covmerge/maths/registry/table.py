@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +44,7 @@ class Table(Generic[_D]):
         self._absent: dict[str, str] = {}
         self._broken: dict[str, RecipeError] = {}
         self._checked: set[str] = set()
+        self._passed: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, **declared: Any) -> Callable[[_Function], _Function]:
         """Register the decorated function under a name."""
@@ -64,9 +66,46 @@ class Table(Generic[_D]):
 
         return decorate
 
+    def name_of(self, given: str | Callable[..., Any]) -> str:
+        """Return the name of what is named or passed; a function or class is registered under its own.
+
+        One that is passed later under the same name, as when a cell runs again, takes its place.
+
+        Raises:
+            RecipeError: it is neither function nor class, or its name is another's.
+        """
+        if isinstance(given, str):
+            return given
+        known = [*((n, own.kernel) for n, own in self._declared.items()), *self._passed.items()]
+        found = next((name for name, function in known if function is given), None)
+        if found is not None:
+            return found
+        word = self._kind.kind
+        name = getattr(given, "__name__", None)
+        if name is None:
+            raise RecipeError(
+                f"{given!r} is no {word}: pass its name, a function or a class, and its parameters as "
+                "keywords"
+            )
+        before = self._passed.get(name)
+        if before is not None and _place(before) == _place(given):
+            self.unregister(name)
+        function = given().__call__ if isinstance(given, type) else given
+        try:
+            self.register(name)(function)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
+        self._passed[name] = given
+        return name
+
+    def is_passed(self, name: str) -> bool:
+        """Whether it was passed as a function, which other processes do not have."""
+        return name in self._passed
+
     def unregister(self, name: str) -> None:
         """Forget what a script or a notebook registered, so that it may register it anew."""
         self._declared.pop(name, None)
+        self._passed.pop(name, None)
         self._checked.discard(name)
 
     def reserve(self, name: str, why: str) -> None:
@@ -146,7 +185,13 @@ class Table(Generic[_D]):
             return f" Did you mean '{called}'?"
         if plain in self._other_names:
             return f" Here it is {self._other_names[plain]}."
-        return did_you_mean(name, known)
+        begin = re.split(r"[^\w.+-]", name)[0]
+        if begin != name and begin in known:
+            called = name.startswith(f"{begin}(")
+            return f" Pass '{begin}' and keywords." if called else f" Write {begin}(KEY=VALUE)."
+        if get_close_matches(name, known, n=1):
+            return did_you_mean(name, known)
+        return f" `covmerge methods` lists the {self._kind.kind}s."
 
     def _load(self, what: str, by: Announced) -> None:
         before = dict(self._declared)
@@ -165,6 +210,10 @@ class Table(Generic[_D]):
                 f"{what} is announced by the package {by}, and importing {by.entry.value} registers no "
                 "such name: tell its authors"
             )
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
 
 
 def _clash(what: str, one: str, other: str) -> RecipeError:

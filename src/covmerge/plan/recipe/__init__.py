@@ -1,6 +1,7 @@
 """Recipes: what to merge, how, and what to do with which tensor."""
 
 from covmerge.base.sizes import format_size, parse_size
+from covmerge.plan.recipe.called import read_call
 from covmerge.plan.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
 from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.overlay import lay_over
@@ -34,4 +35,5 @@ __all__ = [
     "output_as",
     "parse_recipe",
     "parse_size",
+    "read_call",
 ]

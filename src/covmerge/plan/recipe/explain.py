@@ -10,11 +10,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from covmerge.base.errors import RecipeError, did_you_mean
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Form, Hint, setting_named
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.plan.recipe.moe import Mixture, Prompts
 from covmerge.plan.recipe.run import RUN, Run
-from covmerge.plan.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
+from covmerge.plan.recipe.schema import (
+    Expert,
+    Output,
+    Recipe,
+    Rule,
+    Slice,
+    TensorRules,
+    subtract,
+)
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 from covmerge.plan.recipe.tokenizer import TokenizerRules, TokenRow
 
@@ -24,6 +32,8 @@ _SHORT: Mapping[type[BaseModel], str] = {
     Expert: "a path, org/name@revision or ",
     TokenRow: "an expert's name, base, zero or ",
 }
+# What a recipe that no file holds was made of, by the name of its origin.
+_FORMS: Mapping[str, Form] = {"command line": "flags", "arguments": "python"}
 _STORED_DTYPES = ("bfloat16", "float16")
 _MOST = 50  # lines that anybody reads
 _WANTED = {
@@ -75,16 +85,17 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
     if kind == "extra_forbidden":
         known = _model_at(path[:-1]).model_fields
         hint = did_you_mean(str(path[-1]), known)
-        return f"{where}: unknown key {path[-1]!r} in {_place(path[:-1])}.{hint}"
+        return f"{where}: unknown key {path[-1]!r} in {_place(path[:-1], origin)}.{hint}"
     if kind == "invalid_key":
-        return f"{where}: the key {path[-1]!r} in {_place(path[:-1])} is not text"
+        return f"{where}: the key {path[-1]!r} in {_place(path[:-1], origin)} is not text"
     if kind == "missing" and isinstance(path[-1], int):
-        return f"{where}: {_place(path[:-1])} is too short: it lacks entry {path[-1] + 1}"
+        return f"{where}: {_place(path[:-1], origin)} is too short: it lacks entry {path[-1] + 1}"
     if kind == "missing":
         description = _model_at(path[:-1]).model_fields[str(path[-1])].description
-        return f"{where}: {_place(path[:-1])} lacks the key {path[-1]!r}. {description}"
+        return f"{where}: {_place(path[:-1], origin)} lacks the key {path[-1]!r}. {description}"
     if kind == "value_error":
-        return f"{where}: {_place(path)}: {detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
+        place = "" if path == ("output",) else f"{_place(path, origin)}: "
+        return f"{where}: {place}{detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
     given = detail["input"]
     stored = path == ("dtype",) and given in _STORED_DTYPES
     hint = (
@@ -92,7 +103,10 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
         if stored
         else ""
     )
-    return f"{where}: {_place(path)} is {_value(given)}; it must be {_wanted(detail)}{hint}"
+    if path[-1:] == ("weight",) and isinstance(given, int | float) and given < 0:
+        hint = f"; {subtract()}"
+    place = _place(path, origin)
+    return f"{where}: {place} is {_value(given)}; it must be {_wanted(detail)}{hint}"
 
 
 def _wanted(detail: ErrorDetails) -> str:
@@ -133,8 +147,10 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Recipe
 
 
-def _place(path: KeyPath) -> str:
-    return key_path(path) if path else "the recipe"
+def _place(path: KeyPath, origin: Origin) -> str:
+    if not path:
+        return "the recipe"
+    return setting_named(path, _FORMS.get(origin.name, "recipe")) or key_path(path)
 
 
 def _value(value: object) -> str:

@@ -33,6 +33,7 @@ from covmerge.base.text import shown
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import LoraForm
 from covmerge.files.stores.address import address_of
+from covmerge.plan.recipe.called import read_call
 from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.run import Run
 from covmerge.plan.recipe.strict import StrictModel
@@ -76,6 +77,25 @@ def _check_json(value: object, path: str) -> None:
         raise ValueError(f"{path} is of type {type(value).__name__}; use numbers, text or lists")
 
 
+def _with_parameters(data: Any) -> Any:
+    """Return a recipe's or a rule's data with the parameters that stand in its method's text as its own."""
+    given = cast("dict[str, Any]", data)
+    if not isinstance(data, dict) or not isinstance(given.get("method"), str):
+        return given
+    own: object = given.get("parameters") or {}
+    if "(" not in given["method"] or not isinstance(own, dict):
+        return given
+    name, parameters = _read_call(given["method"], cast("dict[str, Any]", own))
+    return {**given, "method": name, "parameters": parameters}
+
+
+def _read_call(text: str, beside: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    try:
+        return read_call(text, beside)
+    except RecipeError as error:
+        raise ValueError(str(error)) from None
+
+
 def _size(value: Any) -> int:
     try:
         return parse_size(value)
@@ -93,9 +113,22 @@ def _weights(form: dict[str, Any]) -> dict[str, Any]:
 _MOST_LAYERS = 10_000  # of slices together, which are held one by one
 
 
+def subtract() -> str:
+    """Say how an expert is subtracted."""
+    method, each = "generalized_task_arithmetic", {"weight": [1.0, -1.0]}
+    return (
+        f"to subtract an expert pass {Hint('method', method)} and {Hint('parameters', each)}, a number for "
+        "each expert in their order"
+    )
+
+
 def _check_weight(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"the weight {shown(value)} is not a number of at least 0 (0: no part)")
+        negative = isinstance(value, int | float) and value < 0
+        hint = f"; {subtract()}" if negative else ""
+        raise ValueError(
+            f"the weight {shown(value)} is not a number of at least 0 (0: no part){hint}"
+        )
 
 
 def _layers(layers: tuple[int, int]) -> tuple[int, int]:
@@ -110,7 +143,7 @@ def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _step(entry: Any) -> Any:
     if isinstance(entry, str):
-        return {entry: {}}
+        return dict([_read_call(entry)])
     if not isinstance(entry, dict) or len(cast("dict[object, object]", entry)) != 1:
         found = cast("object", entry)
         raise ValueError(
@@ -178,8 +211,8 @@ class Expert(StrictModel):
         description="Share of this expert in the merge, above 0; 1 is neutral. Among several experts it "
         "counts beside the others', and many methods divide by the sum. That of an expert alone is the "
         "share of its merged update: 0.5 gives the base and half of it. It may differ from tensor to "
-        "tensor: `{by_depth: [...]}`, `{by_name: [...]}`; 0 there is no part in it. To subtract an update, "
-        "merge it by `task_arithmetic` with a negative `scale`.",
+        "tensor: `{by_depth: [...]}`, `{by_name: [...]}`; 0 there is no part in it. To subtract an expert, "
+        "merge by `generalized_task_arithmetic(weight=[1, -1])`, a number for each in their order.",
     )
     statistics: Source | None = Field(
         default=None,
@@ -333,6 +366,11 @@ class Rule(StrictModel):
         "the experts. `base`: unchanged. `head`: kept per expert, as task heads are.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _called(cls, data: Any) -> Any:
+        return _with_parameters(data)
+
     @model_validator(mode="after")
     def _one_condition_and_one_effect(self) -> Rule:
         if self.match is None and self.role is None:
@@ -438,19 +476,33 @@ class Output(StrictModel):
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Output:
-        for key in ("names", "rank", "whole"):
-            if getattr(self, key) and self.format != "adapter":
-                raise ValueError(f"'{key}' belongs to 'format: adapter', and the output is a model")
+        if self.names and self.format != "adapter":
+            raise ValueError("'names' belongs to 'format: adapter', and the output is a model")
+        of_adapters = (
+            Hint("rank", self.rank) if self.rank else Hint("whole") if self.whole else None
+        )
+        if of_adapters is not None and self.format != "adapter":
+            raise ValueError(
+                f"{of_adapters} belongs to {Hint('form', 'adapter')}, and the output is a model"
+            )
         if self.format == "adapter" and self.quantise != "none":
-            raise ValueError("'quantise' belongs to 'format: model': adapters are stored plain")
+            raise ValueError(
+                f"{Hint('quantise', self.quantise)} belongs to {Hint('form', 'model')}: adapters are "
+                "stored plain"
+            )
         if self.dtype == "float64" and self.quantise != "none":
             raise ValueError(
-                "'quantise' needs a 'dtype' that clients compute in, and float64 is none"
+                f"{Hint('quantise', self.quantise)} needs a dtype that clients compute in: pass "
+                f"{Hint('out_dtype', 'float32')}"
             )
         if self.keep and self.quantise == "none":
-            raise ValueError("'keep' belongs to 'quantise', and the output is plain")
+            raise ValueError(
+                f"{Hint('keep')} belongs to {Hint('quantise')}, and the output is plain"
+            )
         if self.format == "adapter" and self.shard_size != _SHARD_SIZE:
-            raise ValueError("'shard_size' belongs to 'format: model': an adapter is one file")
+            raise ValueError(
+                f"{Hint('shard_size')} belongs to {Hint('form', 'model')}: an adapter is one file"
+            )
         return self
 
 
@@ -499,7 +551,8 @@ class Recipe(StrictModel):
     )
     method: MethodName = Field(
         default="",
-        description=f"Merge method; `covmerge methods` lists the names. Without one it is {TAKEN}.",
+        description="Merge method; `covmerge methods` lists the names. Parameters may stand beside it: "
+        f"`ties(density=0.3)`. Without one it is {TAKEN}.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
@@ -511,8 +564,8 @@ class Recipe(StrictModel):
     )
     before: Steps = Field(
         default=(),
-        description="Steps before the method, in order: what becomes of the updates first. A name, or "
-        "{name: {parameters}}; `covmerge methods` lists them.",
+        description="Steps before the method, in order: what becomes of the updates first. "
+        "`NAME(KEY=VALUE)`, or {name: {parameters}}; `covmerge methods` lists them.",
     )
     after: Steps = Field(
         default=(),
@@ -559,6 +612,11 @@ class Recipe(StrictModel):
         "Those that are named here are warnings.",
     )
     output: Output = Field(default_factory=Output, description="How the merged model is written.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _called(cls, data: Any) -> Any:
+        return _with_parameters(data)
 
     @field_validator("experts")
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from covmerge.base.errors import InputError, ResourceError, did_you_mean
+from covmerge.base.errors import InputError, RecipeError, ResourceError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
 from covmerge.plan.planning.operations import Merge
@@ -216,7 +216,12 @@ def run_options(settings: Mapping[str, Any]) -> RunOptions:
     own = {name: settings[name] for name in _GIVEN if name in settings}
     for name, read in (("max_memory", parse_size), ("progress", as_progress)):
         if own.get(name) is not None:
-            own[name] = read(own[name])
+            try:
+                own[name] = read(own[name])
+            except RecipeError as error:
+                raise RecipeError(f"{Hint(name)}: {error}") from error
+    if "device" in own:
+        own["device"] = str(own["device"])  # a torch.device too
     return _with_executor(RunOptions(**own), settings.get("executor"), settings.get("address"))
 
 
