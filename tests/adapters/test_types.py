@@ -393,6 +393,13 @@ def test_the_base_is_what_peft_computes_unmerged(
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
     check_rows(base, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        held = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))
+    pair = (peft.get_peft_model_state_dict(held), held.peft_config["default"])
+    for source in (held, pair):
+        again = covmerge.merge(base.state_dict(), {"a": source}, "linear").tensors
+        assert all(torch.equal(again[name], own) for name, own in merged(base, tmp_path).items())
 
 
 def check_rows(base: nn.Module, folder: Path) -> None:

@@ -626,11 +626,17 @@ def test_an_adalora_without_its_scales(tmp_path):
 def test_a_model_in_memory_with_an_adapter(lora):
     adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
     said = advice(
-        "pass the folder of the adapter, or the model with it folded in (model.merge_and_unload())"
+        "as the expert, and the base's folder as the base; or the model with the adapter folded in "
+        "(model.merge_and_unload())"
     )
     torch.save(adapted.state_dict(), lora.folder.parent / "wrapped.bin")
     inner = adapted.base_model.model.state_dict()
-    for source in (adapted, adapted.state_dict(), inner, lora.folder.parent / "wrapped.bin"):
+    for source in (
+        adapted.get_base_model(),
+        adapted.state_dict(),
+        inner,
+        lora.folder.parent / "wrapped.bin",
+    ):
         refused(said, source, lora.base)
     check_adapter(lora.folder, lora)
     folded = adapted.merge_and_unload().state_dict()

@@ -62,6 +62,13 @@ CALLS = {
         advice("pass the source alone, and weights=, statistics= beside it"),
         lambda out: merge({"a": A}, weights={"a": 0.5}),
     ),
+    "no source at all": (
+        lambda out: merge({"a": 3}),
+        advice(
+            "{} is a {}: pass a folder, a file, org/name, a state dict, a module or the pair of an"
+        ),
+        lambda out: merge({"a": A}),
+    ),
     "a step by itself": (
         lambda out: merge([A, B], after="rescale"),
         advice("{}: {} is no list: pass [{}]"),

@@ -1,18 +1,23 @@
 """Sources as training scripts and other libraries leave them."""
 
+import copy
 import json
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import covmerge
-from covmerge.errors import CheckpointError
+from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from tests.adapters.models import llama
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
+from tests.e2e.test_adapters import save_two_adapters
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -141,6 +146,43 @@ def test_a_module_with_an_adapter_inside_is_refused():
     module = nn.ModuleDict({"fc": nn.ModuleDict({"lora_A": nn.Linear(2, 1)})})
     with pytest.raises(CheckpointError, match="holds an adapter beside its weights"):
         covmerge.merge({"fc.weight": torch.ones(1, 2)}, {"a": module}, "average")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's own, about transformers
+def test_adapters_in_memory(tmp_path):
+    """PEFT's models, its state dicts with their configurations, and a model of transformers."""
+    start, experts = save_two_adapters(tmp_path)
+    one, two = experts.values()
+    base = AutoModelForCausalLM.from_pretrained(start)
+    both = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), one, "one")
+    loaded = AutoModelForCausalLM.from_pretrained(start)
+    loaded.load_adapter(str(two))
+    held = PeftModel.from_pretrained(copy.deepcopy(base), one)
+    folders = covmerge.merge(start, [one, two])
+    assert equal(covmerge.merge(start, [held, loaded]).tensors, folders.tensors)
+    assert equal(covmerge.merge(base, [held, two]).tensors, folders.tensors)
+    both.load_adapter(two, "two")
+    with pytest.raises(
+        CheckpointError, match=advice("holds the adapters {}: pass each as the pair")
+    ):
+        covmerge.merge(start, [both])
+    pairs = {
+        name: (get_peft_model_state_dict(both, adapter_name=name), both.peft_config[name])
+        for name in ("one", "two")
+    }
+    assert equal(covmerge.merge(start, pairs).tensors, folders.tensors)
+    adapters = [
+        covmerge.merge(start, own, out=tmp_path / out, form="adapter").path
+        / "adapter_model.safetensors"
+        for out, own in (("held", pairs), ("saved", {"one": one, "two": two}))
+    ]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    with pytest.raises(CheckpointError, match="pass the PeftModel, its folder or the pair"):
+        covmerge.merge(held.get_base_model(), [one, two])
+    with pytest.raises(RecipeError, match="experts: one alone is given"):
+        covmerge.merge(start, pairs["one"])
+    with pytest.raises(InputError, match="is an adapter, and the base is a whole model"):
+        covmerge.merge(one, [held])
 
 
 def test_a_pipeline_names_its_models(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -375,6 +376,8 @@ def _label(whose: str, source: Source | None) -> str:
     """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
     if source is None:
         raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
+    if _is_adapter(source):
+        return "<adapter in memory>"
     if isinstance(source, tuple | list) or (
         isinstance(source, Mapping) and isinstance(source.get("source"), str | Path)
     ):
@@ -382,7 +385,24 @@ def _label(whose: str, source: Source | None) -> str:
             f"{whose} is a {type(source).__name__} with more than its source: pass the source alone, and "
             "weights=, statistics= beside it"
         )
-    return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
+    if isinstance(source, Mapping | nn.Module):
+        return "<state dict>"
+    given = cast("object", source)
+    if not isinstance(given, str | PathLike):
+        raise RecipeError(
+            f"{whose} is a {type(given).__name__}: pass a folder, a file, org/name, a state dict, a module "
+            "or the pair of an adapter's state dict and its configuration"
+        )
+    return str(source)
+
+
+def _is_adapter(source: Any) -> bool:
+    """Whether it is the pair of PEFT's state dict and its configuration, or what to_dict makes of that."""
+    if not isinstance(source, tuple) or len(cast("tuple[Any, ...]", source)) != 2:
+        return False
+    tensors, config = cast("tuple[Any, Any]", source)
+    told = "peft_type" in config if isinstance(config, Mapping) else hasattr(config, "peft_type")
+    return isinstance(tensors, Mapping) and told
 
 
 def _listed(name: str, given: object) -> list[Any]:
@@ -405,7 +425,7 @@ def _plain(value: Any) -> Any:
 
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:
     one: object = experts  # which callers without a type checker pass by itself
-    if isinstance(one, str | Path | nn.Module):
+    if _is_adapter(one) or isinstance(one, str | Path | nn.Module):
         raise RecipeError("experts: one alone is given: pass a list, [expert], or {name: expert}")
     if isinstance(experts, Mapping):
         if any(isinstance(value, Tensor) for value in experts.values()):

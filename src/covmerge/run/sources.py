@@ -9,16 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from torch import Tensor, nn
-
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.adapters.adapted_base import AdaptedBase
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
+from covmerge.files.checkpoints.open import Source, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
@@ -43,7 +41,6 @@ from covmerge.run.engine.ties import check_ties
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents
 
-Source = str | Path | Mapping[str, Tensor] | nn.Module
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
 
 
@@ -296,6 +293,8 @@ def open_checkpoints(
             return file
 
         stored = None if base is None else opened(base)
+        if stored is not None:
+            refuse_adapter(stored, "the base is a whole model")
         given = {name: opened(source) for name, source in experts.items()}
         adapters = {n: m for n, m in given.items() if isinstance(m, AdapterCheckpoint)}
         if adapters and base is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
@@ -50,6 +51,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.hub import HubCheckpoint
 from covmerge.files.checkpoints.json_file import parse_object, read_object
+from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
@@ -447,6 +449,24 @@ def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
     return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
 
 
+def open_adapter_memory(tensors: Mapping[str, Tensor], config: object) -> AdapterCheckpoint:
+    """Open an adapter that PEFT has in memory, as if PEFT had saved it.
+
+    Args:
+        tensors: as `get_peft_model_state_dict` returns them.
+        config: a `PeftConfig`, or what adapter_config.json has of it.
+
+    Raises:
+        CheckpointError: the adapter is damaged, or of a kind that is not read.
+    """
+    given: Any = config
+    told: Any = given if isinstance(config, Mapping) else given.to_dict()
+    # PEFT writes sets as lists, and sorts keys.
+    fields = json.loads(json.dumps(told, default=list, sort_keys=True))
+    stored = MemoryCheckpoint(tensors, settings=fields)
+    return _as_adapter(stored, AdapterConfig(stored.source, fields), "the adapter in memory")
+
+
 def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:
     """Open a repository of the Hub that holds an adapter and no model; None for any other.
 
@@ -519,8 +539,20 @@ def _open(
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
     if of_mlx and not whole:
         stored = TurnedFactors(stored, config.rank(""))
+    return _as_adapter(stored, config, str(store), whole=whole, notes=notes)
+
+
+def _as_adapter(
+    stored: Checkpoint,
+    config: AdapterConfig,
+    where: str,
+    *,
+    whole: bool = False,
+    notes: tuple[str, ...] = (),
+) -> AdapterCheckpoint:
+    """See tensors as the adapter that they are by its configuration."""
     own = {name: header for name, header in stored.headers.items() if header.module is None}
-    contents = read_names(own, config, source)
+    contents = read_names(own, config, stored.source)
     trained = {name: name for name in stored.headers if name not in own}
     contents = replace(contents, replaced={**contents.replaced, **trained})
     if (
@@ -530,7 +562,7 @@ def _open(
         and not ((whole or config.kind) and contents.replaced)
     ):
         raise CheckpointError(
-            f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
+            f"{where} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes))

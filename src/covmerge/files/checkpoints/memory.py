@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.base import Kind, copy_rows, find_header, fingerprint, header_of
+from covmerge.files.checkpoints.adapter_reader import adapter_reader
+from covmerge.files.checkpoints.base import (
+    Checkpoint,
+    Kind,
+    copy_rows,
+    find_header,
+    fingerprint,
+    header_of,
+)
 from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.stores.hub_cache import HubModel
 
@@ -24,6 +33,11 @@ class MemoryCheckpoint(Kind):
     """The tensors of a mapping, on whatever device they are.
 
     The tensors are not copied before they are read: do not change them meanwhile.
+
+    Args:
+        tensors: by name.
+        config: of the model.
+        settings: what else decides what the tensors mean, such as an adapter's configuration.
     """
 
     folder: Path | None = None
@@ -31,7 +45,10 @@ class MemoryCheckpoint(Kind):
     notes: tuple[str, ...] = ()
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.source = f"<{counted(len(tensors), 'tensor')} in memory>"
@@ -39,6 +56,7 @@ class MemoryCheckpoint(Kind):
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
         self._tensors = dict(tensors)
+        self._said = "" if settings is None else json.dumps(settings, sort_keys=True)
 
     def readme(self) -> Path | None:
         """There is none."""
@@ -65,7 +83,7 @@ class MemoryCheckpoint(Kind):
         return [Content("tensors", size, self._hash)]
 
     def _hash(self, pace: Pace) -> str:
-        digest, done = hashlib.sha256(), 0
+        digest, done = hashlib.sha256(self._said.encode()), 0
         for name, header in self.headers.items():
             pace(done)
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
@@ -79,17 +97,24 @@ class MemoryCheckpoint(Kind):
         self._tensors = {}
 
 
+# get_peft_model changes the model that it is given.
 PASS_FOLDED = (
-    "pass the folder of the adapter, or the model with it folded in (model.merge_and_unload())"
+    "pass the PeftModel, its folder or the pair (get_peft_model_state_dict(model), its peft_config) as the "
+    "expert, and the base's folder as the base; or the model with the adapter folded in "
+    "(model.merge_and_unload())"
 )
 
 
-def open_module(module: nn.Module) -> MemoryCheckpoint:
+def open_module(module: nn.Module) -> Checkpoint:
     """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
 
+    A PeftModel, or a model of transformers with an adapter in it, is that adapter.
+
     Raises:
-        CheckpointError: it holds an adapter beside its weights.
+        CheckpointError: it holds an adapter beside its weights, or several.
     """
+    if _is_of_peft(module):
+        return adapter_reader().open_adapter_memory(*_adapter_of(module))
     tensors = module.state_dict()
     adapted = next((name for name in tensors if ".lora_A." in name), None)
     if adapted is not None:
@@ -99,3 +124,26 @@ def open_module(module: nn.Module) -> MemoryCheckpoint:
     # As transformers writes config.json; the configs of other libraries are not read.
     write = getattr(getattr(module, "config", None), "to_json_string", None)
     return MemoryCheckpoint(tensors, None if write is None else json.loads(write()))
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether it is an adapter with its base, of PEFT's class or as transformers loads it."""
+    kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
+    return "peft" in kinds or getattr(module, "_hf_peft_config_loaded", False) is True
+
+
+def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
+    """Return the adapter of a module as PEFT would save it."""
+    named: Mapping[str, object] = module.peft_config
+    if len(named) > 1:
+        raise CheckpointError(
+            f"the {type(module).__name__} holds the adapters {', '.join(named)}: pass each as the pair "
+            "(get_peft_model_state_dict(model, adapter_name=NAME), model.peft_config[NAME])"
+        )
+    ((name, config),) = named.items()
+    peft: Any = import_module("peft")
+    tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
+    prefix = "base_model.model."  # which transformers adds as it saves
+    if not any(own.startswith(prefix) for own in tensors):
+        tensors = {prefix + own: tensor for own, tensor in tensors.items()}
+    return tensors, config

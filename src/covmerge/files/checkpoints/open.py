@@ -23,8 +23,12 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.remote import remote_store
 from covmerge.files.stores.store import Store, child
 
+# The tensors of an adapter, and its configuration.
+AdapterPair = tuple[Mapping[str, Tensor], object]
+Source = str | Path | Mapping[str, Tensor] | nn.Module | AdapterPair
 
-def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Checkpoint:
+
+def open_checkpoint(source: Source) -> Checkpoint:
     """Open a checkpoint: only its headers and its config are read.
 
     Args:
@@ -32,8 +36,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
             `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file of tensors;
             `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
             where nothing of that name exists here; the address of a folder or a file of weights,
-            `s3://`, `gs://` or `https://`; a state dict; or a torch module,
-            of which the config is known if it is a model of transformers.
+            `s3://`, `gs://` or `https://`; a state dict; a torch module,
+            of which the config is known if it is a model of transformers; or an adapter in memory: a
+            PeftModel, or a pair of PEFT's state dict and its configuration.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -51,6 +56,8 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
         return open_module(source)
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
+    if isinstance(source, tuple):
+        return adapter_reader().open_adapter_memory(*source)
     if (named := hub_address(source)) is not None:
         return adapter_reader().open_adapter_hub(str(source), *named) or open_hub(
             str(source), *named
