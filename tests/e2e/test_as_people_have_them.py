@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import covmerge
 from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
-from tests.adapters.models import llama
+from tests.adapters.models import llama, mixtral
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_adapters import save_two_adapters
@@ -142,6 +143,29 @@ def test_a_module_of_transformers_is_known_by_its_config(tmp_path):
     assert not [note for note in held.notes if "name rules" in note]
 
 
+def test_a_mixture_in_memory_is_merged_as_its_folder_or_says_so(tmp_path):
+    """transformers packs the experts as it loads them, and gate and up with each other."""
+    models = {name: mixtral() for name in ("base", "a", "b")}
+    start = models["base"].state_dict()
+    for name, model in models.items():
+        if name != "base":
+            model.load_state_dict(moved(start))
+        model.save_pretrained(tmp_path / name)
+    experts = [models["a"], models["b"]]
+    covmerge.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], out=tmp_path / "out")
+    folder = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    said = advice(
+        "the folder of this model has them apart, and its merge is another: to have the same, pass"
+    )
+    (warned,) = covmerge.merge(models["base"], experts).warnings
+    assert re.search(said, warned)
+    as_folder = covmerge.merge(models["base"], experts, tensors={"fused": "split"})
+    assert as_folder.warnings == ()
+    for name, tensor in as_folder.tensors.items():
+        torch.testing.assert_close(tensor, folder[name], rtol=1e-5, atol=1e-6)
+    assert not covmerge.merge(models["base"], experts, "average").warnings
+
+
 def test_a_module_with_an_adapter_inside_is_refused():
     module = nn.ModuleDict({"fc": nn.ModuleDict({"lora_A": nn.Linear(2, 1)})})
     with pytest.raises(CheckpointError, match="holds an adapter beside its weights"):
@@ -183,6 +207,47 @@ def test_adapters_in_memory(tmp_path):
         covmerge.merge(start, pairs["one"])
     with pytest.raises(InputError, match="is an adapter, and the base is a whole model"):
         covmerge.merge(one, [held])
+
+
+def test_a_result_in_memory_is_saved_as_a_merge_to_disk_writes_it(tmp_path):
+    models = {name: llama() for name in ("base", "a", "b")}
+    start = models["base"].state_dict()
+    for name, model in models.items():
+        if name != "base":
+            model.load_state_dict(moved(start))
+        model.save_pretrained(tmp_path / name)
+    experts = {name: tmp_path / name for name in ("a", "b")}
+    more = {"shard_size": "20KB", "out_dtype": torch.bfloat16}
+    result = covmerge.merge(tmp_path / "base", experts, "ace", **more)
+    written = covmerge.merge(tmp_path / "base", experts, "ace", tmp_path / "written", **more)
+    saved = result.save(tmp_path / "saved")
+    assert saved.verification.ok and saved.notes == written.notes
+    files = {path.name: path.read_bytes() for path in written.path.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in saved.path.iterdir()}
+    assert len(files) > 4
+
+    held = covmerge.merge(models["base"], {n: models[n] for n in experts}, "ace")
+    held.save(tmp_path / "held")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "held").state_dict()
+    assert equal(loaded, held.tensors)
+    assert covmerge.verify(tmp_path / "held").ok
+    masked = covmerge.merge(models["base"], {n: models[n] for n in experts}, "emr")
+    with pytest.raises(
+        InputError, match=advice("and the base was in memory: merge with out=FOLDER")
+    ):
+        masked.save(tmp_path / "masked")
+    with pytest.raises(InputError, match=advice("which knows no sources: merge with out=FOLDER")):
+        copy.deepcopy(result).save(tmp_path / "copied")
+    held.tensors["model.norm.weight"].mul_(2)
+    with pytest.raises(
+        InputError, match=advice("merge again, or write the tensors with safetensors")
+    ):
+        held.save(tmp_path / "changed")
+    weights = tmp_path / "a" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        result.save(tmp_path / "late")
+    covmerge.merge(tmp_path / "base", experts, "ace").save(tmp_path / "late")
 
 
 def test_a_pipeline_names_its_models(tmp_path):

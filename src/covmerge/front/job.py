@@ -17,6 +17,7 @@ from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREA
 from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.destination import Destination
 from covmerge.front.rank_job import RankJob
+from covmerge.front.save import Saver
 from covmerge.maths.linalg.masks import unpack
 from covmerge.plan.planning.forms import MODEL, head_part, mask_part
 from covmerge.plan.planning.types import Plan
@@ -95,6 +96,7 @@ class Job:
         found = output.tensors
         return MergedTensors(
             tensors=_whole_model(plan, found),
+            saver=Saver(plan, work.checkpoints, work.memory, done, fit, found),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,

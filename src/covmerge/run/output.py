@@ -105,6 +105,7 @@ class OutputFiles:
         *,
         fit: Fit,
         may_equal_base: bool = False,
+        compared: bool = True,
         read: ReadFiles = read_files,
     ) -> MergedFolder:
         """Write all that belongs to the output beside its weights, and check it.
@@ -116,6 +117,7 @@ class OutputFiles:
             out: where the output appears.
             fit: what there is to say of the experts.
             may_equal_base: a model that equals the base is no failure.
+            compared: whether the output is compared with the base.
             read: see `seal`.
 
         Raises:
@@ -148,7 +150,7 @@ class OutputFiles:
             {**record, "notes": list(notes)},
             [*self._files, *beside],
             out=out,
-            base=None if self._is_adapter else base,
+            base=None if self._is_adapter or not compared else base,
             may_equal_base=may_equal_base,
             removed=self._removed,
             read=read,

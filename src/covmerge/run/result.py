@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
+from covmerge.base.errors import InputError
 from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.table import Table, Tabular
 from covmerge.base.text import counted, some
@@ -141,13 +142,45 @@ class MergeResult(Tabular):
         )
 
 
+class Saves(Protocol):
+    """Writes the result of a merge in memory."""
+
+    def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
+        """Write it as a merge to disk would have written it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergedTensors(MergeResult):
-    """A merge in memory: it has `tensors`, and no `path`."""
+    """A merge in memory: it has `tensors`, and no `path`.
+
+    Attributes:
+        saver: what `save` calls.
+    """
 
     path: None = None
     tensors: dict[str, Tensor]
     verification: None = None
+    saver: Saves | None = field(default=None, compare=False)
+
+    def save(self, out: str | Path, *, overwrite: bool = False) -> MergedFolder:
+        """Write a folder, as the same merge with `out` writes it: weights, config, tokenizer, manifest.
+
+        Args:
+            out: folder to write, also `s3://` or `gs://`.
+            overwrite: replace an earlier output of covmerge.
+
+        Raises:
+            InputError: the folder may not be written, or a source or a tensor changed since the merge.
+            CheckFailed: the output failed its verification.
+        """
+        if self.saver is None:
+            raise InputError("this result is a copy, which knows no sources: merge with out=FOLDER")
+        return self.saver(Path(out), overwrite=overwrite)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles do without the sources."""
+        return {**self.__dict__, "saver": None}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

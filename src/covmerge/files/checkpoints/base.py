@@ -110,6 +110,7 @@ class Kind(Protocol):
         order: by layer, the layer of the stored model, where it is seen as a stack of slices.
         is_source: whether it is a source of its own, and does not only stand for a base.
         decides: whether its weights decide the result.
+        is_held: whether its tensors are in the memory of this process.
         is_far: whether it is read from another machine.
         divided: whether the processes of a training saved it, each a part of the tensors.
         weight_names: of its files of weights, in its folder.
@@ -124,6 +125,7 @@ class Kind(Protocol):
     order: tuple[int, ...] | None = None
     is_source: bool = True
     decides: bool = True
+    is_held: bool = False
     is_far: bool = False
     divided: bool = False
     weight_names: Sequence[str] = ()

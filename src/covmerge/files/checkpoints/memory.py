@@ -42,6 +42,7 @@ class MemoryCheckpoint(Kind):
 
     folder: Path | None = None
     hub: HubModel | None = None
+    is_held = True
     notes: tuple[str, ...] = ()
 
     def __init__(

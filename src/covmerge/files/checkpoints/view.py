@@ -41,6 +41,7 @@ class View(Kind):
         own = stored.quantisation
         self.quantisation: Quantisation | None = own and replace(own, derived=True)
         self.untied = stored.untied
+        self.is_held = stored.is_held
         self.order = stored.order
 
     @property

@@ -3,6 +3,7 @@
 layers    how long every update is, and whether it goes along the base
 verdicts  from these numbers to findings, by thresholds
 integers  tensors of the experts that are not merged, and are not the base's
+packed    mixtures that a module holds packed, and its folder does not
 swaps     which other layer of the base a layer holds
 judge     all of it: for an inspection, and of a finished run, which it may stop
 names     blocks and layers for people

@@ -15,6 +15,7 @@ from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.integers import changed_integers
 from covmerge.run.judgement.layers import Layer, layers_of
 from covmerge.run.judgement.not_finite import left_for_nan
+from covmerge.run.judgement.packed import packed_in_memory
 from covmerge.run.judgement.swaps import find_swaps
 from covmerge.run.judgement.verdicts import (
     foreign_layers,
@@ -81,6 +82,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         findings += changed_integers(plan, done, "the base")
         findings += left_for_nan(plan, checkpoints.experts)
+        findings += packed_in_memory(plan, checkpoints.base)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:
