@@ -10,7 +10,9 @@ from shlex import quote
 from typing import Literal, TypeAlias
 
 Form = Literal["flags", "recipe", "python"]
-Value: TypeAlias = "str | float | Sequence[str] | Mapping[str, str | float | list[float]] | None"
+Value: TypeAlias = (
+    "str | float | Sequence[str] | list[float] | Mapping[str, str | float | list[float]] | None"
+)
 
 # Flags that are not the argument's name with hyphens.
 FLAGS = {
@@ -182,4 +184,4 @@ def _yaml(value: Value) -> str:
         return f"{{{', '.join(f'{key}: {told}' for key, told in value.items())}}}"
     if isinstance(value, str):
         return value
-    return f"[{', '.join(value)}]" if isinstance(value, Sequence) else json.dumps(value)
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, Sequence) else json.dumps(value)
