@@ -17,6 +17,7 @@ REASONS = {
         r"^maths/steps/(norm_balance|pact)\.py: ",
         r"^plan/planning/(rules|data)\.py: average \(",
         r"^run/comparison\.py: (list|sees)",
+        r"^run/search/(job\.py: --objective|trials\.py: --sampler)",
         r"^maths/layer\.py: update \{\}, copy",
         r"^maths/linalg/select\.py: rank",
         r"^run/export/(card\.py: |adapter\.py: (PEFT would|they are))",
@@ -27,6 +28,7 @@ REASONS = {
         r"^files/adapters/parameters\.py: '\{\}' \{\} \(rank",
         r"^plan/statistics/(sequences\.py: tokens, p|collect\.py: run block by block)",
         r"^plan/statistics/written\.py: (--start (bos|chat)|leave out --start base, or name)",
+        r"^plan/recipe/(varied\.py: A value|marks\.py: write)",
         r"^plan/recipe/(explain\.py: |varied\.py: write|mergekit/reading\.py: \{\}: \{\} It)",
         r"^maths/testing/|^base/settings\.py: |^base/identifiers\.py: |^base/errors\.py: did you mean",
         r"^run/judgement/judge\.py: The merge is stopped",
@@ -55,6 +57,9 @@ REASONS = {
         r"^front/rank_job\.py: |^front/job\.py: ranks share|^files/checkpoints/writer\.py: there is no",
         r"^files/checkpoints/staging\.py: (another process|the file system)",
         r"^front/cli/stages\.py: ranks share",
+    ],
+    "needs a second process at work, a file that was tampered with, or a strange folder: to name another": [
+        r"^run/search/job\.py: .*(SQLite takes|another process searches|not of covmerge: name another)",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
         r"^run/engine/budget\.py: ",

@@ -22,6 +22,7 @@ PUBLIC = (
     "merge",
     "extract",
     "compare",
+    "search",
     "inspect",
     "report",
     "collect",

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
     from covmerge.base.types import LinearGroup, LowRank, Merged
     from covmerge.files.checkpoints.open import open_checkpoint
-    from covmerge.front.api import compare, extract, inspect, plan_recipe, report, run_recipe
+    from covmerge.front.api import (
+        compare,
+        extract,
+        inspect,
+        plan_recipe,
+        report,
+        run_recipe,
+        search,
+    )
     from covmerge.front.publish import push
     from covmerge.front.reporting import figures as figures
     from covmerge.maths.layer import merge_layer
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from covmerge.run.engine.progress import Progress
     from covmerge.run.export.expert_models import load_expert
     from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
+    from covmerge.run.search.result import Search
     from covmerge.run.verification.verify import verify
 
     if MYPY:
@@ -80,8 +89,10 @@ _HOMES = {
     "register_step": "covmerge.maths.steps.registry",
     "report": "covmerge.front.api",
     "run_recipe": "covmerge.front.api",
+    "search": "covmerge.front.api",
     "verify": "covmerge.run.verification",
     "Recipe": "covmerge.plan.recipe",
+    "Search": "covmerge.run.search.result",
     "load_recipe": "covmerge.plan.recipe",
     "parse_recipe": "covmerge.plan.recipe",
 }
@@ -124,6 +135,7 @@ __all__ = [
     "Recipe",
     "Reference",
     "RunOptions",
+    "Search",
     "Summary",
     "TensorDiagnostics",
     "__version__",
@@ -144,6 +156,7 @@ __all__ = [
     "register_step",
     "report",
     "run_recipe",
+    "search",
     "steps",
     "testing",
     "verify",

@@ -19,6 +19,7 @@ FLAGS = {
     "experts": "expert",
     "form": "as",
     "kinds": "kind",
+    "objectives": "objective",
     "parameters": "set",
     "statistics": "stats",
     "weights": "weight",
@@ -46,7 +47,7 @@ KEYS = {
     "weights": "experts.*.weight",
     "whole": "output.whole",
 }
-LISTS = ("allow", "keep", "kinds")
+LISTS = ("allow", "keep", "kinds", "objectives")
 SWITCHES = ("deep", "lenient", "overwrite", "private", "resume", "whole")
 # What a function, or the type of an argument, says in Python.
 IN_PYTHON = {"inputs": "examples=Generated()"}

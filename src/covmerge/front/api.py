@@ -28,6 +28,7 @@ from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, lay_over, parse_recipe, read_call
+from covmerge.plan.recipe.search import Template
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.options import RunOptions, run_options
@@ -35,6 +36,9 @@ from covmerge.run.inspection.job import InspectJob, SpectraOf
 from covmerge.run.inspection.result import Inspection
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.scoring.scorer import AnyScorer, scorer_of
+from covmerge.run.search.job import SearchJob
+from covmerge.run.search.result import Search
+from covmerge.run.search.trials import Sampler
 from covmerge.run.sources import Source, open_checkpoints, open_recipe, statistics_of
 
 
@@ -222,6 +226,58 @@ def compare(
         base, named, statistics_of(recipe), form=recipe.output.format
     ) as checkpoints:
         return job.run(checkpoints)
+
+
+@takes(RunKeywords)
+def search(
+    recipe: str | Path | Mapping[str, Any],
+    score: AnyScorer,
+    out: str | Path,
+    *,
+    trials: int = 60,
+    objectives: Sequence[str] = (),
+    sampler: Sampler = "tpe",
+    seed: int = 0,
+    together: int = 4,
+    all_examples: bool = False,
+    resume: bool = False,
+    **options: Unpack[RunKeywords],
+) -> Search:
+    """Choose the values of a recipe that are marked, `{search: [0, 1.5]}`, by a score.
+
+    Args:
+        recipe: a recipe file, or a mapping that holds what one does.
+        score: as `compare` takes it; more is better.
+        out: folder of the record, the table, the best recipe and its model.
+        trials: how many choices are tried in all.
+        objectives: tasks that are searched together, for a Pareto front; by default the mean over all.
+        sampler: what chooses, of Optuna: `tpe`, `cmaes` or `random`.
+        seed: of what it draws.
+        together: how many choices are merged in one reading.
+        all_examples: have the search see all examples; by default it sees one half of each task's, where
+            the scorer gives a number for each, and the other half says how far the search fits its own.
+        resume: go on with the search in `out`.
+        **options: as `RunKeywords` has them.
+
+    Raises:
+        InputError: anything wrong with the inputs.
+        CheckFailed: nothing could be scored.
+
+    Departs from the paper: nowhere; it has none.
+    """
+    job = SearchJob(
+        Template.of(recipe),
+        scorer_of(score),
+        Path(out),
+        trials,
+        _listed("objectives", objectives),
+        sampler,
+        seed,
+        together,
+        all_examples,
+        options=run_options({**options, "resume": resume}),
+    )
+    return job.run()
 
 
 @takes(AlignKeywords)

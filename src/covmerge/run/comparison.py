@@ -55,7 +55,7 @@ from covmerge.run.verification.files import check_files, hash_files
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
 # and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
 # upper bound, in copies of what is read for the layer.
-_SHARED_COPIES = 5
+SHARED_COPIES = 5
 _LABEL = re.compile(r"[\w.=+-]{1,150}")  # what a folder can be called anywhere
 
 
@@ -385,7 +385,7 @@ class CompareJob:
             check_not_input(self.out, checkpoints.paths())
             Staging(self.out, overwrite=self.options.overwrite).check()
         plans, checkpoints = checkpoints.plans(recipes, whole=True)
-        memory = self.options.memory(plans, shared=_SHARED_COPIES)
+        memory = self.options.memory(plans, shared=SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
             none = [NoOutput() for _ in plans]

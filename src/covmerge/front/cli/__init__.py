@@ -28,6 +28,7 @@ from covmerge.front.cli.process import collect_seldom, keep_freed_memory
 from covmerge.front.cli.push import push
 from covmerge.front.cli.report import report
 from covmerge.front.cli.schema import schema
+from covmerge.front.cli.search import search
 from covmerge.front.cli.theirs import TakesTheirFlags
 from covmerge.front.cli.verify import verify
 from covmerge.front.cli.view import view
@@ -50,7 +51,7 @@ app = typer.Typer(
 )
 app.command(cls=TakesTheirFlags)(merge)
 for command in (
-    *(inspect, extract, compare, collect, methods, explain),
+    *(inspect, extract, compare, search, collect, methods, explain),
     *(plan, verify, report, view, push, schema, import_mergekit),
 ):
     app.command(cls=Command)(command)

@@ -14,6 +14,7 @@ from covmerge.base.settings import Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
+from covmerge.plan.recipe.marks import refuse_marks
 from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
 from covmerge.plan.recipe.mergekit.documents import Document, in_order
 from covmerge.plan.recipe.mergekit.models import Places
@@ -40,16 +41,29 @@ def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
-    return _recipe(Path(path), *_read(Path(path)), log)
+    return recipe_of(*read_yaml(path), Path(path).parent, log)
 
 
-def _recipe(path: Path, data: Any, origin: Origin, log: ImportLog | None) -> Recipe:
-    """Return the recipe that a file holds."""
+def recipe_of(
+    data: Any, origin: Origin, folder: Path | None, log: ImportLog | None = None
+) -> Recipe:
+    """Return the recipe that is what a file holds, of covmerge or of mergekit.
+
+    Args:
+        data: what it holds.
+        origin: its name, and the lines of its keys.
+        folder: what relative paths are relative to; None: they are taken as they are.
+        log: how strictly a recipe of mergekit's is read, and where notes are put.
+
+    Raises:
+        CheckpointError: the checkpoints of a `run` are not there, or not whole.
+        RecipeError: not a recipe; one line for each problem.
+    """
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
-        ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(path.parent))
-        return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
-    folder = path.parent
-    return _beside(_validate(_without_run(data, origin, folder, log), origin), folder, origin)
+        ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(folder))
+        return _validate(ours, Origin(f"{origin.name}, as a recipe of covmerge"))
+    recipe = _validate(_without_run(data, origin, folder or Path(), log), origin)
+    return recipe if folder is None else _beside(recipe, folder, origin)
 
 
 def load_stages(
@@ -77,7 +91,7 @@ def load_stages(
                 f"{path} has one recipe, and stages are of several: leave out {Hint('stages')}, and end "
                 "the command with the output folder"
             )
-        return [(out, _recipe(Path(path), *documents[0], log))]
+        return [(out, recipe_of(*documents[0], Path(path).parent, log))]
     log = log or ImportLog()
     stages = in_order([Document(data, origin, log) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
@@ -137,7 +151,7 @@ def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
     Raises:
         RecipeError: it is none, or what it says cannot be done; one line for each problem.
     """
-    data, origin = _read(Path(path))
+    data, origin = read_yaml(path)
     if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
         raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
     ours = compile_mergekit(theirs, origin, log, Places(Path(path).parent))
@@ -145,9 +159,13 @@ def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
     return ours
 
 
-def _read(path: Path) -> tuple[Any, Origin]:
-    """Read a short YAML file of one document."""
-    return parse_yaml(_text(path), str(path))
+def read_yaml(path: str | Path) -> tuple[Any, Origin]:
+    """Read a short YAML file of one document.
+
+    Raises:
+        RecipeError: it cannot be read, or is no YAML.
+    """
+    return parse_yaml(_text(Path(path)), str(path))
 
 
 def _documents(path: Path) -> list[tuple[Any, Origin]]:
@@ -257,6 +275,7 @@ def _validate(data: Any, origin: Origin) -> Recipe:
             f"{origin.name}: {kind}; a recipe is a mapping with the keys "
             f"{', '.join(Recipe.model_fields)}"
         )
+    refuse_marks(cast("dict[str, Any]", data), origin)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

@@ -38,7 +38,7 @@ from covmerge.plan.recipe.moe import Mixture
 from covmerge.plan.recipe.run import Run
 from covmerge.plan.recipe.strict import StrictModel
 from covmerge.plan.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
-from covmerge.plan.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
+from covmerge.plan.recipe.varied import SEARCH_SCHEMA, VARIED_SCHEMA, check_varied, is_varied
 
 
 def _source(source: str) -> str:
@@ -706,6 +706,12 @@ class WithRun(BaseModel):
     )
 
 
+def _let_search(schema: dict[str, Any]) -> None:
+    """Let an editor accept a value that is marked for a search."""
+    own = {k: schema.pop(k) for k in ("type", "minLength", "anyOf", "oneOf") if k in schema}
+    schema["anyOf"] = [own, SEARCH_SCHEMA]
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe, with a description of every key."""
     recipe, with_run = Recipe.model_json_schema(), WithRun.model_json_schema()
@@ -713,6 +719,10 @@ def json_schema() -> dict[str, Any]:
     recipe["oneOf"] = [{"required": needed}, {"required": with_run["required"]}]
     recipe["not"] = {"required": ["experts", *with_run["required"]]}
     recipe["properties"] |= with_run["properties"]
+    parts = recipe["$defs"]
+    _let_search(recipe["properties"]["method"])
+    _let_search(parts["Rule"]["properties"]["method"])
+    _let_search(parts["Expert"]["properties"]["weight"])
     recipe["$defs"] |= with_run["$defs"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -13,19 +13,36 @@ from typing import Any, cast
 
 from covmerge.base.text import shown, some
 
-BY_DEPTH, BY_NAME = "by_depth", "by_name"
+BY_DEPTH, BY_NAME, SEARCH = "by_depth", "by_name", "search"
 _MAX_ENTRIES = 1000
 _SPECIAL, _QUOTED = re.compile(r"[*?[]"), r"[\g<0>]"
 
 _PATTERN: dict[str, Any] = {"type": "string", "minLength": 1}
 _PATTERNS: dict[str, Any] = {"type": "array", "minItems": 1, "items": _PATTERN}
+SEARCH_SCHEMA: dict[str, Any] = {
+    "description": "A value that `covmerge search` chooses.",
+    "type": "object",
+    "properties": {
+        SEARCH: {
+            "type": "array",
+            "minItems": 2,
+            "items": {"type": ["number", "string", "boolean"]},
+        }
+    },
+    "required": [SEARCH],
+    "additionalProperties": False,
+}
 VARIED_SCHEMA: dict[str, Any] = {
     "description": "A value that differs from tensor to tensor.",
     "oneOf": [
         {
             "type": "object",
             "properties": {
-                BY_DEPTH: {"type": "array", "minItems": 1, "items": {"type": ["number", "boolean"]}}
+                BY_DEPTH: {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"anyOf": [{"type": ["number", "boolean"]}, SEARCH_SCHEMA]},
+                }
             },
             "required": [BY_DEPTH],
             "additionalProperties": False,

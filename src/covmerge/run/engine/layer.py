@@ -33,6 +33,9 @@ def registered(name: str) -> Method:
     return registry.get(name)
 
 
+_Seen = tuple[MatrixLayout | None, tuple[float, ...]]  # a layout, and the experts' weights
+
+
 @dataclass(frozen=True)
 class Context:
     """What the work on an item needs beside its tensors.
@@ -41,7 +44,7 @@ class Context:
         dtype: dtype of the computation.
         device: where it runs.
         thresholds: what the global passes found, a plan: `Merge.key` -> expert -> threshold.
-        compare: several methods run on each item: keep what they share, and measure their results.
+        compare: measure the results of several methods.
         method: what carries out a method of a name.
     """
 
@@ -87,8 +90,6 @@ class Layer:
         self._inputs = inputs
         self._context = context
         self._item = next(i for i in items if not isinstance(i.tensor.operation, Copy))
-        operands = self._item.tensor.operands
-        self._weights = tuple(operand.weight for operand in operands.values())
         merges = list(filter(None, map(_merge_of, items)))
         ranked = any(merge.layout is not None for merge in merges)
         self._rounded_to = inputs.rounded_to() if ranked else {}
@@ -102,7 +103,9 @@ class Layer:
             self._models if "weights" in sees else None,
             keep="updates" in sees or context.compare,
         )
-        self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
+        # Plans may weight the experts differently, and spectra of their sum go with the weights.
+        self._keeps = len(items) > 1
+        self._shared: dict[_Seen, list[dict[str, Any] | None]] = {}
         self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
 
     def change(
@@ -117,9 +120,10 @@ class Layer:
         ranked = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
         sizes = self._base_norms(item.tensor, merge.layout, method, len(factors))
+        weights = _weights_of(item)
         with naming(item.tensor):
             found = [
-                merge_factors(method, own, self._weights, merge.parameters, ranked, measured, size)
+                merge_factors(method, own, weights, merge.parameters, ranked, measured, size)
                 for own, size in zip(factors, sizes, strict=True)
             ]
         found = [own.times(merge.scale) for own in found]
@@ -175,7 +179,7 @@ class Layer:
         factors = self._factors(merge, method)
         if factors is not None:
             for own in factors:
-                vectors = ranked_factors(method, own, self._weights, merge.parameters)
+                vectors = ranked_factors(method, own, _weights_of(item), merge.parameters)
                 yield from zip(self._given, vectors, strict=True)
             return
         for group in self._groups(item, merge, method, None):
@@ -252,8 +256,9 @@ class Layer:
             views = [tuple(self._updates.values())]
         else:
             views = list(zip(*(matrices(u, layout) for u in self._updates.values()), strict=True))
+        weights = _weights_of(item)
         shared = self._shared.setdefault(
-            layout, [{} if self._context.compare else None for _ in views]
+            (layout, weights), [{} if self._keeps else None for _ in views]
         )
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
@@ -264,7 +269,7 @@ class Layer:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
             yield LinearGroup(
                 updates,
-                self._weights,
+                weights,
                 models=models,
                 streams=tuple(
                     item.tensor.stream(expert, item.first_element) for expert in self._given
@@ -352,6 +357,10 @@ def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
     if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
         return result.delta.clone()
     return result.delta
+
+
+def _weights_of(item: WorkItem) -> tuple[float, ...]:
+    return tuple(operand.weight for operand in item.tensor.operands.values())
 
 
 def _merge_of(item: WorkItem) -> Merge | None:

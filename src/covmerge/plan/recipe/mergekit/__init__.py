@@ -9,5 +9,6 @@ tokenizers   rules of tokens and chat templates
 settings     precedence, filters and gradients as values by name and by depth
 parameters   all parameters of a method
 compiling    a whole recipe
+evolve       genomes of mergekit-evolve, as recipes with values that are searched
 documents    several recipes in a file, which name each other's outputs
 """

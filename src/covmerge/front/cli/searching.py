@@ -1,0 +1,128 @@
+"""What `covmerge search` does: search, print the trials and the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from covmerge.front.cli.comparing import show_scores
+from covmerge.front.cli.console import check_one_form, print_csv, print_json, stderr, stdout
+from covmerge.front.cli.progress import ScoringProgress
+from covmerge.front.cli.show import NOTE, WARNING, facts, table
+from covmerge.plan.recipe.search import Template, Value
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.scoring.scorer import scorer_of
+from covmerge.run.scoring.table import ScoreTable, written
+from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT, SearchJob
+from covmerge.run.search.result import Search
+from covmerge.run.search.trials import RECORD, Trial
+
+_BEST = 10  # trials that are shown
+
+
+def search(
+    recipe: Path,
+    *,
+    score: str,
+    out: Path,
+    trials: int,
+    objectives: Sequence[str],
+    sampler: str,
+    seed: int,
+    together: int,
+    all_examples: bool,
+    run: RunOptions,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    """Search, and print what was found.
+
+    Raises:
+        InputError: anything wrong with the inputs.
+        CheckFailed: nothing could be scored.
+        KeyboardInterrupt: with how to go on.
+    """
+    check_one_form(as_json=as_json, as_csv=as_csv)
+    shown = ScoringProgress(stderr())
+    job = SearchJob(
+        Template.of(recipe),
+        scorer_of(score),
+        out,
+        trials,
+        objectives,
+        sampler,
+        seed,
+        together,
+        all_examples,
+        shown,
+        run,
+    )
+    try:
+        found = job.run()
+    except KeyboardInterrupt:
+        if shown.started:
+            raise KeyboardInterrupt(
+                "interrupted; run again with --resume, which goes on after the trials that are recorded"
+            ) from None
+        raise
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found)
+    else:
+        show(stdout(), found)
+
+
+def show(console: Console, found: Search) -> None:
+    """Print the best trials, their values, and what is said of the search."""
+    best = _best(found)
+    shown = [*([found.untuned] if found.untuned else []), *best]
+    order = {trial.label: place for place, trial in enumerate(shown)}
+    for title, scores in (
+        ("the examples that were searched", found.seen),
+        ("the others", found.held_out),
+    ):
+        if scores is not None:
+            console.print(f"Scores on {title}" if found.held_out else "Scores")
+            rows = [row for row in scores.rows if row.label in order]
+            rows.sort(key=lambda row: order[row.label])
+            show_scores(console, ScoreTable(scores.scorer, tuple(rows), {}))
+    names = list(dict.fromkeys(name for trial in best for name in trial.chosen))
+    values = table("value", *(trial.label for trial in best), right=[trial.label for trial in best])
+    for name in names:
+        values.add_row(name, *(_shown(trial.chosen.get(name)) for trial in best))
+    console.print(values)
+    failed = [trial for trial in found.trials if trial.failed]
+    why = [f"{len(failed)} trials failed. {failed[0].label}: {failed[0].failed}"] if failed else []
+    console.print(
+        facts(
+            [
+                *found.says(),
+                *((WARNING, text) for text in why),
+                *((NOTE, note) for note in found.notes),
+                ("files", _files(found)),
+            ]
+        )
+    )
+
+
+def _best(found: Search) -> list[Trial]:
+    """The trials that are shown: the front, or those with the highest scores."""
+    if len(found.objectives) > 1:
+        return list(found.front[:_BEST])
+    known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]
+    return [trial for _, trial in sorted(known, key=lambda own: own[0], reverse=True)[:3]]
+
+
+def _files(found: Search) -> str:
+    out = found.path
+    best = f"{out / BEST_RECIPE}, {out / BEST_MODEL}" if found.best else f"{out / FRONT}/*.yml"
+    return f"{best}, {out / CSV_NAME}; for Optuna's dashboard {out / RECORD}"
+
+
+def _shown(value: Value | None) -> str:
+    if value is None:
+        return ""
+    return written(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,147 @@
+"""A genome of mergekit-evolve as a recipe of mergekit whose values are marked for a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, cast
+
+from covmerge.files.checkpoints.layer_count import layer_count
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.plan.recipe.mergekit.models import Places, reference
+from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
+from covmerge.plan.recipe.strict_yaml import Origin
+from covmerge.plan.recipe.varied import SEARCH
+
+GENOME = "genome"
+_KEYS = (
+    *("models", "merge_method", "base_model", "tokenizer_source", "layer_granularity"),
+    *("normalize", "allow_negative_weights", "filters", "smooth"),
+)
+# What scores its merges, which here the caller says.
+_SCORING = (
+    *("tasks", "limit", "num_fewshot", "shuffle", "random_init", "apply_chat_template"),
+    "fewshot_as_multiturn",
+)
+_SEARCHED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("weight",),
+    "task_arithmetic": ("weight",),
+    "ties": ("weight", "density"),
+    "dare_ties": ("weight", "density"),
+}
+_NORMALIZED = ("ties", "dare_ties", "linear")
+
+
+def compile_genome(
+    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places
+) -> dict[str, Any]:
+    """Return the recipe of mergekit that each of its trials is, with the genotype's numbers marked.
+
+    Their numbers are anything, of which they take |x|; here a weight is between 0 and 1, or -1 and 1.
+
+    Raises:
+        RecipeError: what cannot be read, is unknown, or has no answer here.
+    """
+    whole = Part(data, (), origin, log)
+    whole.check_keys((GENOME, *_SCORING))
+    genome = whole.part(GENOME)
+    genome.check_keys(_KEYS)
+    given = genome.data
+    method = str(given.get("merge_method"))
+    if method == "slerp":
+        genome.refuse(
+            "mergekit-evolve's slerp takes the two models of the largest numbers, and no search has such a "
+            "choice: write a recipe with `merge_method: slerp` and `t: {search: [0, 1]}`",
+            "merge_method",
+        )
+    if method not in _SEARCHED:
+        genome.refuse(f"{method!r} is none of {', '.join(_SEARCHED)}", "merge_method")
+    models = [part.data for part in _models(genome)]
+    scored = [key for key in _SCORING if key in data]
+    if scored:
+        log.notes.append(
+            f"{origin.name}: {', '.join(scored)} say what mergekit scores; here the scorer does"
+        )
+    values = _Values(method, given)
+    base = [{"model": given["base_model"]}] if given.get("base_model") else []
+    others = [own for own in base if own["model"] not in (m["model"] for m in models)]
+    count = _groups(genome, places)
+    if count == 1 or given.get("smooth"):
+        merged: dict[str, Any] = {
+            "models": [*({**own, "parameters": values.of(count)} for own in models), *others]
+        }
+    else:
+        step = int(given["layer_granularity"])
+        merged = {
+            "slices": [
+                {
+                    "sources": [
+                        *({**own, **at, "parameters": values.of(1)} for own in models),
+                        *({**own, **at} for own in others),
+                    ]
+                }
+                for at in ({"layer_range": [n * step, (n + 1) * step]} for n in range(count))
+            ]
+        }
+    normalize = given.get("normalize")
+    normalize = method in _NORMALIZED if normalize is None else normalize
+    kept = {key: given[key] for key in ("base_model", "tokenizer_source") if given.get(key)}
+    return {
+        "merge_method": method,
+        **merged,
+        "parameters": {"normalize": normalize, "int8_mask": True},
+        "dtype": "bfloat16",
+        **kept,
+    }
+
+
+class _Values:
+    """The marked parameters of a model."""
+
+    def __init__(self, method: str, given: Mapping[str, Any]) -> None:
+        self._names = _SEARCHED[method]
+        self._filters = cast("Sequence[object]", given.get("filters") or ())
+        self._least = -1.0 if given.get("allow_negative_weights") else 0.0
+
+    def of(self, groups: int) -> dict[str, Any]:
+        return {name: self._filtered(name, groups) for name in self._names}
+
+    def _filtered(self, name: str, groups: int) -> Any:
+        if not self._filters:
+            return self._gradient(name, groups)
+        return [
+            *({"filter": own, "value": self._gradient(name, groups)} for own in self._filters),
+            {"value": self._gradient(name, groups)},
+        ]
+
+    def _gradient(self, name: str, groups: int) -> Any:
+        least = self._least if name == "weight" else 0.0
+        marks = [{SEARCH: [least, 1.0]} for _ in range(groups)]
+        return marks if groups > 1 else marks[0]
+
+
+def _models(genome: Part) -> Iterator[Part]:
+    given = genome.data.get("models")
+    if not isinstance(given, list) or not given:
+        genome.refuse("`models` is a list of models", "models")
+    for own in cast("Sequence[object]", given):
+        yield Part({"model": own}, (*genome.path, "models"), genome.origin, genome.log)
+
+
+def _groups(genome: Part, places: Places) -> int:
+    """How many groups of layers have numbers of their own."""
+    step = genome.data.get("layer_granularity", 0)
+    if not isinstance(step, int) or isinstance(step, bool):
+        genome.refuse(
+            f"`layer_granularity` is {step!r}; it is a number of layers", "layer_granularity"
+        )
+    if step < 1:
+        return 1
+    first = next(_models(genome))
+    with closing(open_checkpoint(places.located(reference(first, "model").model))) as checkpoint:
+        layers = layer_count(checkpoint.config)
+    if not layers or layers % step:
+        genome.refuse(
+            f"{layers or 'no'} layers are not groups of {step}: give a divisor", "layer_granularity"
+        )
+    return layers // step

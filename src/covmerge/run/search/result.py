@@ -1,0 +1,250 @@
+"""What a search found: trials by tasks, the best of them, and how far it fits the examples it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from random import Random
+
+from covmerge.base.notebook import paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.types import Json
+from covmerge.run.scoring.intervals import Interval
+from covmerge.run.scoring.table import Scored, ScoreTable, written
+from covmerge.run.scoring.values import Score, Scores
+from covmerge.run.search.trials import Trial
+
+
+@dataclass(frozen=True, repr=False)
+class Search(Tabular):
+    """What a search found.
+
+    Attributes:
+        path: its folder.
+        scorer: its name.
+        asked: objectives by name; empty: the mean over the tasks.
+        trials: all, in order.
+        untuned: the merge without a search, by the default method; None where there is none.
+        halving: whether the search sees one half of each task's examples, and the other is held out, where
+            there is a number for each.
+        notes: what a reader should know.
+    """
+
+    path: Path
+    scorer: str
+    asked: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    untuned: Trial | None
+    halving: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Scores:
+        """The scores that were there first, which say what tasks and how many examples there are."""
+        scored = (t.scores for t in (self.untuned, *self.trials) if t is not None and t.scores)
+        return next(scored, dict[str, Score]())
+
+    @property
+    def halved(self) -> bool:
+        """Whether examples are held out."""
+        return self.halving and all(len(s.examples or ()) > 1 for s in self.first.values())
+
+    @cached_property
+    def seen(self) -> ScoreTable:
+        """Scores on the examples that the search saw."""
+        return self._scored(held_out=False)
+
+    @cached_property
+    def held_out(self) -> ScoreTable | None:
+        """Scores on the examples that it did not see."""
+        return self._scored(held_out=True) if self.halved else None
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """What is searched: columns of the scores."""
+        return self.asked or self.seen.columns[-1:]
+
+    def values(self, trial: Trial) -> tuple[float, ...] | None:
+        """Return a trial's objectives; None: it failed, or one of them is not finite."""
+        row = next((row for row in self.seen.rows if row.label == trial.label), None)
+        if row is None:
+            return None
+        found = [self.seen.value(row, column) for column in self.objectives]
+        known = tuple(value for value in found if value is not None and isfinite(value))
+        return known if len(known) == len(found) else None
+
+    @cached_property
+    def front(self) -> tuple[Trial, ...]:
+        """The Pareto front: no other trial is better in one objective and as good in all others."""
+        known = [(t, v) for t in self.trials if (v := self.values(t)) is not None]
+        return tuple(t for t, own in known if not any(_better(other, own) for _, other in known))
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the highest score; None of several objectives, or where none has a score."""
+        return self.front[0] if self.front and len(self.objectives) == 1 else None
+
+    @property
+    def gain(self) -> Mapping[str, Interval | float] | None:
+        """How far the best is above the merge without a search: on the examples it saw, and on the others.
+
+        None where there is nothing to compare.
+        """
+        best, column = self.best, self.objectives[0] if self.seen.rows else ""
+        if best is None or self.untuned is None or self.values(self.untuned) is None:
+            return None
+        tables = {"seen": self.seen, **({"held out": self.held_out} if self.held_out else {})}
+        return {
+            name: table.lead(best.label, self.untuned.label, column)
+            or _value(table, best, column) - _value(table, self.untuned, column)
+            for name, table in tables.items()
+        }
+
+    def says(self) -> list[tuple[str, str]]:
+        """The best, what a merge without a search gets, and how far the search fits its examples."""
+        if not self.front:
+            return [("best", "not known: no trial has a finite score")]
+        if self.best is None:
+            labels = ", ".join(trial.label for trial in self.front)
+            return [
+                (
+                    "front",
+                    f"{labels}: no other trial is better in all of {', '.join(self.objectives)}",
+                )
+            ]
+        column, best = self.objectives[0], self.best
+        told = f"{best.label}, {written(_value(self.seen, best, column))}"
+        gain = self.gain
+        if self.untuned is not None and gain is not None:
+            own = written(_value(self.seen, self.untuned, column))
+            told += f"; without a search {own}: {_lead(gain['seen'])}"
+        return [("best", told), ("other half", self._fit(best, column, gain))]
+
+    def _fit(self, best: Trial, column: str, gain: Mapping[str, Interval | float] | None) -> str:
+        if self.held_out is None:
+            return (
+                "not known how far the search fits its questions: it saw every example"
+                if any(score.examples for score in self.first.values())
+                else "not known how far the search fits its questions: the scorer gives no number for each "
+                "example"
+            )
+        value = written(_value(self.held_out, best, column))
+        told = f"{best.label}, {value} on the examples it did not see"
+        if self.untuned is None or gain is None:
+            return told
+        own = written(_value(self.held_out, self.untuned, column))
+        return f"{told}; without a search {own}: {_lead(gain['held out'])}"
+
+    def table(self) -> Table:
+        """A row a trial: its values, the objectives on both halves, its seconds and why it failed."""
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.chosen))
+        tables = [("", self.seen), *([(" held out", self.held_out)] if self.held_out else [])]
+        columns = [f"{c}{end}" for end, own in tables for c in own.columns]
+        rows: list[tuple[Cell, ...]] = []
+        for trial in [*([] if self.untuned is None else [self.untuned]), *self.trials]:
+            cells = [
+                None if row is None else own.value(row, column)
+                for _, own in tables
+                for row in [_row(own, trial)]
+                for column in own.columns
+            ]
+            rows.append(
+                (
+                    trial.label,
+                    *(trial.chosen.get(name) for name in names),
+                    *cells,
+                    trial in self.front,
+                    trial.seconds,
+                    trial.failed,
+                )
+            )
+        return Table(("trial", *names, *columns, "front", "seconds", "failed"), tuple(rows))
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        said = [*self.says(), *(("note", note) for note in self.notes)]
+        return "".join(
+            [
+                paragraph(repr(self)),
+                *(paragraph(f"{label}: {text}") for label, text in said),
+                table_html(self.table()),
+            ]
+        )
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        table = self.table()
+        return {
+            "path": str(self.path),
+            "scorer": self.scorer,
+            "objectives": list(self.objectives) if self.seen.rows else list(self.asked),
+            "best": None if self.best is None else self.best.number,
+            "front": [trial.number for trial in self.front],
+            "says": dict(self.says()),
+            "trials": [dict(zip(table.columns, row, strict=True)) for row in table.rows],
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Search: {len(self.trials)} trials by {self.scorer}, in {self.path}>"
+
+    def _scored(self, *, held_out: bool) -> ScoreTable:
+        trials = [*([] if self.untuned is None else [self.untuned]), *self.trials]
+        rows = tuple(
+            Scored(t.label, _half(t.scores, held_out) if self.halved else t.scores, t.seconds)
+            for t in trials
+            if t.scores
+        )
+        return ScoreTable(self.scorer, rows, {t.label: t.failed for t in trials if t.failed})
+
+
+def unlike(scores: Scores, first: Scores) -> str | None:
+    """Say why scores cannot be held against the first ones: other tasks, or other examples."""
+    for task in {**first, **scores}:
+        if task not in scores or task not in first:
+            return f"its scores have the tasks {', '.join(scores)}, and those before {', '.join(first)}"
+        if not isfinite(scores[task].value):
+            return f"its score of {task} is not finite"
+        counts = [len(own[task].examples or ()) for own in (scores, first)]
+        if counts[0] != counts[1]:
+            return f"{task} was scored on {counts[0]} examples, and before on {counts[1]}"
+    return None
+
+
+def _half(scores: Scores, held_out: bool) -> Scores:
+    """Scores on one half of each task's examples, the same half for every model."""
+    found: dict[str, Score] = {}
+    for task, score in scores.items():
+        examples = score.examples or ()
+        order = list(range(len(examples)))
+        Random(f"{task} {len(examples)}").shuffle(order)
+        middle = (len(order) + 1) // 2
+        own = tuple(examples[i] for i in sorted(order[middle:] if held_out else order[:middle]))
+        found[task] = Score(sum(own) / len(own) if own else score.value, own or None)
+    return found
+
+
+def _better(one: Sequence[float], other: Sequence[float]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def _row(table: ScoreTable, trial: Trial) -> Scored | None:
+    return next((row for row in table.rows if row.label == trial.label), None)
+
+
+def _value(table: ScoreTable, trial: Trial, column: str) -> float:
+    row = _row(table, trial)
+    value = None if row is None else table.value(row, column)
+    return float("nan") if value is None else value
+
+
+def _lead(gain: Interval | float) -> str:
+    """Say how far one is above the other."""
+    if not isinstance(gain, Interval):
+        return f"{gain:+.3f}"
+    told = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"
+    return told if gain.clear else f"{told}, which may be chance"

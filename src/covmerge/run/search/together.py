@@ -1,0 +1,126 @@
+"""Several merges of the same checkpoints, each time in one reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covmerge.base.errors import ResourceError
+from covmerge.base.types import Json
+from covmerge.files.stores.local import LocalFolder
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.recipe import Recipe
+from covmerge.run.comparison import SHARED_COPIES
+from covmerge.run.engine import run
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.hashing import Contents
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import room_for
+from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.output import OutputFiles
+from covmerge.run.sources import OpenCheckpoints
+
+
+@dataclass
+class Together:
+    """Merges of the same checkpoints.
+
+    Attributes:
+        checkpoints: of all of them.
+        options: how it is done.
+    """
+
+    checkpoints: OpenCheckpoints
+    options: RunOptions
+    _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def check(self, recipe: Recipe) -> None:
+        """Plan a merge, and refuse one that the memory cannot hold.
+
+        Raises:
+            InputError: everything that would stop it before its first tensor.
+        """
+        plan, _ = self.checkpoints.plan(recipe)
+        self.options.memory([plan])
+
+    def write(self, work: Sequence[tuple[Recipe, Path]]) -> None:
+        """Merge each recipe to its folder; so many in one reading as the memory holds.
+
+        Raises:
+            InputError: as a merge. Folders that were begun are left.
+            CheckFailed: a model failed its verification.
+        """
+        plans, checkpoints = self.checkpoints.plans([recipe for recipe, _ in work])
+        alike: dict[object, list[tuple[Plan, Path]]] = {}
+        for plan, (_, folder) in zip(plans, work, strict=True):
+            alike.setdefault(_read_of(plan), []).append((plan, folder))
+        if len(alike) == 1:
+            self._write(list(zip(plans, (folder for _, folder in work), strict=True)), checkpoints)
+            return
+        # A weight of 0 leaves an expert out of what is read.
+        recipes = {folder: recipe for recipe, folder in work}
+        for own in alike.values():
+            self.write([(recipes[folder], folder) for _, folder in own])
+
+    def _write(self, work: Sequence[tuple[Plan, Path]], checkpoints: OpenCheckpoints) -> None:
+        plans = [plan for plan, _ in work]
+        try:
+            memory = self._memory(plans)
+        except ResourceError:
+            if len(work) == 1:
+                raise
+            half = len(work) // 2
+            for part in (work[:half], work[half:]):
+                self.write([(plan.recipe, folder) for plan, folder in part])
+            return
+        room_for(plans, work[0][1].parent).check()
+        checkpoints.materialize()
+        checkpoints.check_ties(plans[0])
+        files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
+        # The sources are hashed in the first reading.
+        contents: Contents = {} if self._recorded else checkpoints.contents()
+        executor = self.options.executor(memory, checkpoints.opener)
+        with (
+            naming_lost(checkpoints.experts),
+            torch_threads(self.options.threads),
+            closing(executor),
+            executor.hashing(contents) as hashing,
+        ):
+            done = run(
+                [(plan, own.output) for plan, own in zip(plans, files, strict=True)],
+                checkpoints.sources(),
+                Context(plans[0].compute_dtype, self.options.torch_device),
+                executor=executor,
+                progress=self.options.shown_progress,
+                follow=hashing.follow,
+            )
+            hashes = hashing.result()
+        self._recorded = self._recorded or checkpoints.recorded(hashes)
+        for (plan, folder), own, found in zip(work, files, done, strict=True):
+            fit = check_fit(plan, found.items, checkpoints)
+            own.finish(
+                found, self._recorded, memory, LocalFolder(folder), fit=fit, may_equal_base=True
+            )
+
+    def _memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        weights = {tuple(_weights(plan.recipe)) for plan in plans}
+        return self.options.memory(
+            plans, shared=SHARED_COPIES * len(weights) if len(plans) > 1 else 0
+        )
+
+
+def _weights(recipe: Recipe) -> list[Any]:
+    return [repr(expert.weight) for expert in recipe.experts.values()]
+
+
+def _read_of(plan: Plan) -> tuple[object, ...]:
+    """What a plan reads of the experts: plans that share a reading read the same."""
+    return tuple(
+        tuple((o.source, o.tensor, o.rows) for o in tensor.operands.values())
+        for tensor in plan.tensors
+    )
