@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.base.errors import CheckFailed, InputError, RecipeError
 from tests.advised import advice
+from tests.cli.runs import covmerge as run
+from tests.cli.runs import words
 
 optuna = pytest.importorskip("optuna")  # the extra `search`
 NAMES = ("fc.weight", "proj.weight")
@@ -218,7 +220,7 @@ def _broken(folder):
 
 
 @pytest.mark.parametrize(
-    ("recipe_", "asked", "words"),
+    ("recipe_", "asked", "said"),
     [
         ({"parameters": {"scale": {"search": [0, 1]}, "density": 1}}, {}, "no parameter 'density'"),
         (
@@ -235,8 +237,8 @@ def _broken(folder):
     ],
     ids=str,
 )
-def test_wrong_input(models, recipe_, asked, words):
-    with pytest.raises(InputError, match=words):
+def test_wrong_input(models, recipe_, asked, said):
+    with pytest.raises(InputError, match=said):
         covmerge.search(recipe(models, **recipe_), closeness(models), models / "out", **asked)
     assert not (models / "out" / "search.db").exists() or not asked
 
@@ -271,10 +273,36 @@ def test_of_another_search_or_none(models):
 
 SCORE = """
 import os, sys, time
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 wanted, found = load_file(sys.argv[1]), load_file(sys.argv[2] + "/model.safetensors")
 time.sleep(float(os.environ.get("SLOW", 0)))
-print([-float((found[n] - wanted[n]).square().sum()) for n in wanted][0])
+print(-sum(float(abs(found[n] - wanted[n]).sum()) for n in wanted))
+"""
+
+
+def test_commands(models):
+    """Exit codes, and what is printed: of one objective, of several, as CSV."""
+    (models / "score.py").write_text(SCORE_LENGTH)
+    (models / "recipe.yml").write_text(yaml.safe_dump(recipe(models)))
+    score = ("--score", f"{sys.executable} {models / 'score.py'} {{model}}", "--trials", 2)
+    ran = run("search", models / "recipe.yml", *score, "--out", models / "one")
+    assert "parameters.scale" in ran.stdout and "best trial" in words(ran.stdout)
+    asked = ("--objective", "a", "--objective", "b", "--out", models / "two", "--csv")
+    ran = run("search", models / "recipe.yml", *score, *asked)
+    assert ran.stdout == (models / "two" / "trials.csv").read_text("utf-8")
+    refused = run("merge", models / "recipe.yml", models / "out", code=2)
+    assert "recipe.yml:5: experts.a.weight is marked by `search`" in refused.stderr
+    run("merge", models / "one" / "best.yml", models / "out")
+    refused = run("search", models / "one" / "best.yml", *score, code=2)
+    assert "no value is marked" in refused.stderr
+    failed = ("--score", f"{sys.executable} {models / 'none.py'} {{model}}", "--out", models / "x")
+    refused = run("search", models / "recipe.yml", *failed, code=1)
+    assert "the merge without a search has no score" in refused.stderr
+
+
+SCORE_LENGTH = """
+import json, os, sys
+print(json.dumps({"a": os.path.getsize(sys.argv[1] + "/covmerge.json"), "b": 1}))
 """
 
 
@@ -283,7 +311,7 @@ def test_command_killed_and_gone_on_with(models):
     (models / "recipe.yml").write_text(yaml.safe_dump(recipe(models)))
     command = f"{sys.executable} {models / 'score.py'} {models / 'wanted.safetensors'} {{model}}"
     asked = [sys.executable, "-m", "covmerge", "search", "recipe.yml", "--score", command]
-    asked += ["--trials", "4", "--together", "2"]
+    asked += ["--trials", "3", "--together", "2"]
     running = subprocess.Popen(asked, cwd=models, env={**os.environ, "SLOW": "1"})
     record = models / "recipe-search" / "search.db"
     deadline = time.monotonic() + 120
@@ -297,7 +325,7 @@ def test_command_killed_and_gone_on_with(models):
     assert "best" in ran.stdout and "the scorer gives no number for each" in " ".join(
         ran.stdout.split()
     )
-    assert 1 <= before < 4 == _trials_in(record)
+    assert 1 <= before < 3 == _trials_in(record)
     assert (models / "recipe-search" / "best" / "model.safetensors").exists()
 
 

@@ -389,7 +389,7 @@ class CompareJob:
         if self.out is None:
             checkpoints.materialize()
             none = [NoOutput() for _ in plans]
-            done, _ = self._execute(plans, none, checkpoints, memory, {})
+            done, _ = execute(plans, none, checkpoints, memory, self.options)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             return self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
         return self._to_disk(self.out, entries, plans, checkpoints, memory, left_out)
@@ -414,7 +414,7 @@ class CompareJob:
                 models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
             outputs = [model.output for model in models]
             contents = checkpoints.contents()
-            done, hashes = self._execute(plans, outputs, checkpoints, memory, contents)
+            done, hashes = execute(plans, outputs, checkpoints, memory, self.options, contents)
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
@@ -444,33 +444,6 @@ class CompareJob:
             )
             staging.commit()
         return comparison
-
-    def _execute(
-        self,
-        plans: Sequence[Plan],
-        outputs: Sequence[Output],
-        checkpoints: OpenCheckpoints,
-        memory: MemoryPlan,
-        contents: Contents,
-    ) -> tuple[list[RunResult], Hashes]:
-        checkpoints.check_ties(plans[0])
-        options = self.options
-        executor = options.executor(memory, partial(checkpoints.opener, plans))
-        with (
-            naming_lost(checkpoints.experts),
-            torch_threads(options.threads),
-            closing(executor),
-            executor.hashing(contents) as hashing,
-        ):
-            done = run(
-                list(zip(plans, outputs, strict=True)),
-                checkpoints.sources(),
-                Context(plans[0].compute_dtype, options.torch_device, compare=True),
-                executor=executor,
-                progress=options.shown_progress,
-                follow=hashing.follow,
-            )
-            return done, hashing.result()
 
     def _comparison(
         self,
@@ -503,6 +476,46 @@ class CompareJob:
             notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
             adapters=tuple(checkpoints.adapters),
         )
+
+
+def execute(
+    plans: Sequence[Plan],
+    outputs: Sequence[Output],
+    checkpoints: OpenCheckpoints,
+    memory: MemoryPlan,
+    options: RunOptions,
+    contents: Contents | None = None,
+    *,
+    compare: bool = True,
+) -> tuple[list[RunResult], Hashes]:
+    """Merge by several plans in one reading.
+
+    Args:
+        plans: over the same checkpoints.
+        outputs: where each goes.
+        checkpoints: what is read.
+        memory: how it is divided.
+        options: how it is done.
+        contents: what is hashed meanwhile.
+        compare: measure the results too.
+    """
+    checkpoints.check_ties(plans[0])
+    executor = options.executor(memory, partial(checkpoints.opener, plans))
+    with (
+        naming_lost(checkpoints.experts),
+        torch_threads(options.threads),
+        closing(executor),
+        executor.hashing(contents or {}) as hashing,
+    ):
+        done = run(
+            list(zip(plans, outputs, strict=True)),
+            checkpoints.sources(),
+            Context(plans[0].compute_dtype, options.torch_device, compare=compare),
+            executor=executor,
+            progress=options.shown_progress,
+            follow=hashing.follow,
+        )
+        return done, hashing.result()
 
 
 def stored(

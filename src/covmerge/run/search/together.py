@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ from covmerge.base.types import Json
 from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe
-from covmerge.run.comparison import SHARED_COPIES
-from covmerge.run.engine import run
+from covmerge.run.comparison import SHARED_COPIES, execute
 from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.hashing import Contents
-from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
-from covmerge.run.engine.thread_count import torch_threads
-from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.sources import OpenCheckpoints
 
@@ -80,26 +75,13 @@ class Together:
             return
         room_for(plans, work[0][1].parent).check()
         checkpoints.materialize()
-        checkpoints.check_ties(plans[0])
         files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
+        outputs = [own.output for own in files]
         # The sources are hashed in the first reading.
-        contents: Contents = {} if self._recorded else checkpoints.contents()
-        executor = self.options.executor(memory, checkpoints.opener)
-        with (
-            naming_lost(checkpoints.experts),
-            torch_threads(self.options.threads),
-            closing(executor),
-            executor.hashing(contents) as hashing,
-        ):
-            done = run(
-                [(plan, own.output) for plan, own in zip(plans, files, strict=True)],
-                checkpoints.sources(),
-                Context(plans[0].compute_dtype, self.options.torch_device),
-                executor=executor,
-                progress=self.options.shown_progress,
-                follow=hashing.follow,
-            )
-            hashes = hashing.result()
+        contents = None if self._recorded else checkpoints.contents()
+        done, hashes = execute(
+            plans, outputs, checkpoints, memory, self.options, contents, compare=False
+        )
         self._recorded = self._recorded or checkpoints.recorded(hashes)
         for (plan, folder), own, found in zip(work, files, done, strict=True):
             fit = check_fit(plan, found.items, checkpoints)

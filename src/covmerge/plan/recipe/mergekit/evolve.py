@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, cast
 
-from covmerge.files.checkpoints.layer_count import layer_count
+from covmerge.files.checkpoints.config_counts import layer_count
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.recipe.mergekit.models import Places, reference
 from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
