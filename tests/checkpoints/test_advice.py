@@ -96,8 +96,12 @@ AGAIN = {
         lambda f: raw(f, {"w": ENTRY | {"dtype": "F128"}}),
         advice("and this version do not read: convert it to one of {}"),
     ),
+    "half a byte": (
+        lambda f: raw(f, {"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}}),
+        advice("whose rows are no whole bytes: save the file again"),
+    ),
     "packed numbers": (
-        lambda f: raw(f, {"w": {"dtype": "F4", "shape": [64], "data_offsets": [0, 32]}}),
+        lambda f: raw(f, {"w": {"dtype": "F6_E2M3", "shape": [64], "data_offsets": [0, 48]}}),
         advice("with which nothing can be computed: dequantise the checkpoint first"),
     ),
     "a long name": (

@@ -219,6 +219,45 @@ def mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def mxfp8(name: str, weight: Tensor, kind: torch.dtype = torch.uint8) -> dict[str, Tensor]:
+    """A weight in FP8, an exponent for 32 of a row."""
+    own = weight.float().unflatten(-1, (-1, 32))
+    exponents = own.abs().amax(-1, keepdim=True).log2().floor().sub(8)
+    return {
+        name: (own / exponents.exp2()).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": (exponents.squeeze(-1) + 127).to(torch.uint8).view(kind),
+    }
+
+
+def deepseek_v4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A weight of an MLP in FP4, as DeepSeek-V4 stores experts, others in FP8; scales are exponents."""
+    scale, kind = name.replace(".weight", ".scale"), torch.float8_e8m0fnu
+    if ".mlp." in name:
+        blocks, exponents = mxfp4(name, weight.mT[None]).values()
+        return {name: blocks[0].flatten(1).view(torch.int8), scale: exponents[0].view(kind)}
+    high, wide = (size // 32 for size in weight.shape)
+    blocks = weight.float().view(high, 32, wide, 32)
+    exponents = blocks.abs().amax((1, 3)).log2().floor().sub(8)
+    packed = blocks / exponents.exp2()[:, None, :, None]
+    return {
+        name: packed.clamp(-448, 448).view(weight.shape).to(torch.float8_e4m3fn),
+        scale: (exponents + 127).to(torch.uint8).view(kind),
+    }
+
+
+def metal(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
+    """A weight of 4 bits with a scale and an offset for each group, as transformers stores it for Metal."""
+    own = weight.float().unflatten(1, (-1, group))
+    low, top = own.amin(2), own.amax(2)
+    scale = ((top - low) / 15).bfloat16()
+    numbers = ((own - low.bfloat16().float()[..., None]) / scale.float()[..., None]).round()
+    return {
+        name: in_words(numbers.clamp(0, 15).flatten(1), 4).view(torch.uint32),
+        name.replace(".weight", ".scales"): scale,
+        name.replace(".weight", ".qbiases"): low.bfloat16(),
+    }
+
+
 def integers(form: str, bits: int, **more: Any) -> dict[str, Any]:
     """What compressed-tensors' config says of symmetric integers."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **more}
@@ -256,6 +295,18 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq, 3 bits": (partial(gptq, bits=3), {**GPTQ, "bits": 3}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
+}
+
+
+# Those that transformers dequantises where there is no GPU.
+BY_TRANSFORMERS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    **{form: FORMATS[form] for form in ("fp8 by block", "fp8 by tensor", "mxfp4")},
+    "mxfp8": (mxfp8, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}),
+    "deepseek-v4": (
+        deepseek_v4,
+        {**FP8_BLOCKS, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+    ),
+    "metal": (metal, {"quant_method": "metal", "bits": 4, "group_size": 32}),
 }
 
 

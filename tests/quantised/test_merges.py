@@ -14,7 +14,7 @@ from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import Recipe
 from covmerge.plan.statistics.model import load_model
 from covmerge.run.recompute import recompute
-from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, save_packed
+from tests.quantised.models import BY_TRANSFORMERS, FORMATS, GPTQ, build, gptq, llama, save_packed
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -140,12 +140,14 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path):
         covmerge.merge(tmp_path / "base", {"a": packed}, "task_arithmetic", tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", ["fp8 by block", "fp8 by tensor", "mxfp4"])
+@pytest.mark.parametrize("form", BY_TRANSFORMERS)
 def test_transformers_reads_the_same_of_the_same_file(tmp_path, form):
     """Really loaded; it dequantises on a CPU. Its other formats need packages: `test_goldens.py`."""
-    pack, settings = FORMATS[form]
-    packed = save_packed(build(form, 1), tmp_path, pack, settings)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
+    packed = save_packed(build(form, 1), tmp_path, *BY_TRANSFORMERS[form])
+    where = {"device_map": "cpu"} if form == "metal" else {}  # which it looks for a GPU for
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        packed, dtype=torch.bfloat16, **where
+    )
     ours = open_plain(packed)
     expected = theirs.state_dict()
     for name in ours.headers:

@@ -46,6 +46,8 @@ from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
+MODELOPT = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says so
+MLX = "quantization"  # what MLX calls it in config.json, beside or instead
 
 PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
 STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # of a training run, by transformers' Trainer
@@ -98,6 +100,9 @@ class FileCheckpoint(Kind):
         self.config: Mapping[str, Any] | None = next(
             (read_config(file) for file in beside if self.path_of(file) == CONFIG), None
         )
+        for file in beside:
+            if self.path_of(file) == MODELOPT:
+                self.config = {**_of_modelopt(file), **(self.config or {})}
         packed = [read.settings for read in weights.values() if read.settings is not None]
         if packed and len(weights) > 1:
             raise CheckpointError(
@@ -350,7 +355,19 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is malformed, or far too long.
     """
-    return read_object(file, values=_CONFIG_VALUES)
+    config = read_object(file, values=_CONFIG_VALUES)
+    own: object = config.get(MLX)
+    if isinstance(own, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", own).keys():
+        del config[MLX]
+        config.setdefault(QUANTISATION, own)
+    return config
+
+
+def _of_modelopt(file: StoredFile) -> dict[str, Any]:
+    stated: object = read_object(file, values=_CONFIG_VALUES).get("quantization")
+    settings = cast("dict[str, Any]", stated) if isinstance(stated, dict) else {}
+    packs = settings.get("quant_algo") is not None  # else the cache of keys and values alone
+    return {QUANTISATION: {"quant_method": "modelopt", **settings}} if packs else {}
 
 
 def weights_stem(config: Mapping[str, Any] | None) -> str:
@@ -423,7 +440,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
-    beside = [_existing(store, CONFIG)] if CONFIG in names else []
+    beside = [_existing(store, name) for name in (CONFIG, MODELOPT) if name in names]
     files = None if _holds_model(names) else open_divided(store, names)
     if files is not None:
         first, *others = files.files

@@ -22,6 +22,8 @@ from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 LENGTH_BYTES = 8
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+# Two numbers a byte, as torch counts them: a pair is one element. No torch has a dtype of 6 bits.
+_PAIRS = {"F4": getattr(torch, "float4_e2m1fn_x2", None)}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 _KEYS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMENSIONS = 64  # torch's own limit for most operations
@@ -138,6 +140,8 @@ def _slot(name: str, entry: object, start: int, where: str) -> Slot:
     fields = cast("dict[str, Any]", entry)
     dtype = _dtype(fields["dtype"], where)
     shape = _sizes(fields["shape"], "shape", where)
+    if fields["dtype"] in _PAIRS:
+        shape = _in_pairs(shape, where)
     header = TensorHeader(name, shape, dtype)
     _check_bytes(header, where)
     offsets = _sizes(fields["data_offsets"], "data_offsets", where)
@@ -157,6 +161,9 @@ def _slot(name: str, entry: object, start: int, where: str) -> Slot:
 def _dtype(name: object, where: str) -> torch.dtype:
     if isinstance(name, str) and name in _DTYPES:
         return _DTYPES[name]
+    pair = _PAIRS.get(name) if isinstance(name, str) else None
+    if pair is not None:
+        return pair
     if name in _SUB_BYTE:
         raise CheckpointError(
             f"{where} is {name}, packed numbers of less than a byte with which nothing can be "
@@ -166,6 +173,14 @@ def _dtype(name: object, where: str) -> torch.dtype:
         f"{where} has the dtype {shorten(name)}, which torch {torch.__version__} and this version "
         f"do not read: convert it to one of {', '.join(_DTYPES)}"
     )
+
+
+def _in_pairs(shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+    if not shape or shape[-1] % 2:
+        raise CheckpointError(
+            f"{where} is F4 of shape {list(shape)}, whose rows are no whole bytes: save the file again"
+        )
+    return (*shape[:-1], shape[-1] // 2)
 
 
 def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:

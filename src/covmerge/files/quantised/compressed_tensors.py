@@ -1,36 +1,56 @@
 """Weights with scales, as compressed-tensors stores them (llm-compressor, vLLM).
 
 `X.weight` is float8 or int8, and w = (q - z) · s, with s in `X.weight_scale` for the tensor, each
-row or each block, and z in `X.weight_zero_point` where the format is asymmetric.
+row or each block, and z in `X.weight_zero_point` where the format is asymmetric. `X.weight_packed` has
+integers in words (`packed_integers`), or numbers of 4 or 6 bits in bytes: NVFP4, w = q · (s / g), with g in
+`X.weight_global_scale`; MXFP4 and MXFP6, w = q · 2^(s − 127). MXFP8 is float8 with such exponents.
+
+Groups of layers may have settings of their own, by patterns of names of which the first that matches
+holds. No stranger's pattern is matched here: the sizes and dtypes of what is stored tell the settings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised import packed_integers
 from covmerge.files.quantised.fp8 import (
+    EXPONENTS,
     FLOAT8,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NVFP4,
     ROW,
     TENSOR,
     Block,
+    Numbers,
     Scaled,
+    Whole,
     as_block,
     how_scaled,
     of_activations,
     scaled,
 )
-from covmerge.files.quantised.packed import Found, Stored
+from covmerge.files.quantised.packed import SMALLEST, Found, Packed, Stored
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
-_WORDS = "pack-quantized"
+_FORMATS = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"),
+)
+_PACKED, _SCALE, _ZEROS = "_packed", "_scale", "_zero_point"
 _KINDS = {"num_bits": int, "type": str, "symmetric": bool}
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
 _GROUPED = ("group", "tensor_group")
-_DTYPES = {"float": FLOAT8, "int": (torch.int8,)}
+_TYPES = ("float", "int")
+# By the bits and the group of floating-point numbers.
+_SMALL = {(4, 16): NVFP4, (4, 32): MXFP4, (6, 32): MXFP6, (8, 32): MXFP8}
+Schemes = list[dict[str, Any]]
 
 
 def find(stored: Stored) -> Found:
@@ -39,39 +59,120 @@ def find(stored: Stored) -> Found:
     Raises:
         CheckpointError: another format of compressed-tensors, or sizes that contradict each other.
     """
+    stored.setting("format", *_FORMATS)
     schemes = _of_weights(stored)
-    if stored.setting("format", *_FORMATS, _WORDS) == _WORDS:
-        return packed_integers.find(stored, schemes)
-    blocks = [block for own in schemes for block in _blocks(stored, own)] or [TENSOR, ROW]
-    kinds = dict.fromkeys(own.get("type") for own in schemes) or _DTYPES
-    dtypes = tuple(d for kind in (_DTYPES if None in kinds else kinds) for d in _DTYPES[str(kind)])
-    symmetric = bool(schemes) and all(own.get("symmetric", True) for own in schemes)
     headers = stored.checkpoint.headers
-    tensors: list[Scaled] = []
-    for scale in [name for name in headers if name.endswith(".weight_scale")]:
-        name = scale.removesuffix("_scale")
-        zeros = f"{name}_zero_point"
-        if zeros not in headers:
-            packed_integers.check_zeros(stored, schemes, zeros)
-        tensors.append(
-            scaled(
-                stored,
-                name,
-                scale,
-                dtypes,
-                blocks,
-                zeros if zeros in headers else None,
-                symmetric=symmetric,
-            )
+    words = packed_integers.find(stored, schemes)
+    bytes_of = {
+        name.removesuffix(_PACKED): name
+        for name, header in headers.items()
+        if name.endswith(f".weight{_PACKED}") and header.dtype is not torch.int32
+    }
+    small = [_small(stored, schemes, name, packed) for name, packed in bytes_of.items()]
+    known = {tensor.header.name for tensor in (*words, *small)}
+    scales = [name for name in headers if name.endswith(f".weight{_SCALE}")]
+    names = [name.removesuffix(_SCALE) for name in scales]
+    plain = [_weight(stored, schemes, name) for name in names if name not in known]
+    tensors: tuple[Packed, ...] = (*words, *small, *plain)
+    said = [*packed_integers.said(words), *_said(headers, [*small, *plain])]
+    return Found(tensors, f"compressed-tensors, {' and '.join(said)}", of_activations(stored))
+
+
+def _said(headers: Mapping[str, TensorHeader], tensors: Sequence[Scaled]) -> Iterator[str]:
+    """The kinds of tensors with scales, in words."""
+    kinds: dict[str, list[Scaled]] = {}
+    for tensor in tensors:
+        kinds.setdefault(_kind(headers, tensor), []).append(tensor)
+    for kind, own in kinds.items():
+        yield f"{kind}, {how_scaled(own)}"
+
+
+def _kind(headers: Mapping[str, TensorHeader], tensor: Scaled) -> str:
+    weight, scale = (headers[name] for name in tensor.stored[:2])
+    if weight.dtype is torch.int8:
+        return "INT8"
+    if tensor.whole is not None:
+        return "NVFP4"
+    return f"{'MX' if scale.dtype in EXPONENTS else ''}FP{tensor.bits}"
+
+
+def _small(stored: Stored, schemes: Schemes, name: str, packed: str) -> Scaled:
+    """A weight of floating-point numbers of 4 or 6 bits."""
+    headers = stored.checkpoint.headers
+    scale = stored.part(f"{name}{_SCALE}", (torch.float8_e4m3fn, *EXPONENTS))
+    kinds = [_SMALL[key] for key in _small_of(stored, schemes) if key[0] < MXFP8.bits]
+    fits = [
+        kind
+        for kind in kinds
+        if scale.dtype in kind.scales
+        and scale.shape[-1:] == (_columns(headers[packed], kind.bits) // kind.blocks[0][1],)
+    ]
+    if not kinds:
+        stored.refuse(
+            f"'{packed}' is {headers[packed].dtype}, and no group of layers has such weights"
         )
-    stored_as = dict.fromkeys(
-        "INT8" if headers[tensor.header.name].dtype is torch.int8 else "FP8" for tensor in tensors
+    numbers = (*fits, *kinds)[0]
+    zeros = f"{name}{_ZEROS}"
+    if zeros in headers:
+        stored.refuse(
+            f"'{zeros}' is there, where symmetric numbers of {numbers.bits} bits can be read"
+        )
+    whole = Whole(f"{name}_global_scale", divides=True) if numbers is NVFP4 else None
+    return scaled(stored, packed, scale.name, numbers, plain=name, whole=whole)
+
+
+def _columns(packed: TensorHeader, bits: int) -> int:
+    return packed.shape[-1] * MXFP8.bits // bits if packed.shape else 0
+
+
+def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
+    """Bits and groups of floating-point weights in groups, of those that are read.
+
+    Raises:
+        CheckpointError: there are others.
+    """
+    found: list[tuple[int, int]] = []
+    for own in schemes:
+        group = own.get("group_size")
+        if own.get("type") == "float" and group not in (None, -1):
+            key = (own.get("num_bits", 8), group)
+            if key not in _SMALL:
+                known = ", ".join(f"{bits} bits by {size}" for bits, size in _SMALL)
+                stored.refuse(
+                    f"its weights are float of {shorten(key[0])} bits in groups of {shorten(group)}, "
+                    f"where {known} can be read"
+                )
+            found.append(key)
+    return found
+
+
+def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
+    """A weight of 8 bits."""
+    headers = stored.checkpoint.headers
+    scale, zeros = f"{name}{_SCALE}", f"{name}{_ZEROS}"
+    small = _small_of(stored, schemes)
+    if (8, 32) in small and scale in headers and headers[scale].dtype in EXPONENTS:
+        return scaled(stored, name, scale, MXFP8)
+    large = [
+        own for own in schemes if own.get("type") != "float" or own.get("group_size") in (None, -1)
+    ]
+    blocks = [block for own in large for block in _blocks(stored, own)] or [TENSOR, ROW]
+    kinds = dict.fromkeys(own.get("type") for own in large)
+    floats = FLOAT8 if not kinds or kinds.keys() & {"float", None} else ()
+    integers = (torch.int8,) if not kinds or kinds.keys() & {"int", None} else ()
+    if zeros not in headers:
+        packed_integers.check_zeros(stored, schemes, zeros)
+    return scaled(
+        stored,
+        name,
+        scale,
+        Numbers((*floats, *integers), list(dict.fromkeys(blocks))),
+        zeros=zeros if zeros in headers else None,
+        symmetric=bool(schemes) and all(own.get("symmetric", True) for own in schemes),
     )
-    said = f"compressed-tensors, {' and '.join(stored_as)}, {how_scaled(tensors)}"
-    return Found(tuple(tensors), said, of_activations(stored))
 
 
-def _of_weights(stored: Stored) -> list[dict[str, Any]]:
+def _of_weights(stored: Stored) -> Schemes:
     """What a config says of the weights of each group of layers.
 
     Raises:
@@ -79,7 +180,7 @@ def _of_weights(stored: Stored) -> list[dict[str, Any]]:
     """
     groups: object = stored.settings.get("config_groups") or {}
     schemes = cast("dict[str, Any]", groups).values() if isinstance(groups, dict) else [groups]
-    found: list[dict[str, Any]] = []
+    found: Schemes = []
     for scheme in schemes:
         group = cast("dict[str, Any]", scheme) if isinstance(scheme, dict) else {"weights": scheme}
         weights: object = group.get("weights")
@@ -104,7 +205,7 @@ def _check(stored: Stored, own: dict[str, Any]) -> None:
     for key, kind in _KINDS.items():
         if key in own and type(own[key]) is not kind:
             stored.refuse(f"{key} of its weights is {shorten(own[key])}")
-    if own.get("type", "int") not in _DTYPES:
+    if own.get("type", "int") not in _TYPES:
         stored.refuse(f"type of its weights is {shorten(own['type'])}")
     strategy, group, block = (own.get(k) for k in ("strategy", "group_size", "block_structure"))
     if strategy not in _STRATEGIES:
@@ -122,10 +223,18 @@ def _check(stored: Stored, own: dict[str, Any]) -> None:
 def _blocks(stored: Stored, own: dict[str, Any]) -> list[Block]:
     """What has one scale, by what a config says of the weights of a group of layers."""
     strategy, block = own.get("strategy"), own.get("block_structure")
+    group = own.get("group_size")
+    if strategy in _GROUPED or (strategy is None and group not in (None, -1)):
+        if not (type(group) is int and SMALLEST <= group < 2**31):
+            stored.refuse(
+                f"its group_size is {shorten(group)}, where {SMALLEST} or more can be read"
+            )
+        return [(1, group)]
     whole = {"tensor": [TENSOR], "channel": [ROW], "block": [], None: [TENSOR, ROW]}.get(strategy)
     if whole is None:
         stored.refuse(
-            f"strategy of its weights is {shorten(strategy)}, where tensor, channel or block can be read"
+            f"strategy of its weights is {shorten(strategy)}, where tensor, channel, group or block "
+            "can be read"
         )
     blocks = strategy == "block" or (strategy is None and block is not None)
     return [*whole, *([as_block(stored, block)] if blocks else [])]

@@ -1,14 +1,15 @@
 """FP8 with a scale for each block, each row or each tensor, as DeepSeek and transformers store it.
 
-`X.weight` is float8, and w = q · s, with s in `X.weight_scale_inv`: for each block of
-`weight_block_size` weights, the last row and column of blocks cut off where the sizes do not
-divide; or one number for all.
+`X.weight` is float8, and w = q · s, with s in `X.weight_scale_inv` (`X.scale` in DeepSeek-V4's files,
+`X.qscale_weight` in Mistral's): for each block of `weight_block_size` weights, the last row and column
+of blocks cut off where the sizes do not divide; or one number for all. DeepSeek-V4 stores experts as
+two E2M1 numbers a byte, with a power of two for 32 of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,18 +18,22 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.quantised.low_bits import BYTE, numbers, scales_of
 from covmerge.files.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_E8M0 = getattr(torch, "float8_e8m0fnu", None)
-_SCALES = (
-    *(torch.float32, torch.bfloat16, torch.float16),
-    *(() if _E8M0 is None else (_E8M0,)),
-)
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+# Powers of two: bytes are their exponents. The dtypes of exponents and of two E2M1 numbers are young.
+EXPONENTS = (torch.uint8, *(getattr(torch, n) for n in ("float8_e8m0fnu",) if hasattr(torch, n)))
+FLOAT4 = (torch.uint8, *(getattr(torch, n) for n in ("float4_e2m1fn_x2",) if hasattr(torch, n)))
+_SCALES = (*_WIDE, *EXPONENTS)
 # Blocks that have one scale, by rows and columns; 0: all of them.
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
+_LEAVES = ("weight_scale_inv", "qscale_weight")
+_SHORT = "scale"  # a name that other tensors have too
+_TWO_A_BYTE = (torch.int8, *FLOAT4[1:])  # as DeepSeek-V4 stores experts
 # What a client multiplies its inputs and outputs by, beside the weights of a layer.
 _OF_ACTIVATIONS = (
     *("activation_scale", "input_scale", "output_scale"),
@@ -37,42 +42,90 @@ _OF_ACTIVATIONS = (
 
 
 @dataclass(frozen=True)
+class Whole:
+    """One scale for all scales of a tensor.
+
+    Attributes:
+        name: of the stored number.
+        divides: whether scales are divided by it; else they are multiplied.
+    """
+
+    name: str
+    divides: bool
+
+
+@dataclass(frozen=True)
 class Scaled(ByRows):
-    """Numbers of 8 bits times the scale of their block.
+    """Numbers of 4, 6 or 8 bits times the scale of their block.
 
     Attributes:
         block: rows and columns that have one scale.
         zeros: the name of what is subtracted before, with the scales' shape; None: nothing is.
         symmetric: the checkpoint, if its config says that nothing is subtracted: then `zeros` must be 0.
+        bits: of a number.
+        whole: a scale of the scales; None: there is none.
     """
 
     block: Block
     zeros: str | None = None
     symmetric: str | None = None
+    bits: int = BYTE
+    whole: Whole | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        values = read(self.stored[0], rows).float()
+        values = numbers(read(self.stored[0], rows), self.bits)
         if self.zeros is not None:
-            zeros = self._spread(self.zeros, rows, read)
+            zeros = self._spread(self._of_blocks(self.zeros, rows, read), rows)
             if self.symmetric is not None and bool(zeros.any()):
                 raise CheckpointError(
                     f"{self.symmetric}: config.json says that weights are symmetric, and '{self.zeros}' "
                     "is not 0: pass the model as it was before it was quantised"
                 )
             values -= zeros
-        return values.mul_(self._spread(self.stored[1], rows, read))
+        scales = self._of_blocks(self.stored[1], rows, read)
+        if self.whole is not None:
+            other = read(self.whole.name, None).view(())
+            scales = scales / other if self.whole.divides else scales * other
+        return values.mul_(self._spread(scales, rows))
 
-    def _spread(self, name: str, rows: range, read: Read) -> Tensor:
-        """A number for each weight of some rows, as far as it does not hold for a whole row."""
-        high, wide = self.block
+    def _of_blocks(self, name: str, rows: range, read: Read) -> Tensor:
+        """A number for each block that some rows lie in."""
+        high = self.block[0]
         blocks = range(rows.start // high, -(-rows.stop // high))
         held = None if high >= self.header.shape[0] else blocks
-        own = read(name, held).float().reshape(len(blocks), -1)
+        return scales_of(read(name, held)).reshape(len(blocks), -1)
+
+    def _spread(self, own: Tensor, rows: range) -> Tensor:
+        """A number for each weight of some rows, as far as it does not hold for a whole row."""
+        high, wide = self.block
         first = rows.start % high
         own = own.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else own
         if own.shape[1] == 1:
             return own
         return own.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a weight and its scales may be stored as.
+
+    Attributes:
+        dtypes: of the weight.
+        blocks: that may have one scale.
+        bits: of a number.
+        scales: dtypes of the scales.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    blocks: Sequence[Block]
+    bits: int = BYTE
+    scales: tuple[torch.dtype, ...] = _SCALES
+
+
+MXFP4 = Numbers(FLOAT4, [(1, 32)], 4, EXPONENTS)
+MXFP6 = Numbers((torch.uint8,), [(1, 32)], 6, EXPONENTS)
+MXFP8 = Numbers(FLOAT8, [(1, 32)], BYTE, EXPONENTS)
+NVFP4 = Numbers(FLOAT4, [(1, 16)], 4, (torch.float8_e4m3fn,))
 
 
 def find(stored: Stored) -> Found:
@@ -84,12 +137,27 @@ def find(stored: Stored) -> Found:
     stored.setting("fmt", "e4m3", "float8_e4m3fn", None)
     given = stored.settings.get("weight_block_size")
     blocks = [] if given is None else [as_block(stored, given)]
-    names = [name for name in stored.checkpoint.headers if name.endswith(".weight_scale_inv")]
-    tensors = [
-        scaled(stored, name.removesuffix("_scale_inv"), name, FLOAT8, [TENSOR, ROW, *blocks])
-        for name in names
-    ]
+    tensors = [_weight(stored, *pair, blocks) for pair in _pairs(stored)]
     return Found(tuple(tensors), _said("FP8", tensors), of_activations(stored))
+
+
+def _pairs(stored: Stored) -> Iterator[tuple[str, str]]:
+    """Names of weights and of their scales."""
+    headers = stored.checkpoint.headers
+    for name in headers:
+        module, _, leaf = name.rpartition(".")
+        weight = headers.get(f"{module}.weight")
+        if leaf in _LEAVES or (
+            leaf == _SHORT and weight is not None and weight.dtype in (*FLOAT8, *_TWO_A_BYTE)
+        ):
+            yield f"{module}.weight", name
+
+
+def _weight(stored: Stored, name: str, scale: str, blocks: Sequence[Block]) -> Scaled:
+    header = stored.checkpoint.headers.get(name)
+    if header is not None and header.dtype in _TWO_A_BYTE:
+        return scaled(stored, name, scale, replace(MXFP4, dtypes=_TWO_A_BYTE))
+    return scaled(stored, name, scale, Numbers(FLOAT8, [TENSOR, ROW, *blocks]))
 
 
 def as_block(stored: Stored, given: object) -> Block:
@@ -110,41 +178,53 @@ def scaled(
     stored: Stored,
     name: str,
     scale: str,
-    dtypes: tuple[torch.dtype, ...],
-    blocks: Sequence[Block],
-    zeros: str | None = None,
+    numbers: Numbers,
     *,
+    plain: str | None = None,
+    zeros: str | None = None,
     symmetric: bool = False,
+    whole: Whole | None = None,
 ) -> Scaled:
     """Return a packed weight, after its sizes were checked.
 
     Args:
         stored: the checkpoint.
-        name: of the packed weight, which is its plain name too.
+        name: of the packed weight.
         scale: name of its scales.
-        dtypes: what it may be stored as.
-        blocks: that may have one scale.
+        numbers: what both may be stored as.
+        plain: name of the weight; None: it is that of the packed one.
         zeros: name of its zero points, if there are any.
         symmetric: whether the config says that there are no zero points.
+        whole: the scale of its scales, if there is one.
 
     Raises:
         CheckpointError: a part is missing, or of a shape that fits nothing, or several blocks.
     """
-    weight = stored.part(name, dtypes)
+    weight = stored.part(name, numbers.dtypes)
     if len(weight.shape) != 2 or not weight.numel:
         stored.refuse(f"'{name}' is {list(weight.shape)}, where a matrix can be read")
-    forms = _forms(weight.shape, blocks)
-    shape = stored.part(scale, _SCALES, *forms).shape
-    if len(meant := forms[shape]) > 1:
+    shape = (weight.shape[0], weight.shape[1] * BYTE // numbers.bits)
+    if numbers.bits < BYTE and shape[1] % numbers.blocks[0][1]:
         stored.refuse(
-            f"'{scale}' is {list(shape)}, which fits blocks of {' and of '.join(map(str, meant))}"
+            f"'{name}' has rows of {weight.shape[1]} bytes, where whole blocks of "
+            f"{numbers.blocks[0][1]} numbers of {numbers.bits} bits can be read"
+        )
+    forms = _forms(shape, numbers.blocks)
+    grid = stored.part(scale, numbers.scales, *forms).shape
+    if len(meant := forms[grid]) > 1:
+        stored.refuse(
+            f"'{scale}' is {list(grid)}, which fits blocks of {' and of '.join(map(str, meant))}"
         )
     parts = (name, scale)
     if zeros is not None:
-        stored.part(zeros, (torch.int8, *FLOAT8), shape)
+        stored.part(zeros, (torch.int8, *FLOAT8), grid)
         parts = (*parts, zeros)
-    header = TensorHeader(name, weight.shape, stored.dtype)
-    return Scaled(header, parts, meant[0], zeros, stored.checkpoint.source if symmetric else None)
+    if whole is not None:
+        stored.part(whole.name, (torch.float32,), (1,), ())
+        parts = (*parts, whole.name)
+    header = TensorHeader(plain or name, shape, stored.dtype)
+    source = stored.checkpoint.source if symmetric else None
+    return Scaled(header, parts, meant[0], zeros, source, numbers.bits, whole)
 
 
 def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...], list[Block]]:

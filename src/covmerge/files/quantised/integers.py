@@ -12,6 +12,7 @@ from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
@@ -98,7 +99,8 @@ def run_of(bits: int) -> tuple[int, int]:
 def in_a_row(words: Tensor, bits: int) -> Tensor:
     """Return the numbers in words `(rows, n)` as `(rows, n · 32 / bits)`, the lowest bits first.
 
-    Of 3 bits some lie across two words: the bits of a run of words are one row.
+    Of 3 bits some lie across two words: the bits of a run of words are one row, of which the last may
+    be cut off.
 
     Example:
         >>> in_a_row(torch.tensor([[0x21]], dtype=torch.int32), 4)
@@ -110,6 +112,7 @@ def in_a_row(words: Tensor, bits: int) -> Tensor:
     places = torch.arange(0, count * bits, bits, dtype=torch.int32)
     if high == 1:
         return unpacked(words, places, bits).flatten(1)
+    words = pad(words, (0, -words.shape[1] % high))
     held = words.reshape(len(words), words.shape[1] // high, high).long() & (2**WORD - 1)
     word, shift = places // WORD, places % WORD
     low = held[..., word] >> shift

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
+from covmerge.files.quantised.low_bits import numbers, scales_of
 from covmerge.files.quantised.packed import Found, Read, Stored, pieces
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-VALUES = torch.cat([E2M1, -E2M1])  # by the 4 bits: a sign, two of the exponent, one of the fraction
-BIAS = 127
 _BYTES = 16  # of a group
 GROUP = 2 * _BYTES
 
@@ -41,10 +39,8 @@ class Experts:
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """Rows of one matrix `(rows, groups, 16)` with their exponents, as `(rows, d_in)`."""
-    halves = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1)
-    values = VALUES[halves.long()].flatten(-2)
-    exponents = scales.int().sub_(BIAS).unsqueeze(-1)
-    return torch.ldexp(values, exponents).flatten(-2)
+    values = numbers(blocks.flatten(1), 4).view(len(blocks), -1, GROUP)
+    return values.mul_(scales_of(scales).unsqueeze(-1)).flatten(1)
 
 
 def find(stored: Stored) -> Found:

@@ -1,13 +1,14 @@
-"""Integers of 4 or 8 bits in int32 words, as compressed-tensors packs them (`pack-quantized`: W4A16).
+"""Integers of 1 to 8 bits in int32 words, as compressed-tensors packs them (`pack-quantized`: W4A16).
 
 `X.weight_packed` `(d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest bits
 first, each 2^(bits − 1) more than it stands for; `X.weight_scale` is `(d_out, groups)`, and
-`X.weight_shape` has the two sizes of the weight.
+`X.weight_shape` has the two sizes of the weight. Zero points, `X.weight_zero_point`
+`(d_out · bits / 32, groups)`, are packed alike along the outputs: w = (q − z) · s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.gptq import said_of_groups
-from covmerge.files.quantised.integers import WORD, in_a_row
-from covmerge.files.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
+from covmerge.files.quantised.integers import WORD, in_a_row, run_of
+from covmerge.files.quantised.packed import SMALLEST, ByRows, Read, Stored
 
-_BITS = (4, 8)
+_BITS = range(1, 9)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
-_NOT_READ = ("weight_zero_point", "weight_g_idx")
+_INT32 = (torch.int32,)
+_MIXED = "weight_g_idx"
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,39 @@ class Words(ByRows):
     Attributes:
         bits: of an integer.
         group: inputs that have one scale.
+        zeros: the name of the zero points, if there are any.
     """
 
     bits: int
     group: int
+    zeros: str | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
-        numbers = in_a_row(read(self.stored[0], rows), self.bits)
-        numbers = numbers[:, : self.header.shape[1]].float().sub_(2 ** (self.bits - 1))
-        scales = read(self.stored[1], rows).float()
-        if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(self.group, 1)[:, : numbers.shape[1]]
-        return numbers.mul_(scales)
+        numbers = in_a_row(read(self.stored[0], rows), self.bits)[:, : self.header.shape[1]].float()
+        if self.zeros is None:
+            numbers.sub_(2 ** (self.bits - 1))
+        else:
+            numbers.sub_(self._spread(self._zeros(rows, read)))
+        return numbers.mul_(self._spread(read(self.stored[1], rows).float()))
+
+    def _zeros(self, rows: range, read: Read) -> Tensor:
+        """The zero points of some rows, each as much more as the integers are."""
+        assert self.zeros is not None
+        held, high = run_of(self.bits)
+        runs = range(rows.start // held, -(-rows.stop // held))
+        count = -(-self.header.shape[0] * self.bits // WORD)
+        words = read(self.zeros, range(runs.start * high, min(runs.stop * high, count)))
+        first = rows.start - runs.start * held
+        return in_a_row(words.mT, self.bits).mT[first : first + len(rows)].float()
+
+    def _spread(self, own: Tensor) -> Tensor:
+        if own.shape[1] == 1:
+            return own
+        return own.repeat_interleave(self.group, 1)[:, : self.header.shape[1]]
 
 
-def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
-    """Find layers with `weight_packed`; see `Found`.
+def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
+    """Find layers with integers in `weight_packed`.
 
     Args:
         stored: the checkpoint.
@@ -56,27 +75,48 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
     Raises:
         CheckpointError: integers that are not read, or sizes that contradict each other.
     """
-    groups = [None if own.get("group_size") == -1 else own.get("group_size") for own in schemes]
-    sizes = {
-        (own.get("num_bits"), own.get("type", "int"), group)
-        for own, group in zip(schemes, groups, strict=True)
-    }
-    if len(sizes) != 1:
-        stored.refuse(f"its layers are of {len(sizes)} kinds, where one can be read")
-    ((bits, kind, group),) = sizes
-    if bits not in _BITS or kind != "int":
-        stored.refuse(f"its weights are {shorten(kind)} of {shorten(bits)} bits, not int of 4 or 8")
-    if group is not None and not (type(group) is int and SMALLEST <= group < 2**31):
-        stored.refuse(f"its group_size is {shorten(group)}, where {SMALLEST} or more can be read")
-    if any(own.get("strategy") == "block" for own in schemes):
+    headers = stored.checkpoint.headers
+    names = [
+        n for n, own in headers.items() if n.endswith(".weight_packed") and own.dtype in _INT32
+    ]
+    if not names:
+        return ()
+    sizes = list(dict.fromkeys(_size(stored, own) for own in schemes if own.get("type") != "float"))
+    if not sizes:
+        stored.refuse(f"'{names[0]}' is torch.int32, and no group of layers has integers")
+    tensors = tuple(_weight(stored, n.removesuffix("_packed"), sizes) for n in names)
+    symmetric = all(own.get("symmetric", True) for own in schemes)
+    for tensor in tensors:
+        if tensor.zeros is not None and symmetric:
+            stored.refuse(
+                f"'{tensor.zeros}' is there, where its config says that weights are symmetric"
+            )
+        if tensor.zeros is None:
+            check_zeros(stored, schemes, f"{tensor.header.name}_zero_point")
+    return tensors
+
+
+def said(tensors: Sequence[Words]) -> Iterator[str]:
+    """The kinds of integers, in words."""
+    kinds = {(own.bits, -1 if own.group == own.header.shape[1] else own.group) for own in tensors}
+    for bits, group in sorted(kinds):
+        yield f"INT{bits}, {said_of_groups(group)}"
+
+
+def _size(stored: Stored, own: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Bits, and how many inputs have one scale; None: all."""
+    bits, group = own.get("num_bits", 8), own.get("group_size")
+    if bits not in _BITS:
+        stored.refuse(f"its weights are int of {shorten(bits)} bits, not 1 to 8")
+    if own.get("strategy") == "block":
         stored.refuse(
             "strategy of its weights is 'block', where tensor, channel or group can be read"
         )
-    names = [name for name in stored.checkpoint.headers if name.endswith(".weight_packed")]
-    tensors = tuple(_weight(stored, n.removesuffix("_packed"), bits, group) for n in names)
-    for tensor in tensors:
-        check_zeros(stored, schemes, f"{tensor.header.name}_zero_point")
-    return Found(tensors, f"compressed-tensors, INT{bits}, {said_of_groups(group or -1)}")
+    if group in (None, -1):
+        return bits, None
+    if not (type(group) is int and SMALLEST <= group < 2**31):
+        stored.refuse(f"its group_size is {shorten(group)}, where {SMALLEST} or more can be read")
+    return bits, group
 
 
 def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -89,27 +129,46 @@ def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str)
         stored.refuse(f"its weights are asymmetric, and '{name}' is missing")
 
 
-def _weight(stored: Stored, name: str, bits: int, group: int | None) -> Words:
-    words, scale, shape = (f"{name}_{leaf}" for leaf in ("packed", "scale", "shape"))
-    packed = stored.part(words, (torch.int32,)).shape
+def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) -> Words:
+    words, scale, shape, zeros = (
+        f"{name}_{leaf}" for leaf in ("packed", "scale", "shape", "zero_point")
+    )
+    packed = stored.part(words, _INT32).shape
     if len(packed) != 2 or 0 in packed:
         stored.refuse(f"'{words}' is {list(packed)}, where a matrix can be read")
-    for leaf in _NOT_READ:
-        other = f"{name.rpartition('.')[0]}.{leaf}"
-        if other in stored.checkpoint.headers:
-            stored.refuse(f"'{other}' is there, where symmetric weights in order can be read")
-    rows, columns = packed[0], packed[1] * WORD // bits
+    mixed = f"{name.rpartition('.')[0]}.{_MIXED}"
+    if mixed in stored.checkpoint.headers:
+        stored.refuse(f"'{mixed}' is there, where weights in order can be read")
     grid = stored.part(scale, _SCALES).shape
-    if group is not None and len(grid) == 2:
-        columns = min(columns, grid[1] * group)
-    groups = 1 if group is None else -(-columns // group)
-    stored.part(scale, _SCALES, (rows, groups))
     stored.part(shape, (torch.int64, torch.int32), (2,))
-    if -(-columns * bits // WORD) != packed[1]:
-        stored.refuse(f"'{words}' is {list(packed)}, and its scales are of {columns} inputs")
-    if stored.checkpoint.folder is not None:
-        said = [int(size) for size in stored.checkpoint.read(shape)]
-        if said != [rows, columns]:
-            stored.refuse(f"'{shape}' says {said}, and its layer is {[rows, columns]}")
-    header = TensorHeader(name, (rows, columns), stored.dtype)
-    return Words(header, (words, scale, shape), bits, group or columns)
+    # Of a model that is not here the sizes follow from those of the scales.
+    local = stored.checkpoint.folder is not None
+    stated = [int(size) for size in stored.checkpoint.read(shape)] if local else None
+    fits: set[tuple[int, int, int]] = set()
+    for bits, group in sizes:
+        columns = _columns(packed, grid, bits, group) if stated is None else stated[1]
+        groups = 1 if group is None else -(-columns // group)
+        whole = -(-columns * bits // WORD) == packed[1] and grid == (packed[0], groups)
+        if whole and stated in (None, [packed[0], columns]):
+            fits.add((bits, min(group or columns, columns), columns))
+    if len(fits) != 1:
+        kinds = " or ".join(f"{bits} bits, {said_of_groups(group or -1)}" for bits, group in sizes)
+        beside = "" if stated is None else f", and '{shape}' says {stated}"
+        stored.refuse(
+            f"'{words}' is {list(packed)} beside scales of {list(grid)}{beside}: "
+            f"{'no layer' if not fits else 'more than one layer'} of {kinds} is stored so"
+        )
+    ((bits, group, columns),) = fits
+    parts = (words, scale, shape)
+    has_zeros = zeros in stored.checkpoint.headers
+    if has_zeros:
+        stored.part(zeros, _INT32, (-(-packed[0] * bits // WORD), grid[1]))
+        parts = (*parts, zeros)
+    header = TensorHeader(name, (packed[0], columns), stored.dtype)
+    return Words(header, parts, bits, group, zeros if has_zeros else None)
+
+
+def _columns(packed: tuple[int, ...], grid: tuple[int, ...], bits: int, group: int | None) -> int:
+    """How many inputs a layer has, as far as words and scales tell."""
+    most = packed[1] * WORD // bits
+    return most if group is None or len(grid) != 2 else min(most, grid[1] * group)

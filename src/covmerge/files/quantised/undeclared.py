@@ -13,7 +13,7 @@ import torch
 
 from covmerge.base.types import TensorHeader
 
-_WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32)
 # After the packed tensor's name, and in its module.
 _OF_TENSOR = ("_scale", "_scale_inv", "_scales", "_scale_2", ".absmax", ".scale")
 _OF_MODULE = (
@@ -24,7 +24,7 @@ _OF_WEIGHT = "scale"  # a name that others have too
 _WEIGHTS = ("weight", "W_q")
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 # What packed numbers may be, and words that scales are called by.
-_CODES = (*_WORDS, torch.uint16, torch.uint32)
+_CODES = (*_WORDS, torch.uint16)
 _SCALE = re.compile(
     r"scale|scb\b|absmax|amax|quant|step_size|codebook|lut\b|zero|range", re.IGNORECASE
 )
@@ -43,16 +43,21 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
         tensor, state, _ = name.partition(_STATE)
         if state and tensor in headers:
             return tensor, name
-        if "float8" in str(header.dtype) or header.dtype in _WORDS:
+        if is_small(header) or header.dtype in _WORDS:
             scale = next((n for n in _scales_of(name) if n != name and n in headers), None)
             if scale is not None:
                 return name, scale
-    weights = [name for name, own in headers.items() if _is_float8_weight(own)]
+    weights = [name for name, own in headers.items() if _is_small_weight(own)]
     return next(iter(_beside(headers, weights).items()), None)
 
 
-def _is_float8_weight(header: TensorHeader) -> bool:
-    return "float8" in str(header.dtype) and "weight" in header.name.rpartition(".")[2]
+def _is_small_weight(header: TensorHeader) -> bool:
+    return is_small(header) and "weight" in header.name.rpartition(".")[2]
+
+
+def is_small(header: TensorHeader) -> bool:
+    """Whether it holds floating-point numbers of 8 bits or fewer."""
+    return str(header.dtype).startswith(("torch.float8", "torch.float4"))
 
 
 def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:

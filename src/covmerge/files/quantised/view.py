@@ -18,18 +18,29 @@ from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
-from covmerge.files.quantised import gguf
+from covmerge.files.quantised import gguf, mlx
 from covmerge.files.quantised.formats import FORMATS
+from covmerge.files.quantised.fp8 import FLOAT4
 from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
-from covmerge.files.quantised.undeclared import packed_pair
+from covmerge.files.quantised.undeclared import is_small, packed_pair
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
 # Names that only parts of packed tensors have.
 _PARTS = (
-    *(".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".absmax", ".quant_map"),
+    *(
+        ".qweight",
+        ".qzeros",
+        ".scales",
+        ".biases",
+        ".qbiases",
+        ".g_idx",
+        ".SCB",
+        ".absmax",
+        ".quant_map",
+    ),
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),
-    *("weight_g_idx", "_blocks"),
+    *("weight_g_idx", "_blocks", "weight_scale_2", "weight_global_scale"),
 )
 
 
@@ -101,6 +112,12 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         return Dequantised(checkpoint)
     pair = packed_pair(checkpoint.headers)
     if pair is None:
+        name = next((n for n, own in checkpoint.headers.items() if own.dtype in FLOAT4[1:]), None)
+        if name is not None:
+            raise CheckpointError(
+                f"{checkpoint.source}: tensor '{name}' is F4, packed numbers of less than a byte, and has "
+                "no scale with which anything can be computed: dequantise the checkpoint first"
+            )
         return checkpoint
     packed, scale = pair
     told = (
@@ -131,7 +148,12 @@ def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found: object = config[QUANTISATION]
-    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    settings = cast("Mapping[str, Any]", found)
+    if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
+        return {"quant_method": mlx.METHOD, **settings}  # which mlx-lm alone leaves out
+    return settings
 
 
 def _find(stored: Stored) -> Found:
@@ -189,4 +211,4 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def _is_part(header: TensorHeader) -> bool:
-    return "float8" in str(header.dtype) or header.name.endswith(_PARTS)
+    return is_small(header) or header.name.endswith(_PARTS)

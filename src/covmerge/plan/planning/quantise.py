@@ -16,7 +16,7 @@ from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.quantised.gguf_layout import GgufHead
 from covmerge.files.quantised.packed import DTYPE_KEYS, dtype_of
 from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME
-from covmerge.files.quantised.writing.like import as_stored
+from covmerge.files.quantised.writing.like import as_stored, is_written
 from covmerge.files.quantised.writing.settings import with_plain
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
@@ -127,6 +127,12 @@ def _as_base(base: Checkpoint) -> Quantisation:
         raise RecipeError(
             f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(own.unused)}'), which "
             "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
+        )
+    other = next((name for name, packed in own.packed.items() if not is_written(packed)), None)
+    if other is not None:
+        raise RecipeError(
+            f"`quantise: {SAME}`: {base.source} stores '{other}' in a way that is read and not written: "
+            "name a format that is, such as fp8-channel, or leave `quantise` out"
         )
     return own
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.files.checkpoints.config_counts import restacked
-from covmerge.files.checkpoints.folder import CONFIG
+from covmerge.files.checkpoints.folder import CONFIG, MLX
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.stores.store import WritableFile, WritableStore
@@ -73,7 +73,8 @@ def rewrite_config(
     if untied:
         config = untied_config(config)
     if plain:
-        config.pop(QUANTISATION, None)
+        for key in (QUANTISATION, MLX):
+            config.pop(key, None)
     if quantisation is not None:
         config[QUANTISATION] = {**quantisation}
     for part in () if dtype is None else _parts(config):

@@ -13,6 +13,7 @@ from covmerge.files.checkpoints.base import Packed, Quantisation
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.fp8 import Scaled
 from covmerge.files.quantised.integers import Grouped
+from covmerge.files.quantised.low_bits import BYTE
 from covmerge.files.quantised.mxfp4 import Experts
 from covmerge.files.quantised.packed_integers import Words
 from covmerge.files.quantised.writing.bitsandbytes import of_eight_bit, of_four_bit
@@ -35,6 +36,19 @@ def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
     stored = model.stored
     maps = {name: stored.read(name) for name in packed.stored if name.endswith("quant_map")}
     return packing_like(packed, stored.headers, model.settings, maps)
+
+
+def is_written(packed: Packed) -> bool:
+    """Whether tensors can be packed as this one is."""
+    match packed:
+        case Scaled():
+            return packed.bits == BYTE and packed.whole is None
+        case Words():
+            return packed.zeros is None
+        case EightBit() | FourBit() | Grouped() | Experts():
+            return True
+        case _:
+            return False
 
 
 def packing_like(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.mxfp4 import BIAS, E2M1, GROUP, Experts
+from covmerge.files.quantised.low_bits import BIAS, E2M1
+from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.fp8 import Scaled
+from covmerge.files.quantised.fp8 import EXPONENTS, Scaled
+from covmerge.files.quantised.low_bits import BIAS, scales_of
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.files.quantised.writing.scales import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
-
-_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class ToScaled:
             fraction, exponent = torch.frexp(scales)
             scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
         known = torch.where(scales == 0, 1.0, scales.clamp_min(smallest(self.scales)))
-        return _as_stored(known, self.scales).float()
+        return scales_of(_as_stored(known, self.scales))
 
     def _rounded(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         q = weights / scale
@@ -146,7 +145,7 @@ def of_scaled(
     rows, _ = packed.header.shape
     high, _ = packed.block
     by_row = Fraction(1, high)
-    of_powers = powers or "e8m0" in str(scale.dtype)
+    of_powers = powers or scale.dtype in EXPONENTS
     quantise = ToScaled(
         weight.dtype,
         scale.dtype,
@@ -166,7 +165,7 @@ def _spread(scales: Tensor) -> Tensor:
 
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in a dtype; torch's own cast to exponents alone rounds them up by a way of its own."""
-    if "e8m0" not in str(dtype):
+    if dtype not in EXPONENTS:
         return stored_as(scales, dtype)
-    exponents = torch.frexp(scales).exponent.sub(1).clamp(-_E8M0_BIAS, _E8M0_BIAS)
-    return (exponents + _E8M0_BIAS).to(torch.uint8).view(dtype)
+    exponents = torch.frexp(scales).exponent.sub(1).clamp(-BIAS, BIAS)
+    return (exponents + BIAS).to(torch.uint8).view(dtype)

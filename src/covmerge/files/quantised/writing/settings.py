@@ -9,9 +9,11 @@ from typing import Any, cast
 _PLAIN = {
     "fp8": "modules_to_not_convert",
     "mxfp4": "modules_to_not_convert",
+    "mxfp8": "modules_to_not_convert",
     "awq": "modules_to_not_convert",
     "bitsandbytes": "llm_int8_skip_modules",
     "compressed-tensors": "ignore",
+    "modelopt": "ignore",
 }
 
 _OTHER_NAME = "ignored_layers"  # of modules_to_not_convert, which is not looked for beside it

@@ -1,0 +1,97 @@
+"""MLX's configs; what it reads of each layer is in `test_goldens.py`."""
+
+import json
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.errors import CheckpointError
+from covmerge.files.quantised import open_plain
+from tests.quantised.models import llama, metal, save_packed
+from tests.quantised.test_goldens import LAYERS, save
+
+ALL = {"bits": 4, "group_size": 32}
+
+
+def mlx(name, weight):
+    parts = metal(name, weight, 64 if "q_proj" in name else 32)
+    return {part.replace(".qbiases", ".biases"): tensor for part, tensor in parts.items()}
+
+
+@pytest.mark.parametrize("keys", [["quantization"], ["quantization", "quantization_config"]])
+def test_a_model_is_merged_and_written_plain(tmp_path, keys):
+    """mlx-lm says it under one key or two; a layer may have settings of its own."""
+    own = {
+        **ALL,
+        "model.layers.0.self_attn.q_proj": {"bits": 4, "group_size": 64},
+        "lm_head": False,
+    }
+    for seed, name in enumerate(("base", "a")):
+        save_packed(llama(seed), tmp_path / name, mlx, {})
+        path = tmp_path / name / "config.json"
+        config = {**json.loads(path.read_text()), **dict.fromkeys(keys, own)}
+        if len(keys) == 1:
+            del config["quantization_config"]
+        path.write_text(json.dumps(config))
+    covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"quantization", "quantization_config"} & config.keys()
+    merged = open_plain(tmp_path / "out")
+    for name, tensor in llama(1).state_dict().items():
+        assert (merged.read(name).float() - tensor.float()).norm() < 0.15 * tensor.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "change", "said"),
+    [
+        ("mlx 4", "fc.scales", lambda t: t[:, 1:], r"where its layer needs \[24, 2\]"),
+        ("mlx 4", "fc.biases", lambda t: t.float(), "is torch.float32, not torch.bfloat16"),
+        ("mlx 4", "fc.biases", None, "'fc.biases' is missing"),
+        ("mlx 4", "fc.weight", lambda t: t[:, 1:], "rows of 120 numbers, where groups of 64"),
+        ("mlx 3", "fc.weight", lambda t: t[:, 1:], "where whole words of 3 bits"),
+        ("mlx 4", "fc.weight", lambda t: t[0], "where whole words of 4 bits"),
+        ("mlx mxfp4", "fc.scales", lambda t: t[1:], "where its layer needs"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path, case, part, change, said):
+    layer = dict(LAYERS[case])
+    if change is None:
+        del layer[part]
+    else:
+        layer[part] = change(layer[part]).contiguous()
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(save(tmp_path, case, layer))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bits": 7}, "'fc.weight' has 7 bits in groups of 64, where 2, 3, 4, 5, 6, 8 bits"),
+        ({"bits": True}, "has true bits"),
+        ({"group_size": 2**40}, "in groups of 1099511627776"),
+        ({"mode": "nvfp4"}, "the mode of 'fc.weight' is 'nvfp4', where affine, mxfp4, mxfp8"),
+        ({"mode": ["affine"]}, "the mode of 'fc.weight' is"),
+        ({"fc": {"bits": 8, "group_size": 64}}, "where its layer needs"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused(tmp_path, changes, said):
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(save(tmp_path, "mlx 4", **changes))
+
+
+def test_model_optimizer_says_so_in_a_file_of_its_own(tmp_path):
+    """NVIDIA's older models have no `quantization_config`."""
+    case = "modelopt NVFP4"
+    save(tmp_path, case)
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    stated = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    assert torch.equal(open_plain(tmp_path).read("fc.weight"), LAYERS[case]["expected"])
+
+
+@pytest.mark.parametrize("part", ["pre_quant_scale", "svdquant_lora_a"])
+def test_layers_that_are_more_than_their_weights_are_refused(tmp_path, part):
+    layer = {**LAYERS["modelopt NVFP4"], f"fc.{part}": torch.ones(96)}
+    with pytest.raises(CheckpointError, match=f"'fc.{part}' is there, where layers that are"):
+        open_plain(save(tmp_path, "modelopt NVFP4", layer))
