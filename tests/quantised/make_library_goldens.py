@@ -1,6 +1,7 @@
 """Pack tiny layers by libraries that are not installed beside covmerge, and keep what they read of them.
 
-In an environment with torch 2.13.0 and nvidia-modelopt 0.47.0:
+In an environment with torch 2.13.0, nvidia-modelopt 0.47.0, torchao 0.18.0, hqq 0.2.8.post1 and
+optimum-quanto 0.2.7:
 
     python -m tests.quantised.make_library_goldens
 """
@@ -44,10 +45,55 @@ def of_modelopt() -> Iterator[tuple[str, Layer]]:
     yield "modelopt MXFP8", {**stored, EXPECTED: packed.dequantize(torch.bfloat16, scale=scale)}
 
 
+def of_hqq() -> Iterator[tuple[str, Layer]]:
+    """Groups along both axes."""
+    core: Any = importlib.import_module("hqq.core.quantize")
+    for bits, axis in ((8, 1), (4, 1), (4, 0), (3, 1), (3, 0), (2, 0), (1, 1)):
+        linear = torch.nn.Linear(96, 16, bias=False)
+        linear.weight.data = weight(16, 96)
+        config = core.BaseQuantizeConfig(nbits=bits, group_size=32, axis=axis)
+        layer = core.HQQLinear(linear, config, compute_dtype=torch.bfloat16, device="cpu")
+        stored = {f"fc.{name}": tensor.clone() for name, tensor in layer.state_dict().items()}
+        yield f"hqq {bits} {axis}", {**stored, EXPECTED: layer.dequantize()}
+
+
+def of_quanto() -> Iterator[tuple[str, Layer]]:
+    """Integers and floating-point numbers of 8 bits."""
+    quanto: Any = importlib.import_module("optimum.quanto")
+    for kind in ("qint8", "qfloat8"):
+        model = _model(torch.bfloat16)
+        quanto.quantize(model, weights=getattr(quanto, kind))
+        quanto.freeze(model)
+        yield f"quanto {kind}", {**model.state_dict(), EXPECTED: model.fc.weight.dequantize()}
+
+
+def of_torchao() -> Iterator[tuple[str, Layer]]:
+    """Integers and floating-point numbers of 8 bits, by row and by group."""
+    ao: Any = importlib.import_module("torchao.quantization")
+    support: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
+    kinds = {
+        "int8": ao.Int8WeightOnlyConfig(version=2),
+        "float8": ao.Float8WeightOnlyConfig(),
+        "intx": ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32)),
+    }
+    for kind, config in kinds.items():
+        model = _model(torch.bfloat16)
+        ao.quantize_(model, config)
+        stored, _ = support.flatten_tensor_state_dict(model.state_dict())
+        yield f"torchao {kind}", {**stored, EXPECTED: model.fc.weight.dequantize()}
+
+
+def _model(dtype: torch.dtype) -> Any:
+    model: Any = torch.nn.Module()
+    model.fc = torch.nn.Linear(96, 24, bias=False)
+    model.fc.weight.data = weight().to(dtype)
+    return model
+
+
 def main() -> None:
     """Write the file of goldens."""
     found: dict[str, Tensor] = {}
-    for cases in (of_modelopt(),):
+    for cases in (of_modelopt(), of_hqq(), of_quanto(), of_torchao()):
         for case, layer in cases:
             found |= {f"{case}/{name}": tensor.contiguous() for name, tensor in layer.items()}
             print(case, {name: (tuple(t.shape), t.dtype) for name, t in layer.items()})

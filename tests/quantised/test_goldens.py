@@ -38,6 +38,9 @@ SETTINGS = {
     "compressed-tensors int": {"format": "int-quantized"},
     "modelopt NVFP4": {"quant_algo": "NVFP4"},
     "modelopt MXFP8": {"quant_algo": "MXFP8"},
+    "hqq": {"quant_config": {}},
+    "quanto": {"weights": "int8"},
+    "torchao": {"quant_type": {}},
     "mlx half": {"bits": 4, "group_size": 32},
     "mlx stack": {"bits": 8, "group_size": 32},
     "mlx mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
@@ -296,7 +299,7 @@ def test_format_is_another_name_of_checkpoint_format(tmp_path, case):
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        ("gptq 4 gptq", {"quant_method": "hqq"}, "formats that can be read are fp8, "),
+        ("gptq 4 gptq", {"quant_method": "quip"}, "formats that can be read are fp8, "),
         ("gptq 4 gptq", {"bits": 5}, "its bits is 5, where 2, 3, 4, 8 can be read"),
         ("gptq 8 gptq", {"bits": 3}, r"'fc.qweight' is \[24, 24\], where layers of 3 bits"),
         ("gptq 4 gptq", {"bits": True}, "its bits is true"),

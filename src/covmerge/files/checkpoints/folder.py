@@ -46,7 +46,7 @@ from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
-MODELOPT = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says so
+_, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # who says so beside it
 MLX = "quantization"  # what MLX calls it in config.json, beside or instead
 
 PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
@@ -101,8 +101,8 @@ class FileCheckpoint(Kind):
             (read_config(file) for file in beside if self.path_of(file) == CONFIG), None
         )
         for file in beside:
-            if self.path_of(file) == MODELOPT:
-                self.config = {**_of_modelopt(file), **(self.config or {})}
+            if self.path_of(file) in _BESIDE:
+                self.config = {**_stated(file), **(self.config or {})}
         packed = [read.settings for read in weights.values() if read.settings is not None]
         if packed and len(weights) > 1:
             raise CheckpointError(
@@ -363,7 +363,10 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
     return config
 
 
-def _of_modelopt(file: StoredFile) -> dict[str, Any]:
+def _stated(file: StoredFile) -> dict[str, Any]:
+    """What a file beside config.json says of how weights are quantised."""
+    if file.name == _QUANTO:
+        return {QUANTISATION: {"quant_method": "quanto"}}
     stated: object = read_object(file, values=_CONFIG_VALUES).get("quantization")
     settings = cast("dict[str, Any]", stated) if isinstance(stated, dict) else {}
     packs = settings.get("quant_algo") is not None  # else the cache of keys and values alone
@@ -440,7 +443,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
-    beside = [_existing(store, name) for name in (CONFIG, MODELOPT) if name in names]
+    beside = [_existing(store, name) for name in (CONFIG, *_BESIDE) if name in names]
     files = None if _holds_model(names) else open_divided(store, names)
     if files is not None:
         first, *others = files.files

@@ -177,11 +177,7 @@ def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Ne
 
 def _state(stored: Stored, name: str) -> dict[str, Any]:
     header = stored.part(name, (torch.uint8,))
-    if stored.checkpoint.hub is not None and stored.checkpoint.folder is None:
-        stored.refuse(
-            "the shapes of its layers lie among its weights",
-            f"download it (`hf download {stored.checkpoint.hub.name}`), and pass the folder",
-        )
+    stored.check_local()
     if len(header.shape) != 1 or header.numel > _MAX_STATE:
         stored.refuse(f"'{name}' is {list(header.shape)}, and at most {_MAX_STATE} bytes are read")
     text = stored.checkpoint.read(name).numpy().tobytes()

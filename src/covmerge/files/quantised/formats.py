@@ -11,9 +11,12 @@ from covmerge.files.quantised import (
     compressed_tensors,
     fp8,
     gptq,
+    hqq,
     mlx,
     modelopt,
     mxfp4,
+    quanto,
+    torchao,
 )
 from covmerge.files.quantised.packed import Found, Stored
 
@@ -24,6 +27,9 @@ FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
         "modelopt": modelopt.find,
         "compressed-tensors": compressed_tensors.find,
         "mxfp4": mxfp4.find,
+        "hqq": hqq.find,
+        "quanto": quanto.find,
+        "torchao": torchao.find,
         mlx.METHOD: mlx.find,
         mlx.METAL: mlx.find,
         "bitsandbytes": bitsandbytes.find,

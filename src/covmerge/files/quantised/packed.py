@@ -131,6 +131,19 @@ class Stored:
         if stated not in _DTYPES:
             self.refuse(f"its dtype is {shorten(stated)}, where {', '.join(_DTYPES)} can be read")
 
+    def check_local(self) -> None:
+        """See that weights are here, where the shapes of layers lie among them.
+
+        Raises:
+            CheckpointError: they are the Hub's.
+        """
+        hub = self.checkpoint.hub
+        if hub is not None and self.checkpoint.folder is None:
+            self.refuse(
+                "the shapes of its layers lie among its weights",
+                f"download it (`hf download {hub.name}`), and pass the folder",
+            )
+
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
         """Return a setting, one of those that are read.
 

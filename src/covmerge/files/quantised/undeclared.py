@@ -18,7 +18,7 @@ _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32)
 _OF_TENSOR = ("_scale", "_scale_inv", "_scales", "_scale_2", ".absmax", ".scale")
 _OF_MODULE = (
     *("scales", "SCB", "weight_scale", "weight_scale_inv", "weight_scales", "scale_weight"),
-    *("weight._scale", "_scale"),
+    *("weight._scale", "_scale", "_weight_scale"),
 )
 _OF_WEIGHT = "scale"  # a name that others have too
 _WEIGHTS = ("weight", "W_q")

@@ -41,6 +41,7 @@ _PARTS = (
     ),
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),
     *("weight_g_idx", "_blocks", "weight_scale_2", "weight_global_scale"),
+    *(".W_q", "_weight_qdata", "._data", "._scale", "._shift"),
 )
 
 

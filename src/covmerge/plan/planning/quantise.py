@@ -123,16 +123,16 @@ def _as_base(base: Checkpoint) -> Quantisation:
             f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
             f"one ({', '.join(LAYOUTS)})"
         )
-    if own.unused:
-        raise RecipeError(
-            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(own.unused)}'), which "
-            "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
-        )
     other = next((name for name, packed in own.packed.items() if not is_written(packed)), None)
     if other is not None:
         raise RecipeError(
             f"`quantise: {SAME}`: {base.source} stores '{other}' in a way that is read and not written: "
             "name a format that is, such as fp8-channel, or leave `quantise` out"
+        )
+    if own.unused:
+        raise RecipeError(
+            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(own.unused)}'), which "
+            "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
         )
     return own
 

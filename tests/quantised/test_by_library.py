@@ -1,4 +1,4 @@
-"""MLX's configs; what it reads of each layer is in `test_goldens.py`."""
+"""Configs and states of MLX, Model Optimizer, HQQ, quanto and torchao; layers: `test_goldens.py`."""
 
 import json
 
@@ -52,6 +52,30 @@ def test_a_model_is_merged_and_written_plain(tmp_path, keys):
         ("mlx 3", "fc.weight", lambda t: t[:, 1:], "where whole words of 3 bits"),
         ("mlx 4", "fc.weight", lambda t: t[0], "where whole words of 4 bits"),
         ("mlx mxfp4", "fc.scales", lambda t: t[1:], "where its layer needs"),
+        ("modelopt NVFP4", "fc.weight_scale_2", None, "'fc.weight_scale_2' is missing"),
+        ("modelopt NVFP4", "fc.weight_scale", lambda t: t[:, 1:], r"its layer needs \[24, 6\]"),
+        ("modelopt MXFP8", "fc.weight", lambda t: t.view(torch.uint8), "rows of 96 bytes|needs"),
+        ("hqq 4 1", "fc.W_q", lambda t: t[1:], r"where its layer needs \[24, 32\]"),
+        ("hqq 4 1", "fc.zero", lambda t: t.float(), "is torch.float32, not torch.bfloat16"),
+        ("hqq 4 1", "fc.nbits", lambda t: t + 3, "has 7 bits"),
+        ("hqq 4 1", "fc.nbits", None, "'fc.nbits' is missing"),
+        ("hqq 4 1", "fc.group_size", lambda t: t * 0, "groups of 0 along axis 1"),
+        ("hqq 4 1", "fc.shape", lambda t: t * -1, r"the shape \[-16, -96\]"),
+        ("hqq 4 1", "fc.shape", lambda t: t * 2**40, "the shape"),
+        ("hqq 4 1", "fc.shape", lambda t: t * 2, "where its layer needs"),
+        ("hqq 4 1", "fc.axis", lambda t: t + 1, "along axis 2"),
+        ("hqq 4 1", "fc.view_as_float", lambda t: t + 1, "'fc.view_as_float' is not 0"),
+        ("quanto qint8", "fc.weight._scale", lambda t: t[1:], "where its layer needs"),
+        (
+            "quanto qint8",
+            "fc.weight._data._data",
+            lambda t: torch.ones(3),
+            "shapes of layers are not",
+        ),
+        ("torchao int8", "fc._weight_scale", lambda t: t[1:], "where its layer needs"),
+        ("torchao int8", "fc._weight_zero_point", lambda t: t[1:], "where its layer needs"),
+        ("torchao int8", "fc._weight_qdata", lambda t: t.view(torch.uint8), "is torch.uint8, not"),
+        ("torchao int8", "fc._weight_act_pre_scale", lambda t: torch.ones(3), "numbers of 8 bits"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path, case, part, change, said):
@@ -59,7 +83,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, case, part, change, said):
     if change is None:
         del layer[part]
     else:
-        layer[part] = change(layer[part]).contiguous()
+        layer[part] = change(layer.get(part)).contiguous()
     with pytest.raises(CheckpointError, match=said):
         open_plain(save(tmp_path, case, layer))
 
@@ -80,13 +104,18 @@ def test_settings_that_are_not_read_are_refused(tmp_path, changes, said):
         open_plain(save(tmp_path, "mlx 4", **changes))
 
 
-def test_model_optimizer_says_so_in_a_file_of_its_own(tmp_path):
-    """NVIDIA's older models have no `quantization_config`."""
-    case = "modelopt NVFP4"
+@pytest.mark.parametrize(
+    ("case", "file", "stated"),
+    [
+        ("modelopt NVFP4", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+        ("quanto qint8", "quanto_qmap.json", {"fc": {"weights": "qint8", "activations": "none"}}),
+    ],
+)
+def test_it_may_be_said_in_a_file_of_its_own(tmp_path, case, file, stated):
+    """NVIDIA's older models have no `quantization_config`, and quanto's none at all."""
     save(tmp_path, case)
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
-    stated = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    (tmp_path / file).write_text(json.dumps(stated))
     assert torch.equal(open_plain(tmp_path).read("fc.weight"), LAYERS[case]["expected"])
 
 
