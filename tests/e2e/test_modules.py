@@ -24,8 +24,9 @@ from tests.interrupted import InterruptAfter
 
 with warnings.catch_warnings():  # of deprecated names
     warnings.simplefilter("ignore")
-    from sentence_transformers import SentenceTransformer, models
+    from sentence_transformers import SentenceTransformer, SparseEncoder, models
     from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+    from sentence_transformers.sparse_encoder import models as sparse
 
 LETTERS = list("abcdefgh")
 
@@ -94,12 +95,12 @@ def in_a_folder(bert):
     return [first, models.Pooling(16), models.Dense(16, 8)]
 
 
-def save(folder, build, bert, experts=("a", "b")):
+def save(folder, build, bert, experts=("a", "b"), kind=SentenceTransformer):
     """A base and experts of it; their states in float64."""
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        base = SentenceTransformer(modules=build(bert), device="cpu")
+        base = kind(modules=build(bert), device="cpu")
     base.save(str(folder / "base"), create_model_card=False)
     states = {"base": base.state_dict()}
     for name in experts:
@@ -142,6 +143,33 @@ def test_all_modules_are_merged_and_the_output_encodes(tmp_path, bert, build):
     torch.testing.assert_close(merged.encode("a b c"), base.encode("a b c"))
     assert covmerge.verify(tmp_path / "out").ok
     assert "SentenceTransformer(folder)" in (tmp_path / "out" / "README.md").read_text()
+
+
+def splade(bert):
+    """Words' weights of a table for queries, and a transformer's for documents."""
+    document = [transformer(bert, transformer_task="fill-mask"), sparse.SpladePooling()]
+    query = sparse.SparseStaticEmbedding(tokenizer=document[0].tokenizer, frozen=False)
+    query.weight.data = torch.rand_like(query.weight)
+    return [models.Router.for_query_document(query_modules=[query], document_modules=document)]
+
+
+def autoencoder(bert):
+    return [transformer(bert), models.Pooling(16), sparse.SparseAutoEncoder(16, hidden_dim=32, k=4)]
+
+
+@pytest.mark.parametrize("build", [splade, autoencoder])
+def test_all_modules_of_a_sparse_encoder_are_merged(tmp_path, bert, build):
+    base, states = save(tmp_path, build, bert, kind=SparseEncoder)
+    covmerge.merge(*sources(tmp_path), "average", tmp_path / "out")
+    mean = {n: (t + states["b"][n]) / 2 for n, t in states["a"].items()}
+    merged = SparseEncoder(str(tmp_path / "out"), device="cpu")
+    assert_state(merged, mean)
+    base.load_state_dict({n: t.float() for n, t in mean.items()}, strict=False)
+    for found, right in (
+        (merged.encode_query("a b"), base.encode_query("a b")),
+        (merged.encode_document("a b c"), base.encode_document("a b c")),
+    ):
+        torch.testing.assert_close(found.to_dense(), right.to_dense())
 
 
 def test_they_are_seen_wherever_tensors_are(tmp_path, bert):
