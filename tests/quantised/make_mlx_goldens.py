@@ -24,7 +24,7 @@ def main() -> None:
     ]
     cases += [("mlx half", weight.astype(mx.float16), {"bits": 4, "group_size": 32})]
     cases += [("mlx stack", stack, {"bits": 8, "group_size": 32})]
-    cases += [(f"mlx {mode}", weight, {"mode": mode}) for mode in ("mxfp4", "mxfp8")]
+    cases += [(f"mlx {mode}", weight, {"mode": mode}) for mode in ("mxfp4", "mxfp8", "nvfp4")]
     for case, own, settings in cases:
         packed = mx.quantize(own, **settings)
         for name, tensor in zip(("weight", "scales", "biases"), packed, strict=False):

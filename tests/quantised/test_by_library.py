@@ -94,7 +94,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, case, part, change, said):
         ({"bits": 7}, "'fc.weight' has 7 bits in groups of 64, where 2, 3, 4, 5, 6, 8 bits"),
         ({"bits": True}, "has true bits"),
         ({"group_size": 2**40}, "in groups of 1099511627776"),
-        ({"mode": "nvfp4"}, "the mode of 'fc.weight' is 'nvfp4', where affine, mxfp4, mxfp8"),
+        ({"mode": "nf4"}, "the mode of 'fc.weight' is 'nf4', where affine, mxfp4, mxfp8, nvfp4"),
         ({"mode": ["affine"]}, "the mode of 'fc.weight' is"),
         ({"fc": {"bits": 8, "group_size": 64}}, "where its layer needs"),
     ],

@@ -45,6 +45,7 @@ SETTINGS = {
     "mlx stack": {"bits": 8, "group_size": 32},
     "mlx mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
     "mlx mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+    "mlx nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
     **{f"mlx {bits}": {"bits": bits, "group_size": 64} for bits in (2, 3, 4, 5, 6, 8)},
 }
 

@@ -3,7 +3,8 @@
 `X.weight` uint32 `(..., d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest
 bits first; `X.scales` and `X.biases` (`X.qbiases` in `metal`) are `(..., d_out, groups)`, and
 w = q · s + b. MLX rounds the product and the sum to the scales' dtype; transformers computes in float32.
-Modes `mxfp4` and `mxfp8` have floating-point numbers and an exponent for 32 of them in `X.scales`.
+Modes `mxfp4` and `mxfp8` have floating-point numbers and an exponent for 32 of them in `X.scales`;
+`nvfp4` an E4M3 number for 16, as a byte too.
 Layers may have settings of their own, by their names.
 """
 
@@ -30,7 +31,7 @@ _GROUPS = (16, 32, 64, 128)
 _UINT32 = (torch.uint32,)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
 # Bits and groups of the modes without offsets.
-_SMALL = {"mxfp4": (4, 32), "mxfp8": (8, 32)}
+_SMALL = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,23 @@ class Affine(ByRows):
 
 @dataclass(frozen=True)
 class Small(ByRows):
-    """A matrix, or a stack of them, of floating-point numbers with an exponent for each group.
+    """A matrix, or a stack of them, of floating-point numbers with a scale for each group.
 
     Attributes:
         bits: of a number.
-        group: numbers that have one exponent.
+        group: numbers that have one scale.
+        exponents: whether scales are powers of two; else they are E4M3.
     """
 
     bits: int
     group: int
+    exponents: bool
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         words, scales = (read(name, rows).flatten(0, -2) for name in self.stored)
         own = words.view(torch.float8_e4m3fn if self.bits == BYTE else torch.uint8)
         values = numbers(own, self.bits).view(len(own), -1, self.group)
+        scales = scales if self.exponents else scales.view(torch.float8_e4m3fn)
         return values.mul_(scales_of(scales).unsqueeze(2)).view(len(rows), *self.header.shape[1:])
 
 
@@ -125,7 +129,7 @@ def _weight(stored: Stored, module: str, settings: Mapping[str, Any]) -> Affine 
     header = TensorHeader(name, (*words[:-1], columns), stored.dtype)
     if small is not None:
         stored.part(scales, (torch.uint8,), grid)
-        return Small(header, (name, scales), bits, group)
+        return Small(header, (name, scales), bits, group, exponents=mode != "nvfp4")
     dtype = stored.part(scales, _SCALES, grid).dtype
     stored.part(offsets, (dtype,), grid)
     return Affine(header, (name, scales, offsets), bits, group, rounds=not metal)
