@@ -47,7 +47,7 @@ REASONS = {
     "needs the network, or a server that lies": [
         r"^files/stores/(hub|hub_commit|page_server|object_server|remote\w*|retries|address|store)\.py: ",
         r"^(files/.*/(hub|remote|open)|run/sources)\.py: .*(server|downloaded|Hub|right folder|fetched)",
-        r"^files/quantised/bitsandbytes\.py: download it|^front/publish\.py: ",
+        r"^files/quantised/packed\.py: download it|^front/publish\.py: ",
     ],
     "needs a GPU": [r"^run/engine/(device_room|devices)\.py: "],
     "needs several machines or processes; tests/engine and tests/remote have what they do": [
