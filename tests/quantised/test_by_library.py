@@ -7,7 +7,7 @@ import torch
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.quantised.models import llama, metal, save_packed
 from tests.quantised.test_goldens import LAYERS, save
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import covmerge
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.quantised import open_plain
+from covmerge.files.quantised.view import open_plain
 from tests.advised import advice
 from tests.quantised.models import llama
 
