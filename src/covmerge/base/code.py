@@ -49,4 +49,7 @@ def _written(value: object) -> str:
 def _files(module: ModuleType) -> Iterable[Path]:
     assert module.__file__ is not None
     path = Path(module.__file__)
-    return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+    if path.name != "__init__.py":
+        return [path]
+    # Tables decide what is read as what.
+    return (file for file in path.parent.rglob("*") if file.suffix in (".py", ".json"))

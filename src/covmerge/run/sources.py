@@ -305,8 +305,8 @@ def open_checkpoints(
         sources: dict[str | None, Checkpoint] = (
             {} if stored is None else {None: unwrapped(plain_base(stored))}
         )
-        known = sources[None].headers if None in sources else ()
-        sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
+        own = sources.get(None)
+        sources |= {name: unwrapped(dequantised(model), own) for name, model in given.items()}
         sources = with_ties_undone(sources, form)
         sources = dict(mixed(moe, sources, list(given)))
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)

@@ -55,14 +55,13 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
     if not known:
         return {}
     spellings = [way for pair in _SPELLINGS if (way := _towards(pair, known)) is not None]
-    held = Counter(_inner(name) for name in known)
-    by_inner = {_inner(name): name for name in known if held[_inner(name)] == 1}
+    by_inner = by_inner_name(known)
     found: dict[str, str] = {}
     for name in own:
         if name in known:
             continue
         spelled = _spelled(name, spellings)
-        target = spelled if spelled in known else by_inner.get(_inner(spelled), spelled)
+        target = spelled if spelled in known else by_inner.get(inner_name(spelled), spelled)
         if target != name:
             found[name] = target
     # A tensor of this name, or two that would get it: which is meant, nothing says.
@@ -86,8 +85,25 @@ def _spelled(name: str, spellings: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def _inner(name: str) -> str:
+def inner_name(name: str) -> str:
+    """Return a name without what holds a language model.
+
+    Example:
+        >>> inner_name("model.language_model.norm.weight")
+        'norm.weight'
+    """
     return _HOLDERS.sub("", name)
+
+
+def by_inner_name(names: Collection[str]) -> dict[str, str]:
+    """Return names by their inner ones, without those that are not the only one.
+
+    Example:
+        >>> by_inner_name(["model.norm.weight", "model.fc.weight", "fc.weight"])
+        {'norm.weight': 'model.norm.weight'}
+    """
+    held = Counter(inner_name(name) for name in names)
+    return {inner: name for name in names if held[inner := inner_name(name)] == 1}
 
 
 def differences(renamed: Mapping[str, str]) -> list[tuple[str, str]]:

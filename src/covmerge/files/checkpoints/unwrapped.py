@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
+from covmerge.base.text import counted
+from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.assembled import Assembled, Assembly, Whole
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.conversions import converted
 from covmerge.files.checkpoints.equivalent_names import (
     WRAPPERS,
     differences,
@@ -15,17 +19,19 @@ from covmerge.files.checkpoints.view import View
 
 _PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
 _AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged
+_SHOWN = 4  # differences that notes name
 
 
-def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
+def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpoint:
     """Return a checkpoint under the names that its model has by itself; often it is the same.
 
     `module.` before all names, and what wraps single modules, are no model's. An expert's tensors that
-    the base has under an equivalent name (`equivalent_names`) get that.
+    the base has under an equivalent name (`equivalent_names`), or in other pieces (`conversions`), are
+    shown as the base has them.
 
     Args:
         checkpoint: the checkpoint. An adapter stays as it is.
-        base: the base's names, if this is an expert.
+        base: the base, if this is an expert.
 
     Example:
         >>> import torch
@@ -47,8 +53,22 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
     while names and all(name.startswith(_PARALLEL) for name in names):
         names = {name.removeprefix(_PARALLEL): own for name, own in names.items()}
         left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
-    renamed = respelled(names, base)
-    for theirs, ours in differences(renamed):
+    made, made_by = dict[str, Assembly](), ""
+    renamed = dict[str, str]()
+    if base is not None:
+        shapes = {name: checkpoint.headers[own].shape for name, own in names.items()}
+        known = _shapes(base.headers)
+        made, made_by = converted(shapes, known, base.config)
+        renamed = {one.name: name for name, one in made.items() if isinstance(one, Whole)}
+        made = {name: one for name, one in made.items() if not isinstance(one, Whole)}
+        taken = {*renamed, *(part for one in made.values() for part in one.stored())}
+        others = [name for name in names if name not in taken]
+        renamed |= respelled(others, known.keys() - made.keys() - {*renamed.values()})
+    told = differences(renamed)
+    if len(told) > _SHOWN:
+        notes.append(f"{counted(len(renamed), 'tensor')} read under the base's names ({made_by})")
+        told = []
+    for theirs, ours in told:
         if not theirs:
             notes.append(f"its tensors have no '{ours}.' in their names, as the base's have")
         elif ours:
@@ -57,9 +77,24 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
             left_out.append(f"'{theirs}.' (which the base has not)")
     names = {renamed.get(name, name): own for name, own in names.items()}
     # Two tensors must not become one.
-    if len(names) < len(stored) or "" in names or list(names) == list(checkpoint.headers):
+    if len(names) < len(stored) or "" in names:
         return checkpoint
     if left_out:
         said = " and ".join(dict.fromkeys(left_out))
         notes.append(f"{said} was left out of the names of its tensors")
-    return View(checkpoint, names, *(f"{checkpoint.source}: {note}" for note in notes))
+    if list(names) != list(checkpoint.headers):
+        said = (f"{checkpoint.source}: {note}" for note in notes)
+        checkpoint = View(checkpoint, names, *said)
+    if not made:
+        return checkpoint
+    name = next(iter(made))
+    return Assembled(
+        checkpoint,
+        made,
+        f"{checkpoint.source}: {counted(len(made), 'tensor')}, such as '{name}', are put together from "
+        f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
+    )
+
+
+def _shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    return {name: header.shape for name, header in headers.items()}

@@ -14,8 +14,9 @@ _APART = re.compile(r"\.experts\.\d+\.")
 def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[str]]) -> None:
     """Refuse to align a packed mixture with one whose experts are tensors of their own.
 
-    Names, and the order of rows, differ by the kind of model, and transformers knows all of them when it
-    saves a model. One that it has loaded packed it saves packed again, but not one that it has built.
+    Names, and the order of rows, differ by the kind of model, which the base's config tells
+    (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
+    has loaded packed it saves packed again, but not one that it has built.
 
     Args:
         base: what a message calls it, and the names of its tensors.
@@ -32,7 +33,8 @@ def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[s
         if packed is not None and apart is not None:
             raise TensorError(
                 f"{called} has all experts of a layer in one tensor ('{packed}'), as transformers has "
-                f"them in memory, and {other} each by itself ('{apart}'): pass the former as transformers "
-                "saves a new model, `new = type(model)(model.config).to(model.dtype); "
+                f"them in memory, and {other} each by itself ('{apart}'). How they are packed, tells the "
+                "base's config.json: pass the base's folder. Or pass the packed one as transformers saves "
+                "a new model, `new = type(model)(model.config).to(model.dtype); "
                 "new.load_state_dict(model.state_dict()); new.save_pretrained(FOLDER)`"
             )

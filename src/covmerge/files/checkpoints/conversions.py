@@ -1,0 +1,411 @@
+"""One model's tensors under other names and in other pieces: what transformers' registry says of both.
+
+transformers names a model's tensors in memory otherwise than many files do, and has experts of a layer
+in one tensor. Its rules lead from files to memory. Here both a base and an expert are led there, and
+the expert is then shown in the base's pieces. `conversions.json` has the rules, and the version that
+they are of: what is merged does not depend on what is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from covmerge.files.checkpoints.assembled import (
+    Assembly,
+    Shape,
+    Whole,
+    alone,
+    cut,
+    interleaved,
+    joined,
+    only,
+    transposed,
+)
+from covmerge.files.checkpoints.authors_layouts import rules_for
+from covmerge.files.checkpoints.equivalent_names import by_inner_name, inner_name
+
+Slots = list[list[Assembly]]  # by pattern, the tensors that it matches
+_DIGITS = re.compile(r"(\d+)")
+
+
+class _Unlike(Exception):
+    """The tensors are not as a rule expects them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the registry.
+
+    Attributes:
+        sources: regular expressions of names; `*.` stands for anything.
+        targets: what replaces them; of several, the first, or of a renaming, each its own.
+        by: operations with their axes; None: the tensor is renamed and stays as it is.
+        scope: what a name begins with; two ways; None: anything.
+    """
+
+    sources: tuple[re.Pattern[str], ...]
+    targets: tuple[str, ...]
+    by: tuple[tuple[Any, ...], ...] | None
+    scope: tuple[str, ...] | None
+
+    @property
+    def together(self) -> bool:
+        """Whether it renames several in a row, and is of files that have the first of them."""
+        return self.by is None and len(self.targets) > 1
+
+    def applied(self, name: str) -> tuple[str, int] | None:
+        """Return a name's new one, and which pattern it has; None: it has none."""
+        prefix = ""
+        if self.scope is not None:
+            found = next((scope for scope in self.scope if name.startswith(scope)), None)
+            if found is None:
+                return None
+            prefix = found
+        rest = name.removeprefix(prefix)
+        matches = [(m, i) for i, source in enumerate(self.sources) if (m := source.search(rest))]
+        if not matches:
+            return None
+        # The first in the name, then the longest pattern.
+        match, index = min(matches, key=lambda m: (m[0].start(), -len(m[0].re.pattern)))
+        to = self.targets[index if self.together else 0]
+        if r"\1" in to:
+            to = to.replace(r"\1", match[1])
+        return prefix + rest.replace(match[0], to, 1), index
+
+
+@dataclass
+class _Group:
+    """Tensors that one rule makes one or several others of."""
+
+    rule: Rule | None = None
+    names: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def all(self) -> list[str]:
+        return [name for index in sorted(self.names) for name in self.names[index]]
+
+
+class Conversion(NamedTuple):
+    """How an expert is shown as its base is stored.
+
+    Attributes:
+        made: by the base's name, what its tensor is made of.
+        by: whose rules say so.
+    """
+
+    made: dict[str, Assembly]
+    by: str
+
+
+def converted(
+    expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
+) -> Conversion:
+    """Return what an expert's tensors make of those that only the base has by their names.
+
+    Args:
+        expert: shapes by name.
+        base: shapes by name.
+        config: of the base.
+    """
+    made: dict[str, Assembly] = {}
+    if base.keys() <= expert.keys():
+        return Conversion(made, "")
+    by, common = _of_transformers(config)
+    of_expert, of_base = (_rules(rules_for(names)) for names in (expert, base))
+    if not (common or of_expert or of_base):
+        return Conversion(made, by)
+    if of_expert or of_base:
+        by = "as diffusers reads such files"
+    ours = _grouped(base, (*common, *of_base))
+    theirs = _grouped(expert, (*common, *of_expert))
+    plain = {to: base[g.all()[0]] for to, g in ours.items() if g.rule is None}
+    known: dict[str, Assembly] = {}
+    for to, group in theirs.items():
+        known.update(_outputs(to, group, expert, plain))
+    inner = by_inner_name(known)
+    of = {name: to for to, group in theirs.items() for name in group.all()}
+    for to, group in ours.items():
+        # A name of both may be of another tensor in each.
+        missing = [
+            n for n in group.all() if n not in expert or (of.get(n, to) != to and to in known)
+        ]
+        if missing:
+            pieces = _alike(group, theirs.get(to), base, expert)
+            pieces = pieces or _pieces(to, group, base, known, inner)
+            made.update({name: pieces[name] for name in missing if name in pieces})
+    return Conversion(made, by)
+
+
+def _alike(
+    ours: _Group, theirs: _Group | None, base: Mapping[str, Shape], expert: Mapping[str, Shape]
+) -> dict[str, Assembly]:
+    """Return pieces of a group that both have in the same pieces."""
+    if theirs is None or ours.rule is None or theirs.rule is None:
+        return {}
+    pairs = list(zip(ours.all(), theirs.all(), strict=False))
+    same = ours.rule.sources == theirs.rule.sources and all(
+        len(ours.names[index]) == len(theirs.names.get(index, ())) for index in ours.names
+    )
+    if not same or any(base[own] != expert[other] for own, other in pairs):
+        return {}
+    return {own: Whole(other, expert[other]) for own, other in pairs}
+
+
+def _grouped(shapes: Mapping[str, Shape], rules: Sequence[Rule]) -> dict[str, _Group]:
+    """Return tensors by the name that the first of what becomes of them has in memory."""
+    groups: dict[str, _Group] = {}
+    for name, renamed in _renamed(sorted(shapes, key=_by_number), rules):
+        to, index, own = renamed, 0, None
+        for rule in rules:
+            if rule.by is not None and (found := rule.applied(to)):
+                (to, index), own = found, rule
+                break
+        group = groups.setdefault(to, _Group(own))
+        if group.rule is not own or (own is None and group.names):
+            group.rule, group.names[-1] = None, [name]  # of two ways, which is meant, nothing says
+        group.names.setdefault(index, []).append(name)
+    return {to: group for to, group in groups.items() if -1 not in group.names}
+
+
+def _renamed(names: Sequence[str], rules: Sequence[Rule]) -> list[tuple[str, str]]:
+    """Return names with what the rules that only rename make of them, one after the other."""
+    now = list(names)
+    for rule in rules:
+        if rule.by is not None:
+            continue
+        found = [rule.applied(name) for name in now]
+        if not rule.together or any(one is not None and one[1] == 0 for one in found):
+            now = [n if one is None else one[0] for n, one in zip(now, found, strict=True)]
+    return list(zip(names, now, strict=True))
+
+
+def _outputs(
+    to: str, group: _Group, shapes: Mapping[str, Shape], plain: Mapping[str, Shape]
+) -> dict[str, Assembly]:
+    """Return what is in memory of a group, by name."""
+    try:
+        targets = _targets(to, group)
+        sizes = [plain.get(target) for target in targets]
+        last = _forward(group, shapes, len(targets), sizes)[-1]
+    except _Unlike:
+        return {}
+    return dict(zip(targets, (slot[0] for slot in last), strict=True))
+
+
+def _pieces(
+    to: str,
+    group: _Group,
+    shapes: Mapping[str, Shape],
+    known: Mapping[str, Assembly],
+    inner: Mapping[str, str],
+) -> dict[str, Assembly]:
+    """Return each of a group's tensors as a piece of what is known of its tensors in memory."""
+    try:
+        targets = _targets(to, group)
+        found = [
+            known.get(target, known.get(inner.get(inner_name(target), ""))) for target in targets
+        ]
+        if None in found:
+            return {}
+        whole = [one for one in found if one is not None]
+        if group.rule is None:
+            return {group.all()[0]: whole[0]}
+        states = _forward(group, shapes, len(targets), [one.shape for one in whole])
+        slots = [[one] for one in whole]
+        if [one.shape for one in whole] != [slot[0].shape for slot in states[-1]]:
+            return {}
+        for operation, before in zip(
+            reversed(group.rule.by or ()), reversed(states[:-1]), strict=True
+        ):
+            slots = _undone(operation, before, slots)
+    except _Unlike:
+        return {}
+    pieces = [piece for slot in slots for piece in slot]
+    return {
+        name: piece
+        for name, piece in zip(group.all(), pieces, strict=True)
+        if piece.shape == shapes[name]
+    }
+
+
+def _targets(to: str, group: _Group) -> list[str]:
+    if group.rule is None or len(group.rule.targets) == 1:
+        return [to]
+    first = group.rule.targets[0]
+    if first not in to:
+        raise _Unlike
+    return [to.replace(first, target, 1) for target in group.rule.targets]
+
+
+def _forward(
+    group: _Group, shapes: Mapping[str, Shape], count: int, sizes: Sequence[Shape | None]
+) -> list[Slots]:
+    """Return a group's tensors before and after each operation of its rule.
+
+    Args:
+        group: the tensors.
+        shapes: theirs.
+        count: of tensors that the rule makes.
+        sizes: their shapes where these are known.
+    """
+    slots: Slots = [
+        [Whole(name, shapes[name]) for name in group.names[index]] for index in sorted(group.names)
+    ]
+    states = [slots]
+    rule = group.rule
+    if rule is not None:
+        if not rule.by or len(slots) != len(rule.sources):
+            raise _Unlike
+        for operation in rule.by:
+            slots = _done(operation, slots, count, sizes)
+            states.append(slots)
+    if len(slots) != count or any(len(slot) != 1 for slot in slots):
+        raise _Unlike
+    return states
+
+
+def _done(
+    operation: Sequence[Any], slots: Slots, count: int, sizes: Sequence[Shape | None]
+) -> Slots:
+    kind, dim, other = _operation(operation)
+    if kind == "MergeModulelist":
+        if dim or len({len(slot) for slot in slots}) > 1:
+            raise _Unlike
+        return [[_joined([alone(one) for one in slot], 0)] for slot in slots]
+    if kind == "Concatenate":
+        return [[_joined([one for slot in slots for one in slot], dim)]]
+    if len(slots) != 1 or len(slots[0]) != 1 or dim >= len(slots[0][0].shape):
+        raise _Unlike
+    whole = slots[0][0]
+    if kind == "Transpose":
+        return [[transposed(whole, dim, other)]]
+    if kind == "Interleave":
+        return [[interleaved(whole, dim, back=False)]]
+    if kind == "Swap":
+        return [[_swapped(whole, dim)]]
+    return [
+        [part] for part in _apart(whole, dim, _parts(kind, whole.shape[dim], dim, count, sizes))
+    ]
+
+
+def _operation(given: Sequence[Any]) -> tuple[str, int, int]:
+    return str(given[0]), int(given[1]), int(given[-1])
+
+
+def _parts(kind: str, size: int, dim: int, count: int, sizes: Sequence[Shape | None]) -> list[int]:
+    """Return the sizes of the parts that a tensor is cut into."""
+    if kind == "Chunk":
+        return [size // count] * count if size % count == 0 else _refuse()
+    if kind != "Split" or any(shape is None or dim >= len(shape) for shape in sizes):
+        return _refuse()
+    return [shape[dim] for shape in sizes if shape is not None]
+
+
+def _refuse() -> list[int]:
+    raise _Unlike
+
+
+def _undone(operation: Sequence[Any], before: Slots, after: Slots) -> Slots:
+    kind, dim, other = _operation(operation)
+    if kind == "MergeModulelist":
+        return [
+            [only(cut(slot[0], 0, i, i + 1)) for i in range(len(own))]
+            for own, slot in zip(before, after, strict=True)
+        ]
+    if kind == "Concatenate":
+        parts = iter(_apart(after[0][0], dim, [one.shape[dim] for slot in before for one in slot]))
+        return [[next(parts) for _ in slot] for slot in before]
+    if kind == "Transpose":
+        return [[transposed(after[0][0], dim, other)]]
+    if kind == "Interleave":
+        return [[interleaved(after[0][0], dim, back=True)]]
+    if kind == "Swap":
+        return [[_swapped(after[0][0], dim)]]
+    return [[_joined([slot[0] for slot in after], dim)]]
+
+
+def _swapped(whole: Assembly, dim: int) -> Assembly:
+    size = whole.shape[dim]
+    if size % 2:
+        raise _Unlike
+    return joined([cut(whole, dim, size // 2, size), cut(whole, dim, 0, size // 2)], dim)
+
+
+def _joined(parts: Sequence[Assembly], dim: int) -> Assembly:
+    rests = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(rests) != 1 or any(dim >= len(part.shape) for part in parts):
+        raise _Unlike
+    return joined(parts, dim)
+
+
+def _apart(whole: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
+    found, start = list[Assembly](), 0
+    for size in sizes:
+        found.append(cut(whole, dim, start, start + size))
+        start += size
+    if start != whole.shape[dim]:
+        raise _Unlike
+    return found
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sort key: numbers in names as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+def _of_transformers(config: Mapping[str, Any] | None) -> tuple[str, tuple[Rule, ...]]:
+    """Return what the rules are, and those for a config's model, in their order."""
+    table = _table()
+    config = config or {}
+    names = (
+        cast("list[Any]", given) if isinstance(given := config.get("architectures"), list) else []
+    )
+    own, kind = str(names[0]) if names else "", _kind(config)
+    parts = table["architectures"].get(f"{kind}/{own}")
+    if parts is None:
+        parts = [[key] for key in (own, kind) if key in table["rules"]][:1]
+    text = _kind(config.get("text_config"))
+    if text in table["rules"] and all(key != text for key, *_ in parts):
+        parts = [*parts, [text, "language_model", "model"]]
+    rules = [r for key, *scope in parts for r in _rules(table["rules"][key], *scope)]
+    return f"as transformers {table['transformers']} reads such files", tuple(rules)
+
+
+def _kind(config: object) -> str:
+    if not isinstance(config, Mapping):
+        return ""
+    return str(cast("Mapping[str, Any]", config).get("model_type", ""))
+
+
+def _rules(given: Sequence[Mapping[str, Any]], *scope: str) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(
+            tuple(_compiled(source) for source in rule["from"]),
+            tuple(rule["to"]),
+            None if "by" not in rule else tuple(tuple(by) for by in rule["by"]),
+            _scope(*scope) if scope else None,
+        )
+        for rule in given
+    )
+
+
+def _scope(part: str, model: str) -> tuple[str, ...]:
+    inside, before = (f"{name}." if name else "" for name in (part, model))
+    return before + inside, inside
+
+
+def _compiled(source: str) -> re.Pattern[str]:
+    pattern = source.replace("*.", r".*\.")
+    if re.search(r"[a-zA-Z0-9]$", pattern):
+        pattern += r"(?!\w)"  # it ends where a part of a name does
+    return re.compile(pattern)

@@ -1,0 +1,185 @@
+"""Experts whose tensors are the base's in other pieces: each library reads both as one model."""
+
+import inspect
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+from diffusers.loaders import single_file_utils
+from safetensors.torch import save_file
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    conversion_mapping,
+)
+
+import covmerge
+from tests.conversions_of_transformers import TABLE, rules_of
+
+TEXT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SIGHT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+MODELS = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=3)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**TEXT, head_dim=8, num_experts=3, moe_intermediate_size=12)
+    ),
+    "granitemoe": lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**TEXT, num_local_experts=3)),
+    "vit": lambda: ViTForImageClassification(
+        ViTConfig(**SIGHT, num_attention_heads=2, image_size=8, patch_size=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("packed_base", [False, True])
+def test_as_transformers_has_it_in_memory(kind, packed_base, tmp_path):
+    torch.manual_seed(0)
+    base = MODELS[kind]()
+    expert = deepcopy(base)
+    for parameter in expert.parameters():
+        parameter.data += 1e-3 * torch.randn_like(parameter)
+    for model, packed, name in ((base, packed_base, "base"), (expert, not packed_base, "a")):
+        model.save_pretrained(tmp_path / name)
+        if packed:
+            own = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            save_file(own, tmp_path / name / "model.safetensors", {"format": "pt"})
+    covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
+    found, right = type(base).from_pretrained(tmp_path / "out").state_dict(), expert.state_dict()
+    assert found.keys() == right.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, right[name], rtol=1e-6, atol=1e-6)
+
+
+def test_the_table_is_the_registry_of_this_transformers():
+    table = json.loads(TABLE.read_text())
+    registry = conversion_mapping._build_checkpoint_conversion_mapping()
+    assert table["transformers"] == transformers.__version__
+    assert table["rules"] == {
+        key: json.loads(json.dumps([rules_of(t) for t in given]))
+        for key, given in registry.items()
+        if key != "legacy"
+    }
+
+
+D = 8
+
+
+def layers(**shapes):
+    """Weights and biases by name."""
+    return {
+        f"{name}.{part}": torch.randn(*(shape if part == "weight" else shape[:1]))
+        for name, shape in shapes.items()
+        for part in ("weight", "bias")
+    }
+
+
+def scales(*names, leaf):
+    return {f"{name}.{leaf}": torch.randn(4) for name in names}
+
+
+def flux():
+    embedders = ("time_in", "vector_in", "guidance_in")
+    tensors = layers(
+        **{f"{name}.{part}_layer": (D, D) for name in embedders for part in ("in", "out")},
+        **{"txt_in": (D, 6), "img_in": (D, 5), "final_layer.linear": (5, D)},
+        **{"final_layer.adaLN_modulation.1": (2 * D, D)},
+    )
+    for side in ("img", "txt"):
+        at = f"double_blocks.0.{side}"
+        tensors |= layers(**{f"{at}_mod.lin": (6 * D, D), f"{at}_attn.qkv": (3 * D, D)})
+        tensors |= layers(**{f"{at}_attn.proj": (D, D), f"{at}_mlp.0": (32, D)})
+        tensors |= layers(**{f"{at}_mlp.2": (D, 32)})
+        norms = (f"{at}_attn.norm.query_norm", f"{at}_attn.norm.key_norm")
+        tensors |= scales(*norms, leaf="scale")
+    at = "single_blocks.0"
+    tensors |= layers(**{f"{at}.modulation.lin": (3 * D, D), f"{at}.linear1": (7 * D, D)})
+    tensors |= layers(**{f"{at}.linear2": (D, 5 * D)})
+    return tensors | scales(f"{at}.norm.query_norm", f"{at}.norm.key_norm", leaf="scale")
+
+
+def sd3():
+    tensors = {"pos_embed": torch.randn(1, 9, D), "x_embedder.proj.weight": torch.randn(D, 4, 1, 1)}
+    tensors |= {"x_embedder.proj.bias": torch.randn(D)}
+    tensors |= layers(
+        **{f"{name}_embedder.mlp.{n}": (D, D) for name in "ty" for n in (0, 2)},
+        **{"context_embedder": (D, 6), "final_layer.linear": (4, D)},
+        **{"final_layer.adaLN_modulation.1": (2 * D, D)},
+    )
+    for block in (0, 1):
+        for side in ("x", "context"):
+            at = f"joint_blocks.{block}.{side}_block"
+            gives = side == "x" or block == 0  # the last block gives no text
+            rows = 6 if gives else 2
+            tensors |= layers(**{f"{at}.adaLN_modulation.1": (rows * D, D)})
+            tensors |= layers(**{f"{at}.attn.qkv": (3 * D, D)})
+            tensors |= scales(f"{at}.attn.ln_q", f"{at}.attn.ln_k", leaf="weight")
+            if gives:
+                tensors |= layers(**{f"{at}.attn.proj": (D, D), f"{at}.mlp.fc1": (32, D)})
+                tensors |= layers(**{f"{at}.mlp.fc2": (D, 32)})
+    at = "joint_blocks.0.x_block.attn2"
+    tensors |= layers(**{f"{at}.qkv": (3 * D, D), f"{at}.proj": (D, D)})
+    return tensors | scales(f"{at}.ln_q", f"{at}.ln_k", leaf="weight")
+
+
+def wan():
+    tensors = {"head.modulation": torch.randn(1, 2, D), "blocks.0.modulation": torch.randn(1, 6, D)}
+    tensors |= layers(**{f"{n}.{i}": (D, D) for n in ("time_embedding",) for i in (0, 2)})
+    tensors |= layers(**{"text_embedding.0": (D, 6), "text_embedding.2": (D, D)})
+    tensors |= layers(**{"time_projection.1": (6 * D, D), "head.head": (16, D)})
+    tensors |= layers(**{"img_emb.proj.1": (D, D), "img_emb.proj.3": (D, D)})
+    tensors |= layers(**{"blocks.0.ffn.0": (32, D), "blocks.0.ffn.2": (D, 32)})
+    for attention in ("self_attn", "cross_attn"):
+        at = f"blocks.0.{attention}"
+        tensors |= layers(**{f"{at}.{part}": (D, D) for part in "qkvo"})
+        tensors |= scales(f"{at}.norm_q", f"{at}.norm_k", leaf="weight")
+    norms = ("blocks.0.norm3", "img_emb.proj.0", "img_emb.proj.4")
+    tensors |= scales(*norms, leaf="weight") | scales(*norms, leaf="bias")
+    tensors |= layers(**{f"blocks.0.cross_attn.{part}_img": (D, D) for part in "kv"})
+    return tensors | scales("blocks.0.cross_attn.norm_k_img", leaf="weight")
+
+
+AUTHORS = {
+    "flux": (flux, "convert_flux_transformer_checkpoint_to_diffusers"),
+    "sd3": (sd3, "convert_sd3_transformer_checkpoint_to_diffusers"),
+    "wan": (wan, "convert_wan_transformer_to_diffusers"),
+}
+
+
+@pytest.mark.parametrize("kind", AUTHORS)
+def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
+    make, name = AUTHORS[kind]
+    scope = dict(vars(single_file_utils))
+    # The width of Flux is written there as a number.
+    exec(inspect.getsource(scope[name]).replace("inner_dim = 3072", f"inner_dim = {D}"), scope)
+
+    def diffusers(tensors):
+        return {n: t.contiguous() for n, t in scope[name](dict(tensors)).items()}
+
+    torch.manual_seed(0)
+    base = make()
+    expert = {name: t + 1e-3 * torch.randn_like(t) for name, t in base.items()}
+    if "pos_embed" in base:
+        expert["pos_embed"] = base["pos_embed"]
+    theirs = [diffusers(tensors) for tensors in (base, expert)]
+    for prefix in ("", "diffusion_model.", "model.diffusion_model."):
+        comfy = [{prefix + name: t for name, t in tensors.items()} for tensors in (base, expert)]
+        for ours, others in ((theirs, comfy), (comfy, theirs)):
+            found = covmerge.merge(ours[0], {"a": others[1]}, "average").tensors
+            assert found.keys() == ours[1].keys()
+            for key, tensor in ours[1].items():
+                torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
