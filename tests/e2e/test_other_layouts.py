@@ -9,6 +9,7 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
+from torch.nn import utils
 from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import covmerge
+from covmerge.errors import TensorError
 from tests.conversions_of_transformers import TABLE, rules_of
 
 TEXT = {
@@ -74,6 +76,29 @@ def test_the_table_is_the_registry_of_this_transformers():
         for key, given in registry.items()
         if key != "legacy"
     }
+
+
+@pytest.mark.parametrize("norm", [utils.weight_norm, utils.parametrizations.weight_norm])
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weight_norm_over_the_plain_weight(norm, dim):
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Conv1d(4, 6, 3))
+    expert = deepcopy(base)
+    layer = norm(expert[0], dim=dim)
+    for parameter in expert.parameters():
+        parameter.data += 0.01 * torch.rand_like(parameter)
+    expert(torch.randn(1, 4, 5))  # torch computes the weight
+    right = {"0.weight": layer.weight.detach(), "0.bias": layer.bias.detach()}
+    given = {name: tensor.clone() for name, tensor in expert.state_dict().items()}
+    found = covmerge.merge(base.state_dict(), {"a": given}, "average").tensors
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+    with pytest.raises(
+        TensorError, match="lost-update"
+    ):  # many lengths and directions give a weight
+        covmerge.merge(given, {"a": base.state_dict()}, "average")
 
 
 D = 8

@@ -1,4 +1,4 @@
-"""Tensors that are put together from others that are stored: joined, cut, turned. Nothing is computed."""
+"""Tensors that are put together from others that are stored: joined, cut, turned, or of a weight norm."""
 
 from __future__ import annotations
 
@@ -130,6 +130,28 @@ class Turned(_Of):
             shape = (*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
             tensor = tensor.reshape(shape).transpose(*self.dims).flatten(*self.dims)
         return tensor[rows.start : rows.stop] if moves_rows else tensor
+
+
+@dataclass(frozen=True)
+class Normed(Assembly):
+    """The weight of a weight norm: w = g · v / ‖v‖, the norm over the axes in which g has one entry."""
+
+    length: Assembly
+    direction: Assembly
+    shape: Shape
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        by_rows = self.length.shape[0] == self.shape[0]  # otherwise norms are over rows too
+        taken = rows if by_rows else range(self.shape[0])
+        direction = self.direction.read(read, taken)
+        v = direction.double()
+        g = self.length.read(read, taken if by_rows else range(1)).double()
+        axes = [axis for axis, size in enumerate(self.length.shape) if size == 1]  # one at least
+        w = v * (g / v.square().sum(axes, keepdim=True).sqrt())
+        return (w if by_rows else w[rows.start : rows.stop]).to(direction.dtype)
+
+    def stored(self) -> Iterable[str]:
+        return (*self.direction.stored(), *self.length.stored())
 
 
 def joined(parts: Sequence[Assembly], dim: int) -> Assembly:

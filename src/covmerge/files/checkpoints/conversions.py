@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from covmerge.files.checkpoints.assembled import (
     Assembly,
+    Normed,
     Shape,
     Whole,
     alone,
@@ -28,7 +29,7 @@ from covmerge.files.checkpoints.assembled import (
     transposed,
 )
 from covmerge.files.checkpoints.authors_layouts import rules_for
-from covmerge.files.checkpoints.equivalent_names import by_inner_name, inner_name
+from covmerge.files.checkpoints.equivalent_names import by_inner_name, inner_name, weight_norms
 
 Slots = list[list[Assembly]]  # by pattern, the tensors that it matches
 _DIGITS = re.compile(r"(\d+)")
@@ -112,9 +113,9 @@ def converted(
         base: shapes by name.
         config: of the base.
     """
-    made: dict[str, Assembly] = {}
     if base.keys() <= expert.keys():
-        return Conversion(made, "")
+        return Conversion({}, "")
+    made = _of_weight_norms(expert, base)
     by, common = _of_transformers(config)
     of_expert, of_base = (_rules(rules_for(names)) for names in (expert, base))
     if not (common or of_expert or of_base):
@@ -139,6 +140,19 @@ def converted(
             pieces = pieces or _pieces(to, group, base, known, inner)
             made.update({name: pieces[name] for name in missing if name in pieces})
     return Conversion(made, by)
+
+
+def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, Assembly]:
+    """Return the plain weights of a base of which an expert has lengths and directions."""
+    found: dict[str, Assembly] = {}
+    for name, (length, direction) in weight_norms(expert).items():
+        lengths, shape = expert[length], expert[direction]
+        # Along one axis there is a length each.
+        kinds = [(*(1,) * axis, n, *(1,) * (len(shape) - axis - 1)) for axis, n in enumerate(shape)]
+        plain = name not in expert and base.get(name) == shape
+        if plain and len(shape) > 1 and lengths in kinds:
+            found[name] = Normed(Whole(length, lengths), Whole(direction, shape), shape)
+    return found
 
 
 def _alike(

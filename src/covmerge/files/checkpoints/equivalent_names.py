@@ -70,6 +70,21 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
     return {name: to for name, to in found.items() if times[to] == 1 and to not in kept}
 
 
+def weight_norms(names: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return the weights of which there are lengths and directions, with the names of these.
+
+    Example:
+        >>> weight_norms(["conv.weight_v", "conv.weight_g"])
+        {'conv.weight': ('conv.weight_g', 'conv.weight_v')}
+    """
+    return {
+        f"{module}.weight": (name, module + direction)
+        for length, direction in zip(_SPELLINGS[2], _SPELLINGS[3], strict=True)
+        for name in names
+        if (module := name.removesuffix(length)) != name and module + direction in names
+    }
+
+
 def _towards(pair: tuple[str, str], base: Collection[str]) -> tuple[str, str] | None:
     """Return a pair from what the base does not use to what it uses."""
     old, new = (any(name.endswith(spelling) for name in base) for spelling in pair)

@@ -19,7 +19,7 @@ from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.equivalent_names import respelled
+from covmerge.files.checkpoints.equivalent_names import respelled, weight_norms
 from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.quantised.view import dequantised
 from covmerge.files.tensors.describe import ModelDescription, conv1d_names
@@ -191,6 +191,7 @@ def align(
     if refused or missing:
         _check_packing(base, expert_name, expert)
         _check_folded(expert_name, expert)
+        _check_weight_norms(base, expert_name, expert)
     # Before an advice that lets them pass.
     kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
@@ -492,6 +493,18 @@ def _check_folded(expert_name: str, expert: Model) -> None:
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) holds an adapter beside its weights "
             f"('{factor}'): {PASS_FOLDED}"
+        )
+
+
+def _check_weight_norms(base: Model, expert_name: str, expert: Model) -> None:
+    """Refuse plain weights over a base's weight norms: many lengths and directions give a weight."""
+    plain = expert.headers.keys() - base.headers.keys()
+    name = next((name for name in weight_norms(base.headers) if name in plain), None)
+    if name is not None:
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) has '{name}', of which the base "
+            f"({base.checkpoint.source}) has lengths and directions, a weight norm: pass the base with plain "
+            "weights, as `torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')` gives them"
         )
 
 
