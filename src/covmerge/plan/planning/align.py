@@ -503,8 +503,8 @@ def _check_weight_norms(base: Model, expert_name: str, expert: Model) -> None:
     if name is not None:
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) has '{name}', of which the base "
-            f"({base.checkpoint.source}) has lengths and directions, a weight norm: pass the base with plain "
-            "weights, as `torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')` gives them"
+            f"({base.checkpoint.source}) has lengths and directions, a weight norm: pass the base with "
+            "plain weights, as torch.nn.utils' remove_parametrizations or remove_weight_norm leaves them"
         )
 
 
