@@ -15,7 +15,8 @@ from covmerge.base.settings import Hint, hints_in
 SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
 TESTS = Path(__file__).parent
 
-# An imperative at the start of a clause, a flag, a command, a setting or a question.
+# An imperative at the start of a clause with what it is done to (": take it", not a head such as
+# "average (5)" or "report: "), a flag, a command, a setting or a question.
 _VERBS = [
     "accept",
     "add",
@@ -54,7 +55,6 @@ _VERBS = [
     "label",
     "leave",
     "let",
-    "list",
     "load",
     "log",
     "look",
@@ -74,7 +74,6 @@ _VERBS = [
     "put",
     "quote",
     "raise",
-    "rank",
     "read",
     "remove",
     "rename",
@@ -107,12 +106,16 @@ _VERBS = [
 ]
 _CLAUSE = r"(?:^|[:;.,?] |\(|\b(?:or|and|then|so|else|please|first|instead) )"
 _ADVICE = re.compile(
-    rf"{_CLAUSE}(?:{'|'.join(_VERBS)})\b(?!,)|(?<![\w-])--[a-z]|`covmerge |pip install|\?(?:$| )|`\w+: ",
+    rf"{_CLAUSE}(?:{'|'.join(_VERBS)})(?=:? [^(])"
+    r"|(?<![\w-])--[a-z]|`covmerge |pip install|\?(?:$| )|`\w+: ",
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"(?<![\w`/.-])--[a-z][a-z-]*(?: [\w.={}-]+)?")
 # Calls whose strings are no messages: the help, patterns, names.
-_OTHER_CALLS = {"Option", "Argument", "Field", "Typer", "compile", "command", "sub", "search"}
+_OTHER_CALLS = {"Option", "Argument", "Field", "Typer", "compile", "command", "sub", "search"} | {
+    "Reference"  # of a paper: its title, and what is of it
+}
+_PAGES = {"front/cli/catalogue.py"}  # docs/methods.md, whose commands tests/test_shown.py runs
 _HELP = {"help", "description", "epilog"}
 
 
@@ -123,15 +126,20 @@ def advice(template: str) -> str:
 
 
 @cache
-def advising() -> dict[str, str]:
-    """Every string of the source that advises something: its text, `{}` for values, and its file."""
+def messages() -> dict[str, str]:
+    """Every string of the source that can be a message: its text, `{}` for values, and its file."""
     found = {}
     for file in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for text in _strings(tree):
-            if " " in text and _ADVICE.search(text):
-                found[text] = str(file.relative_to(SOURCE))
+        own = str(file.relative_to(SOURCE))
+        if own not in _PAGES:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            found |= {text: own for text in _strings(tree) if " " in text}
     return found
+
+
+def advising() -> dict[str, str]:
+    """Those of the messages that advise something."""
+    return {text: file for text, file in messages().items() if _ADVICE.search(text)}
 
 
 def _strings(tree: ast.AST) -> list[str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError
@@ -11,10 +12,17 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.staging import Staging, destination_of
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.plan.recipe import load_recipe
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 
 STATE = {"w": torch.ones(2, 2)}
+
+
+def copied(folder: Path) -> None:
+    """What messages advise: a copy in a folder of this machine is read."""
+    save_file(STATE, folder / "model.safetensors")
+    assert list(open_checkpoint(folder).headers) == ["w"]
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -33,11 +41,13 @@ def test_one_may_lie_in_another() -> None:
 
 
 @pytest.mark.parametrize("address", ["ftp://host/base", "file:///etc/passwd", "memory://base"])
-def test_others_are_refused_by_name(address: str) -> None:
-    with pytest.raises(
-        InputError, match=r"is an address \(\w+\).* copy what lies there to a folder"
-    ):
+def test_others_are_refused_by_name(address: str, tmp_path: Path) -> None:
+    said = advice(
+        "{} is an address ({}), and covmerge reads s3://, gs://, https:// and files of this"
+    )
+    with pytest.raises(InputError, match=said):
         open_checkpoint(address)
+    copied(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,8 @@ def test_others_are_refused_by_name(address: str) -> None:
 def test_what_may_be_secret_is_refused_and_not_told(
     tmp_path: Path, address: str, kind: type
 ) -> None:
-    with pytest.raises(InputError, match=r"may be secret.* in the environment") as error:
+    said = advice("write it without, and give credentials in the environment")
+    with pytest.raises(InputError, match=said) as error:
         open_checkpoint(kind(address))
     assert "hunter2" not in str(error.value)
     recipe = tmp_path / "merge.yml"
@@ -68,21 +79,29 @@ def test_what_may_be_secret_is_refused_and_not_told(
 
 @pytest.mark.parametrize("address", ["s3://b/../c", "s3://", "https://host/a//b", "s3://b/\x1b[2J"])
 def test_none_that_could_mean_another(address: str) -> None:
-    with pytest.raises(InputError, match="is no address of a file or folder"):
+    with pytest.raises(InputError, match=advice("is no address of a file or folder: correct it")):
         open_checkpoint(address)
-    with pytest.raises(InputError, match="names no model of the Hugging Face Hub"):
+    said = advice(
+        "write hf://org/name or hf://org/name@revision, or without the hf://. Credentials"
+    )
+    with pytest.raises(InputError, match=said):
         open_checkpoint("hf://org/name/file.safetensors")
+    for right in ("hf://org/name", "hf://org/name@revision"):
+        assert hub_address(right)
+    assert hub_address("org/name") is None
 
 
 def test_where_only_files_of_this_machine_are_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     address = "s3://bucket/statistics"
-    given = {"base": STATE, "experts": {"a": STATE, "b": STATE}}
+    given = {"base": STATE, "experts": {n: {"w": torch.eye(2)} for n in "ab"}}
     with pytest.raises(InputError, match=r"s3://bucket/statistics is an address, and a path"):
         covmerge.merge(**given, statistics={"a": address, "b": address}, method="regmean")
-    with pytest.raises(InputError, match=r"is an address, and a path of this machine"):
+    said = advice("path of this machine is needed here: copy what lies there to a folder, and name")
+    with pytest.raises(InputError, match=said):
         covmerge.compare(**given, out=address)
     assert list(tmp_path.iterdir()) == []
+    covmerge.compare(**given, methods="average", out="statistics")
 
 
 def test_a_recipe_has_them_as_they_are(tmp_path: Path) -> None:
@@ -120,7 +139,10 @@ def test_a_drive_of_windows_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_address_does_not_repeat_a_secret(tmp_path: Path, address: str) -> None:
-    with pytest.raises(InputError, match=r"is written \w+://|write hf://org/name") as error:
+    said = advice(
+        "as addresses are recorded: correct it. A file of that name on this machine is ./NAME"
+    )
+    with pytest.raises(InputError, match=f"{said}|write hf://org/name") as error:
         open_checkpoint(address)
     with pytest.raises(InputError, match=r"\w+://") as other:
         destination_of(Path(address))

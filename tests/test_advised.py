@@ -6,26 +6,19 @@ in "FILE: MESSAGE".
 
 import re
 
-from tests.advised import advising, followed
+from tests.advised import advising, followed, messages
 
 REASONS = {
     "no advice: a page, a table, a name, a report's words, the front of another message": [
         r"^front/cli/(catalogue|show|plan|comparing|methods|inspecting)\.py: ",
-        r"^front/cli/merging\.py: report: ",
         r"^maths/methods/(other_names|__init__|esm|free|ctm)\.py: ",
         r"^maths/methods/(della\.py: MAGPRUNE|regmean\.py: average: no data)",
-        r"^maths/steps/(norm_balance|pact)\.py: ",
-        r"^plan/planning/(rules|data)\.py: average \(",
-        r"^run/comparison\.py: (list|sees)",
         r"^run/search/(job\.py: --objective|trials\.py: --sampler)",
         r"^maths/layer\.py: update \{\}, copy",
-        r"^maths/linalg/select\.py: rank",
         r"^run/export/(card\.py: |adapter\.py: (PEFT would|they are))",
         r"^front/publish\.py: Merge by",
-        r"^maths/registry/declared\.py: list of these",
         r"^run/inspection/job\.py: ",
         r"^files/tensors/(modules|names|describe)\.py: ",
-        r"^files/adapters/parameters\.py: '\{\}' \{\} \(rank",
         r"^plan/statistics/(sequences\.py: tokens, p|collect\.py: run block by block)",
         r"^plan/statistics/written\.py: (--start (bos|chat)|leave out --start base, or name)",
         r"^plan/recipe/(varied\.py: A value|marks\.py: write)",
@@ -46,7 +39,6 @@ REASONS = {
     ],
     "needs the network, or a server that lies": [
         r"^files/stores/(hub|hub_commit|page_server|object_server|remote\w*|retries|address|store)\.py: ",
-        r"^(files/.*/(hub|remote|open)|run/sources)\.py: .*(server|downloaded|Hub|right folder|fetched)",
         r"^files/quantised/packed\.py: download it|^front/publish\.py: ",
     ],
     "needs a GPU": [r"^run/engine/(device_room|devices)\.py: "],
@@ -74,7 +66,6 @@ REASONS = {
         r"let whatever writes it finish, and start again|something else changed it",
     ],
     "needs a package to be missing, or broken": [
-        r"^run/scoring/scorer\.py: .* needs a package",
         r"pip install '?covmerge\[|takes the package|^base/table\.py: |^front/reporting/extra\.py: ",
         r"^maths/registry/packages\.py: ",
         r"^front/cli/extensions\.py: ",
@@ -116,22 +107,6 @@ REASONS = {
 
 # Words of single messages.
 LISTED = {
-    "not followed yet: a wrong value of scoring": [
-        "one model, and no comparison: name another folder",
-        "another version: pass --overwrite to merge anew",
-        "there is no program {}: name one that is installed",
-        "cannot be split into words",
-        "is no text in UTF-8: convert it",
-        "and one folder with definitions of your own at most",
-        "is no folder: name one that holds definitions of tasks",
-        "names no base: put its folder under 'base_model_name_or_path'",
-        "lm-eval found no number for {}: choose other tasks",
-        "does not say what to score on: write {}:{}",
-        "is no scorer: pass a command with {model} in it",
-        "fewer than two tokens: leave it out",
-        "name tasks by short texts",
-        "has {}: name its columns {}",
-    ],
     "happens with no model that transformers has: a layer without weight, without blocks or words": [
         "write ({}): pass a file of examples",
     ],
@@ -161,7 +136,7 @@ def test_every_advice_is_followed_or_has_a_reason():
 
 
 def test_what_tests_follow_is_in_the_source():
-    assert not [words for words in followed() if not any(words in text for text in advising())]
+    assert not [words for words in followed() if not any(words in text for text in messages())]
 
 
 def test_no_reason_is_left_over():

@@ -1,6 +1,8 @@
 """`covmerge push`: the real client of the Hub, and a Hub on this machine that keeps what arrives."""
 
 import json
+import re
+import shutil
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge as library
 from covmerge.files.checkpoints.open import open_checkpoint
+from tests.advised import advice
 from tests.checkpoints.hub_server import READER, WRITER, connect, serve
 from tests.cli.runs import covmerge, flags, words
 from tests.folders import contents
@@ -99,7 +102,12 @@ def test_pushed_again_it_replaces_what_it_was(merged, hub):
 def test_what_others_would_see_is_said_before(merged, hub):
     told = words(covmerge("push", merged, "org/name").stderr)
     assert "note: README.md names no licence" in told
-    assert "note: README.md names no model of the Hub" in told
+    said = advice(
+        "{} names no model of the Hub that this one was made of (base_model: ...): add them"
+    )
+    assert re.search(said, told)
+    said = advice("others will see them: merge by relative paths to keep them out")
+    assert re.search(said, told)
     assert f"names folders of this machine, such as {merged.parent}/base.safetensors" in told
     (merged / "README.md").write_text("---\nlicense: mit\nbase_model: [org/base]\n---\n")
     manifest = json.loads((merged / "covmerge.json").read_text())
@@ -129,65 +137,97 @@ def test_what_is_no_finished_output(merged, models, hub):
     assert "verify one of its models" in refused(compared, "org/name")
     partial = models / ".out.covmerge-partial"
     (partial / "output").mkdir(parents=True)
-    assert f"out is not finished: a merge into it is under way, or waits in {partial}" in refused(
-        merged, "org/name"
+    said = advice(
+        "{} is not finished: a merge into it is under way, or waits in {}. Let it end, go on"
     )
+    told = refused(merged, "org/name")
+    assert re.search(said, told) and str(partial) in told
     assert "is not finished" in refused(partial / "output", "org/name")
     assert "is not finished" in refused(models / "out", "org/name")
     assert not hub.exists
+    shutil.rmtree(partial)
+    covmerge("push", merged, "org/name")
 
 
 def test_links_are_not_followed(merged, models, hub):
     (merged / "notes.txt").symlink_to(models / "a.safetensors")
-    assert "notes.txt is neither a file nor a folder" in refused(merged, "org/name")
+    said = advice("{} is neither a file nor a folder: put the file itself there")
+    assert re.search(said, refused(merged, "org/name"))
     (merged / "notes.txt").unlink()
     (merged / "again").symlink_to(merged)
     assert "again is neither a file nor a folder" in refused(merged, "org/name")
     assert not hub.exists
+    (merged / "again").unlink()
+    (merged / "notes.txt").write_text("mine")
+    covmerge("push", merged, "org/name")
+    assert hub.files["notes.txt"] == b"mine"
 
 
 @pytest.mark.parametrize("name", ["name", "org/name/more", "https://hub/org/name", "org/", "../x"])
 def test_names_that_are_none(merged, hub, name):
-    assert "is no name of a repository: write ORG/NAME" in refused(merged, name)
+    said = advice("{} is no name of a repository: write ORG/NAME")
+    assert re.search(said, refused(merged, name))
+    covmerge("push", merged, "org/name")
 
 
 def test_a_name_that_the_hub_does_not_take(merged, hub):
-    assert "refuses what is pushed to org/na--me" in refused(merged, "org/na--me")
+    said = advice("{} refuses what is pushed to {} ({}): mend it and push again")
+    assert re.search(said, refused(merged, "org/na--me"))
+    covmerge("push", merged, "org/name")
 
 
 def test_nobody_is_logged_in(merged, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     told = refused(merged, "org/name")
-    assert f"org/name: {hub.url} does not know you: log in with `hf auth login`" in told
+    said = advice(
+        "{}: {} does not know you: log in with `hf auth login`, by a token that may write"
+    )
+    assert re.search(said, told) and f"org/name: {hub.url} does" in told
     hub.exists = True  # then it is found, and only the upload refused
     assert "log in with `hf auth login`" in refused(merged, "org/name")
     assert hub.commits == []
+    monkeypatch.setenv("HF_TOKEN", WRITER)  # what that command keeps
+    covmerge("push", merged, "org/name")
 
 
 def test_who_may_not_write(merged, hub, monkeypatch):
     told = refused(merged, "other/name")
     assert "does not let you write to other/name" in told
     assert "no rights in the namespace other" in told
-    assert "`hf auth whoami`" in told
+    said = advice("and correct the name, or log in with `hf auth login` by a token that may write")
+    assert re.search(said, told) and "`hf auth whoami`" in told
     monkeypatch.setenv("HF_TOKEN", READER)
     assert "does not let you write to org/name" in refused(merged, "org/name")
     hub.exists = True
     assert "does not let you write to org/name" in refused(merged, "org/name")
     assert hub.commits == []
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    covmerge("push", merged, "org/name")
 
 
 def test_a_public_repository_is_not_private(merged, hub):
     hub.exists = True
-    assert "org/name is public already" in refused(merged, "org/name", "--private")
+    said = advice(
+        "is public already: make it private in its settings, push to another name, or leave"
+    )
+    assert re.search(said, refused(merged, "org/name", "--private"))
     assert (hub.commits, hub.stored) == ([], {})
+    hub.private = True
+    covmerge("push", merged, "org/name", "--private")
+    hub.private = False
+    covmerge("push", merged, "org/name")
 
 
 def test_weights_that_are_there_already(merged, hub):
     hub.exists = True
     hub.files["pytorch_model.bin"] = hub.files["training_args.json"] = b"of another model"
     told = refused(merged, "org/name")
-    assert "org/name holds other weights (pytorch_model.bin)" in told
+    said = advice("and a new branch begins with them: delete them there, or push to another name")
+    assert re.search(said, told) and "org/name holds other weights (pytorch_model.bin)" in told
     assert (hub.commits, hub.stored) == ([], {})
+    assert re.search(said, refused(merged, "org/name", "--revision", "new"))
+    del hub.files["pytorch_model.bin"]
+    covmerge("push", merged, "org/name")
 
 
 def test_metadata_that_the_hub_refuses(merged, hub):
@@ -222,12 +262,18 @@ def test_an_answer_that_is_lost_after_the_commit(merged, hub):
     hub.wrong = wrong()
     told = refused(merged, "org/name")
     assert len(hub.commits) == 1
-    assert "has all of the files or none of them; check the connection and push again" in told
+    said = advice(
+        "none of them; check the connection and push again, which replaces them by the same"
+    )
+    assert re.search(said, told)
     hub.wrong = iter(())
     covmerge("push", merged, "org/name")
     assert hub.files == contents(merged)
 
 
-def test_without_the_client_the_extra_is_named(merged, monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install covmerge[hub]" in refused(merged, "org/name")
+def test_without_the_client_the_extra_is_named(merged, hub, monkeypatch):
+    said = advice("pushing takes the client of the Hugging Face Hub: pip install covmerge[hub]")
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "huggingface_hub", None)
+        assert re.search(said, refused(merged, "org/name"))
+    covmerge("push", merged, "org/name")

@@ -10,8 +10,10 @@ from covmerge.base.cache import user_cache
 from covmerge.errors import InputError
 from covmerge.files.stores import object_server
 from covmerge.files.stores.address import Address
+from covmerge.files.stores.link import link_to
 from covmerge.files.stores.remote_destination import RemoteDestination
 from covmerge.run.verification import verify
+from tests.advised import advice
 from tests.cli.runs import covmerge as run
 from tests.cli.runs import words
 from tests.e2e.test_memory_output import files, merge_into
@@ -131,7 +133,8 @@ def test_an_upload_that_breaks_off_is_no_output(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_server.ObjectServer, "send", break_off)
-        with pytest.raises(InputError, match=r"cannot be reached or written: .* resume=True"):
+        said = advice(" with --resume, which goes on with finished work")
+        with pytest.raises(InputError, match=f"cannot be reached or written: .*{said}"):
             merge_into(destination(any_bucket), base, experts, **SHARDS)
     assert CLAIM in sent(any_bucket) and "merged/covmerge.json" not in sent(any_bucket)
     # Another machine has none of the work, and keeps away.
@@ -158,11 +161,17 @@ def test_without_credentials_there_is_nothing_to_resume(
     forget = type(bucket.system).clear_instance_cache  # it keeps credentials that it has found
     forget()
     try:
-        with pytest.raises(InputError, match=r"no credentials: .*, and run it again$") as error:
+        said = advice("and run it again")
+        with pytest.raises(InputError, match=rf"no credentials: .*, {said}$") as error:
             merge_into(destination(bucket), base, experts)
     finally:
         forget()
     assert str(error.value).count("credentials") == 1
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    link_to.cache_clear()
+    merge_into(destination(bucket), base, experts)
+    assert verify(f"{bucket.url}/merged").ok
 
 
 def test_an_output_is_replaced_on_demand_only(bucket: Bucket, models) -> None:
@@ -221,9 +230,54 @@ def test_what_another_machine_makes_before_the_claim_is_not_overwritten(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_server.ObjectServer, "claim", late)
-        with pytest.raises(InputError, match=r"config.json appeared in .*, and is not overwritten"):
+        said = advice(
+            "appeared in {}, and is not overwritten: move it away, and go on with --resume"
+        )
+        with pytest.raises(InputError, match=said):
             merge_into(destination(bucket), base, experts, **SHARDS)
     assert sent(bucket) == {"merged/config.json": b"{}"}
+    bucket.system.rm_file(f"{bucket.name}/merged/config.json")
+    merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+    assert verify(f"{bucket.url}/merged").ok
+
+
+def test_what_arrived_is_another_file(bucket: Bucket, models, monkeypatch) -> None:
+    base, experts = models
+    send = object_server.ObjectServer.send
+
+    async def spoil(self, file, path):
+        await send(self, file, path)
+        if "model-00002" in path:
+            await self._system._pipe_file(path, b"other")
+
+    said = advice("does something else write there? The work is kept: go on with --resume")
+    with monkeypatch.context() as patch:
+        patch.setattr(object_server.ObjectServer, "send", spoil)
+        with pytest.raises(InputError, match=said):
+            merge_into(destination(bucket), base, experts, **SHARDS)
+    merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+    assert verify(f"{bucket.url}/merged").ok
+
+
+def test_a_place_for_an_output_in_a_bucket(bucket: Bucket, models, tmp_path, monkeypatch) -> None:
+    base, experts = models
+
+    def homeless():
+        raise RuntimeError("no home")
+
+    said = advice("made on this machine first, and there is no place for it: set COVMERGE_CACHE to")
+    with monkeypatch.context() as patch:
+        patch.delenv("COVMERGE_CACHE", raising=False)
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.setattr(Path, "home", homeless)
+        with pytest.raises(InputError, match=said):
+            covmerge.merge(base, experts, "average", f"{bucket.url}/merged")
+    monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
+    bucket.system.pipe_file(f"{bucket.name}/file", b"")
+    with pytest.raises(InputError, match=advice("exists and is no folder: choose another name")):
+        covmerge.merge(base, experts, "average", f"{bucket.url}/file")
+    covmerge.merge(base, experts, "average", f"{bucket.url}/merged")
+    assert verify(f"{bucket.url}/merged").ok
 
 
 def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) -> None:
@@ -243,6 +297,10 @@ def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("out", ["https://host/merged", "s3://bucket", "gs://bucket"])
-def test_where_nothing_is_written(models, out: str) -> None:
-    with pytest.raises(InputError, match=r"no output is written to|takes further packages"):
+def test_where_nothing_is_written(models, out: str, tmp_path: Path) -> None:
+    said = advice(
+        "no output is written to {}: choose a folder of a bucket, such as s3://bucket/mer"
+    )
+    with pytest.raises(InputError, match=f"{said}|takes further packages"):
         covmerge.merge(models[0], models[1], "average", out)
+    covmerge.merge(models[0], models[1], "average", tmp_path / "merged")

@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from covmerge.base.cache import user_cache
 from covmerge.errors import CheckpointError, InputError
+from covmerge.files.checkpoints import open_checkpoint
 from covmerge.files.stores import hub, object_server, remote
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.hub import HubStore
@@ -16,7 +19,15 @@ from covmerge.files.stores.hub_cache import is_commit
 from covmerge.files.stores.remote import RemoteStore, remote_store
 from covmerge.files.stores.retries import ChangedError, RefusedError, persist
 from covmerge.files.stores.server import FileStat
+from tests.advised import advice
 from tests.checkpoints.hub_server import connect, serve
+
+
+def downloaded(folder: Path) -> None:
+    """What messages advise: the folder of a download is read."""
+    save_file({"w": torch.ones(1)}, folder / "model.safetensors")
+    assert list(open_checkpoint(folder).headers) == ["w"]
+
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -69,17 +80,23 @@ def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
         (COMMIT, {3: 1}),
     ],
 )
-def test_a_hub_that_says_no_commit_or_sizes(monkeypatch, sha, files) -> None:
+def test_a_hub_that_says_no_commit_or_sizes(monkeypatch, tmp_path, sha, files) -> None:
     found = [{"rfilename": name, "size": size} for name, size in files.items()]
     told = json.dumps({"sha": sha, "siblings": found}).encode()
     monkeypatch.setattr(hub, "_told", lambda *_: told)
-    with pytest.raises(CheckpointError, match="did not say which commit or which sizes"):
+    said = advice("or which sizes its files have: download the model and pass its folder")
+    with pytest.raises(CheckpointError, match=said):
         HubStore.find("org/name", "org/name", None)
     assert is_commit(COMMIT) and not is_commit(COMMIT + "\n")
+    downloaded(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "files, message", [(2500, "2500 files beside its weights"), (9000, "tells more than 300000")]
+    "files, message",
+    [
+        (2500, advice("more than {} are not fetched: download what is needed and pass its folder")),
+        (9000, advice("bytes of its files: download what is needed and pass its folder")),
+    ],
 )
 def test_a_hub_of_files_without_end(tmp_path, monkeypatch, files: int, message: str) -> None:
     monkeypatch.setattr(hub, "_MOST_TOLD", 300_000)
@@ -88,6 +105,7 @@ def test_a_hub_of_files_without_end(tmp_path, monkeypatch, files: int, message: 
         connect(monkeypatch, own, tmp_path / "cache")
         with pytest.raises(CheckpointError, match=message):
             HubStore.find("org/name", "org/name", None)
+    downloaded(tmp_path)
 
 
 def test_files_that_a_hub_has_not_or_too_large() -> None:
@@ -96,7 +114,8 @@ def test_files_that_a_hub_has_not_or_too_large() -> None:
         store.stamp("config.json")
     with pytest.raises(CheckpointError, match="the repository is incomplete"):
         store.check("config.json")
-    with pytest.raises(CheckpointError, match="bytes, which no such file needs to have"):
+    said = advice("has {} bytes, which no such file needs to have: is it the right repository?")
+    with pytest.raises(CheckpointError, match=said):
         store.card("README.md")
 
 
@@ -118,5 +137,8 @@ def test_where_things_are_kept(monkeypatch, tmp_path: Path) -> None:
 
 def test_a_cache_that_there_was_is_no_longer_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVMERGE_REMOTE_CACHE", "50GB")
-    with pytest.raises(InputError, match="keeps nothing of remote files any more: unset it"):
+    said = advice("unset it. To read sources more than once, download them and pass their folders")
+    with pytest.raises(InputError, match=said):
         remote_store(Address("s3", "bucket"))
+    monkeypatch.delenv("COVMERGE_REMOTE_CACHE")
+    assert remote_store(Address("s3", "bucket"))

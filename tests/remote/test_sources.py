@@ -25,6 +25,7 @@ from covmerge.files.stores.remote import remote_store
 from covmerge.files.stores.retries import RefusedError
 from covmerge.files.stores.store import StoredFile
 from covmerge.run.verification import verify
+from tests.advised import advice
 from tests.checkpoints.test_distributed import save as save_shards
 from tests.interrupted import InterruptAfter
 from tests.remote.conftest import Bucket
@@ -47,6 +48,10 @@ def equals(checkpoint, path: Path) -> bool:
     return list(checkpoint.headers) == list(stored) and all(
         torch.equal(checkpoint.read(name), value) for name, value in stored.items()
     )
+
+
+def base_of(models) -> Path:
+    return models[0] / BASE
 
 
 def test_a_folder_of_a_bucket(any_bucket: Bucket, models) -> None:
@@ -188,9 +193,12 @@ def test_what_is_not_allowed_is_asked_for_once(bucket: Bucket, models) -> None:
     address = bucket.put(models[0], "base")
     bucket.server.requests.clear()
     bucket.server.fail("GET", status("403 Forbidden"), 1000)
-    with pytest.raises(CheckpointError, match=r"cannot be listed: the server does not let you"):
+    said = advice("the server does not let you ({}): check the credentials in the environment")
+    with pytest.raises(CheckpointError, match=f"cannot be listed: {said}"):
         open_checkpoint(address)
     assert len(bucket.server.requests) == 1
+    bucket.server.faults.clear()  # to the right ones
+    assert equals(open_checkpoint(address), base_of(models))
 
 
 def test_a_server_that_is_gone(bucket: Bucket, models) -> None:
@@ -206,16 +214,21 @@ def test_a_server_that_is_gone(bucket: Bucket, models) -> None:
 
 
 def test_without_credentials(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models
 ) -> None:
-    for name in list(KEYS)[:2]:
-        monkeypatch.delenv(name)
+    address = bucket.put(models[0], "base")
+    said = advice("no credentials: give them in the environment (docs/remote.md)")
+    with monkeypatch.context() as patch:
+        for name in list(KEYS)[:2]:
+            patch.delenv(name)
+        type(bucket.system).clear_instance_cache()
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            patch.setenv(name, str(tmp_path / "none"))
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(address)
     type(bucket.system).clear_instance_cache()
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match=r"no credentials: give them in the environment"):
-        open_checkpoint(f"{bucket.url}/base")
-    type(bucket.system).clear_instance_cache()
+    link.link_to.cache_clear()
+    assert equals(open_checkpoint(address), base_of(models))
 
 
 def test_a_changed_file_is_refused(any_bucket: Bucket, models, monkeypatch) -> None:
@@ -230,15 +243,18 @@ def test_a_changed_file_is_refused(any_bucket: Bucket, models, monkeypatch) -> N
         checkpoint.read("h.0.proj.weight")
 
 
-def test_what_there_is_not(any_bucket: Bucket, models) -> None:
+def test_what_there_is_not(any_bucket: Bucket, models, tmp_path: Path) -> None:
     for address in (f"{any_bucket.url}/nothing", f"{any_bucket.scheme}://no-such-bucket/base"):
         with pytest.raises(CheckpointError, match=r"://.* holds no weights"):
             open_checkpoint(address)
     with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be opened: No such file"):
         open_checkpoint(f"{any_bucket.url}/x.safetensors")
     any_bucket.put(models[0] / "config.json", "pickled/pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"is a pickle, and those are read from folders"):
+    said = advice("{} is a pickle, and those are read from folders of this machine: copy it there")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(f"{any_bucket.url}/pickled")
+    torch.save(load_file(base_of(models)), tmp_path / "pytorch_model.bin")
+    assert equals(open_checkpoint(tmp_path), base_of(models))
 
 
 def test_names_stay_below_their_prefix(any_bucket: Bucket, models) -> None:
@@ -263,10 +279,15 @@ def test_a_file_of_a_web_server(pages, models) -> None:
         fingerprint(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["base", "base/", "model.safetensors.index.json"])
-def test_a_folder_of_a_web_server_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match="lists no folders: name such a file, or download"):
-        open_checkpoint(f"https://host.invalid/{name}")
+@pytest.mark.parametrize("name", ["base", "base/", "base/model.safetensors.index.json"])
+def test_a_folder_of_a_web_server_is_refused(name: str, pages, models) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    said = advice("lists no folders: name such a file, or download the folder and pass its path")
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(f"{server.url}/{name}")
+    for right in (f"{server.url}/base/{BASE}", folder / "base"):
+        assert equals(open_checkpoint(right), base_of(models))
 
 
 def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeypatch) -> None:
@@ -277,8 +298,10 @@ def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeyp
         here = fingerprint(open_checkpoint(models[0] / BASE))
         assert fingerprint(checkpoint) == here  # nothing tells versions: the files are hashed
         monkeypatch.setattr(page_server, "_WHOLE", 100)
-        with pytest.raises(CheckpointError, match=r"sends no ranges of it: download it"):
+        said = advice("the server sends no ranges of it: download it, and pass its folder")
+        with pytest.raises(CheckpointError, match=said):
             open_checkpoint(f"{server.url}/base/{BASE}")
+        assert equals(open_checkpoint(tmp_path / "base"), base_of(models))
 
 
 def test_a_file_without_versions_that_changes_is_noticed(
@@ -293,16 +316,18 @@ def test_a_file_without_versions_that_changes_is_noticed(
     with serving(files(tmp_path, headers={})) as server:
         address = f"{server.url}/{weights.name}"
         for options in ({"workers": 2}, {"executor": "ranks"}):
-            with pytest.raises(
-                InputError, match=r"neither ETag nor Last-Modified of .*download it"
-            ):
+            said = advice("download it and pass its folder, or leave out --workers and --executor")
+            with pytest.raises(InputError, match=said):
                 covmerge.merge(base, [address], "average", tmp_path / "out", **options)
         checkpoint = open_checkpoint(address)
         checkpoint.read("h.3.proj.weight")
         weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")  # as long as before
         with pytest.raises(CheckpointError, match=rf"{address}.*it changed while"):
             fingerprint(checkpoint)
-    assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out").exists()
+        shutil.copy(experts["e0"], weights)
+        covmerge.merge(base, [address], "average", tmp_path / "out")
+    covmerge.merge(base, [weights], "average", tmp_path / "another", workers=2)
 
 
 def test_a_web_server_may_send_what_it_likes(pages, models) -> None:
@@ -334,8 +359,10 @@ def test_what_is_compressed_is_not_unpacked(pages, models) -> None:
         return [packed]
 
     server.fail(BASE, compressed, 10)
-    with pytest.raises(CheckpointError, match="the server sends it compressed"):
+    said = advice("the server sends it compressed, unasked: download it, and pass its folder")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(f"{server.url}/base/{BASE}")
+    assert equals(open_checkpoint(folder / "base"), base_of(models))
 
 
 def test_a_page_is_no_file(pages, models) -> None:
@@ -379,6 +406,23 @@ def test_where_a_web_server_may_not_lead(pages, models, leads: str, said: str) -
         page_server.onward("https://example.org/a", "http://example.org/a")
 
 
+def test_a_machine_of_this_network_is_named(pages, models) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    named = server.url.replace("127.0.0.1", "localhost") + f"/base/{BASE}"
+
+    def onward(_, environ, start):
+        start("302 Found", [("Location", named), ("Content-Length", "0")])
+        return []
+
+    server.fail(".*", onward, 100)
+    said = advice("the server leads to {}, a machine of this network: name it yourself")
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(f"{server.url}/base/{BASE}")
+    server.faults.clear()
+    assert equals(open_checkpoint(named), base_of(models))
+
+
 def test_a_merge_of_files_without_versions_is_not_resumed(tmp_path, models) -> None:
     """Nothing tells whether they are what the first run read."""
     folder = tmp_path / "pages"
@@ -388,9 +432,10 @@ def test_a_merge_of_files_without_versions_is_not_resumed(tmp_path, models) -> N
         base, out = f"{server.url}/base/{BASE}", tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
             covmerge.merge(base, experts, out=out, progress=InterruptAfter(2))
-        with pytest.raises(
-            InputError, match=r"server of base .* does not say whether model.safetens"
-        ):
+        said = advice(
+            "does not say whether {} changed since the merge was begun: start over with --ov"
+        )
+        with pytest.raises(InputError, match=said):
             covmerge.merge(base, experts, out=out, resume=True)
         assert covmerge.merge(base, experts, out=out, overwrite=True).verification.ok
 
@@ -426,12 +471,19 @@ def test_too_many_or_too_large_files_beside_the_weights(
 ) -> None:
     address = bucket.put(models[0], "base")
     monkeypatch.setattr(fetching, "_MANY", 0)
-    with pytest.raises(CheckpointError, match="files beside its weights, and 0 are fetched"):
+    said = advice("files beside its weights, and {} are fetched: pass the folder of one model")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(address).companions()
     monkeypatch.setattr(fetching, "_MANY", 200)
     monkeypatch.setattr(fetching, "_MOST", 1)
-    with pytest.raises(CheckpointError, match="bytes, which no such file needs to have"):
+    said = advice("has {} bytes, which no such file needs to have: is it the right folder?")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(address).companions()
+    monkeypatch.setattr(fetching, "_MOST", 2**30)  # of one model, by the limits as they are
+    checkpoint = open_checkpoint(address)  # which keeps the folder while it is open
+    beside = checkpoint.companions()
+    assert beside is not None and (beside / "config.json").is_file()
+    checkpoint.close()
 
 
 class _Early(socketserver.BaseRequestHandler):

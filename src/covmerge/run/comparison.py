@@ -214,6 +214,7 @@ def choose_methods(
     wanted: str | Sequence[Wanted],
     parameters: Mapping[str, Mapping[str, Any]],
     statistics: Mapping[str, StatisticsFile],
+    experts: int,
 ) -> tuple[tuple[Entry, ...], dict[str, str]]:
     """Return what is compared, and the methods of `all` that cannot run, with the reason.
 
@@ -223,7 +224,7 @@ def choose_methods(
     """
     left_out: dict[str, str] = {}
     if wanted == "all":
-        reasons = {method.name: _cannot_run(method, statistics) for method in registry}
+        reasons = {method.name: _cannot_run(method, statistics, experts) for method in registry}
         left_out = {name: reason for name, reason in reasons.items() if reason is not None}
         left_out |= registry.broken
         given: Sequence[Wanted] = [name for name in reasons if name not in left_out]
@@ -297,7 +298,11 @@ def _entry(
     return Entry(method.name, values, label)
 
 
-def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str | None:
+def _cannot_run(
+    method: Method, statistics: Mapping[str, StatisticsFile], experts: int
+) -> str | None:
+    if not method.takes(experts):
+        return f"merges {method.experts_text}, and the recipe has {experts}"
     if method.writes_masks:
         return "gives a model per expert, not one for all"
     if method.sees == "weights":
@@ -343,7 +348,9 @@ class CompareJob:
             InputError: anything wrong with the inputs; nothing is left behind.
             CheckFailed: one of the models failed its verification.
         """
-        entries, left_out = choose_methods(self.methods, self.parameters, checkpoints.statistics)
+        entries, left_out = choose_methods(
+            self.methods, self.parameters, checkpoints.statistics, len(self.recipe.experts)
+        )
         if self.scorer is None:
             if self.bounds:
                 raise RecipeError(

@@ -76,7 +76,8 @@ def _refuse_other_weights(repository: str, there: Sequence[str], names: Sequence
     if other:
         raise InputError(
             f"{repository} holds other weights ({', '.join(other[:3])}), which might be loaded in "
-            f"place of these: delete them there, or push to another name or {Hint('revision')}"
+            "place of these, and a new branch begins with them: delete them there, or push to another "
+            "name"
         )
 
 

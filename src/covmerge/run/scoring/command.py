@@ -50,7 +50,7 @@ class Command:
             self._words = shlex.split(text)
         except ValueError as error:
             raise InputError(
-                f"{Hint('score')} {text!r} cannot be split into words: {error}"
+                f"{Hint('score')} {text!r} cannot be split into words ({error}): correct its quotes"
             ) from error
         if not any(MODEL in word for word in self._words):
             raise InputError(
