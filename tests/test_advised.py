@@ -33,8 +33,6 @@ REASONS = {
     ],
     "the intact file is what is merged wherever nothing else is said": [
         r"[Ff]etch (it|them|the files?|its files|the checkpoint) again",
-        r": (save|verify) it again$",
-        r"^files/checkpoints/(pickle_bounds|unpickler)\.py: .*(cut short|where you trust it)",
         r": is it the right file\?$",
     ],
     "needs the network, or a server that lies": [
@@ -67,14 +65,8 @@ REASONS = {
     ],
     "needs a package to be missing, or broken": [
         r"pip install '?covmerge\[|takes the package|^base/table\.py: |^front/reporting/extra\.py: ",
-        r"^maths/registry/packages\.py: ",
-        r"^front/cli/extensions\.py: ",
-        r"^maths/registry/table\.py: .*(package|announced)",
-        r"^front/cli/outcome\.py: code of another package",
     ],
     "to the author of a method, a step or a program, who sees at once whether it helped": [
-        r"^maths/registry/(declared|table)\.py: |^maths/steps/registry\.py: ",
-        r"^maths/methods/registry\.py: (method '\{\}' (needs|sees|\{\})|its|these)",
         r"^files/\w+/(base|layout|writer|memory|strict_json|torch_file|checkpoint)\.py: .*"
         r"(rows inside|rename (it|the tensor)|hold: convert|contiguous|plan it|convert it$)",
         r"^files/(checkpoints|adapters)/.*(open (them|the checkpoint) again|with its base|such as 5GB)",

@@ -16,6 +16,7 @@ from covmerge.base.notebook import lines_svg, table_html
 from covmerge.base.table import Table
 from covmerge.errors import InputError
 from covmerge.run.engine.progress import as_progress
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain
 
@@ -85,9 +86,15 @@ def test_without_a_library_a_data_frame_says_what_to_install(results, monkeypatc
     def none(name):
         raise ImportError(name)
 
-    monkeypatch.setattr("covmerge.base.table.import_module", none)
-    with pytest.raises(InputError, match="pip install pandas"):
-        results["comparison"].to_dataframe()
+    said = advice(
+        "a data frame needs pandas or polars: pip install pandas; or take `.table().csv()`"
+    )
+    with monkeypatch.context() as hidden:
+        hidden.setattr("covmerge.base.table.import_module", none)
+        with pytest.raises(InputError, match=said):
+            results["comparison"].to_dataframe()
+        assert results["comparison"].table().csv()
+    results["comparison"].to_dataframe()
 
 
 class Balanced(HTMLParser):

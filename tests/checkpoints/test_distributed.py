@@ -223,18 +223,20 @@ def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
         "the 2 pieces of 'w' do not make up": declare(
             (7, 5), chunk((0, 0), (4, 5)), chunk((3, 0), (4, 5))
         ),
-        "is not in it": declare((7, 5), chunk((1, 0), (7, 5))),
-        "which is .* bytes long: it was cut short": declare(
+        advice("that is not in it, or is in no file: fetch the files again"): declare(
+            (7, 5), chunk((1, 0), (7, 5))
+        ),
+        advice("which is {} bytes long: it was cut short, fetch it again"): declare(
             (700, 5000), chunk((0, 0), (700, 5000))
         ),
         "is longer than any can be": declare((2**40, 2**40), chunk((0, 0), (7, 5))),
         "is longer than any": declare((0, 2**40, 2**40), chunk((0, 0, 0), (0, 2**40, 2**40))),
         "no dense tensor of a dtype": declare((7, 5), chunk((0, 0), (7, 5)), dtype=torch.qint8),
-        "have the same bytes of": elsewhere,
+        advice("that they have the same bytes of {}: fetch the files again"): elsewhere,
         "only bare names": place(relative_path="../good/__0_0.distcp"),
-        "has -1 where sizes|where sizes should be": place(offset=-1),
+        advice("{} has {} where sizes should be: fetch it again"): place(offset=-1),
         "by an extension of torch's": place(transform_descriptors=["zstd"]),
-        "has a dict where DCP has a Metadata": lambda _: {},
+        advice("{} has a {} where DCP has a {}: fetch it again, or {}"): lambda _: {},
         "has no state_dict_metadata": lambda _: Metadata(state_dict_metadata=None),  # type: ignore[arg-type]
         "has a Hostile|has a mkdir where DCP has": lambda _: Hostile(),
     }
@@ -245,8 +247,13 @@ def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
     style = filesystem.SerializationFormat.SAFETENSORS
     safe = save({"w": STATE["w"]}, tmp_path / "safe", serialization_format=style)
     twice = declare((14, 5), chunk((0, 0), (7, 5)), chunk((7, 0), (7, 5)))
-    with pytest.raises(CheckpointError, match="two chunks of 'w' that they are the same tensor"):
+    said = advice(
+        "of two chunks of '{}' that they are the same tensor of a file: fetch the files ag"
+    )
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(spoil(safe, twice))
+    for again in (folder, safe):
+        assert torch.equal(open_checkpoint(again).read("w"), STATE["w"])
     assert not Path("/tmp/covmerge-was-here").exists()
 
 
@@ -264,11 +271,19 @@ def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
     shutil.copy(other / "__0_0.distcp", folder)
     with pytest.raises(CheckpointError, match=r"cut short|files are of different checkpoints"):
         open_checkpoint(folder).read("w")
+    other = save({"w": STATE["w"] > 0, "v": STATE["w"]}, tmp_path / "typed") / "__0_0.distcp"
+    (folder / "__0_0.distcp").write_bytes(other.read_bytes())
+    said = advice("as {} says: the files are of different checkpoints, fetch them again")
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(folder).read("w")
     (folder / "__0_0.distcp").write_bytes(data + bytes(99))
     equals(folder, {"w": STATE["w"]})
     os.truncate(folder / "__0_0.distcp", 2**40)  # whose hash would take hours
-    with pytest.raises(CheckpointError, match=r"names none after the first \d+: fetch the files"):
+    said = advice("{} has {} bytes, and {} names none after the first {}: fetch the files again")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(folder)
+    (folder / "__0_0.distcp").write_bytes(data)
+    equals(folder, {"w": STATE["w"]})
     (folder / "__0_0.distcp").write_bytes(data[:200] + b"\xff" * (len(data) - 200))
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: tensor 'w' cannot be read as"):
         open_checkpoint(folder).read("w")
@@ -328,11 +343,15 @@ def test_slices_of_safetensors(tmp_path: Path) -> None:
 
     equals(write("right", [0, 0], [4, 0]), {"w": MATRIX})
     for offset in ([3, 0], [5, 0], [0, 0], [4, 1], [2**61, 0]):
-        with pytest.raises(CheckpointError, match="2 pieces of 'w' do not make up its shape"):
+        said = advice(
+            "do not make up its shape {}: a file is missing or of another checkpoint, fetch"
+        )
+        with pytest.raises(CheckpointError, match=said):
             open_checkpoint(write(f"apart-{offset}", [0, 0], offset))
     for offset in ([4], [4, -1], [4, True], None):
         with pytest.raises(CheckpointError, match="not an offset for each axis"):
             open_checkpoint(write(f"unknown-{offset}", [0, 0], offset))
+    equals(tmp_path / "right", {"w": MATRIX})
 
 
 def zero3(folder: Path, world: int, trained: dict[str, Any], **others: Any) -> Path:

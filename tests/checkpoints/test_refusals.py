@@ -32,7 +32,10 @@ from covmerge.files.stores.regular_file import read_regular
 from covmerge.files.stores.store import StoredFile
 from covmerge.front.reporting.file import check_page
 from tests.adapters.test_adapters import CONFIG, STEM, WEIGHTS, adapter, change  # noqa: F401
+from tests.advised import advice
 from tests.checkpoints.test_distributed import STATE, chunk, save, spoil
+from tests.quantised.ggufs import save_llama
+from tests.quantised.models import llama
 
 ONE = torch.ones(2, 2)
 
@@ -51,7 +54,10 @@ def gguf(key: str, kind: int, value: bytes) -> bytes:
             gguf("split.count", 2, struct.pack("<H", 3)),
             "one of 3 parts: join them first",
         ),
-        (gguf("x", 9, struct.pack("<IQ", 9, 1)), "a list of values of type 9"),
+        (
+            gguf("x", 9, struct.pack("<IQ", 9, 1)),
+            advice("{} {}: fetch the file again, or convert it anew"),
+        ),
         (gguf("x", 9, struct.pack("<IQ", 4, 1 << 60)), "does not end within"),
         (gguf("x", 99, b""), "a value of type 99"),
     ],
@@ -60,21 +66,29 @@ def test_gguf(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "model.gguf")
+    again = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
+    assert open_checkpoint(again).headers
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"\x80\x02\x82\x01.", "by a registry"),
+        (
+            b"\x80\x02\x82\x01.",
+            advice("fetch the file again, or save the state dict with safetensors.torch.save_file"),
+        ),
         (pickle.dumps({3: ONE}), "has the key 3: tensors are named by strings"),
         (pickle.dumps([1]), "model"),
         (pickle.dumps({}), "without tensors|holds no tensors"),
+        (pickle.dumps({"w": "a" * 300}, 2)[:-99], advice("and {} are left: fetch the file again")),
     ],
 )
 def test_pickles(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "model.bin")
+    torch.save({"w": ONE}, tmp_path / "model.bin")
+    assert torch.equal(open_checkpoint(tmp_path / "model.bin").read("w"), ONE)
 
 
 def test_an_archive_of_two_pickles(tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def test_metadata_of_torch_distributed(tmp_path: Path, monkeypatch) -> None:
 
     for spoilt, message in (
         (without_chunks, "has no chunks"),
-        (unnamed, "3 where a name should be"),
+        (unnamed, advice("{} has {} where a name should be: fetch it again")),
     ):
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(spoil(folder, spoilt))
@@ -170,20 +184,26 @@ def test_metadata_of_torch_distributed(tmp_path: Path, monkeypatch) -> None:
             with pytest.raises(CheckpointError, match=rf"{METADATA} has \d+ {message}|{message}"):
                 open_checkpoint(folder)
     assert chunk((0,), (1,)).sizes == (1,)
+    assert torch.equal(open_checkpoint(folder).read("w"), STATE["w"])
 
 
 def test_truth_values_of_torch_distributed_are_0_or_1(tmp_path: Path) -> None:
     folder = save({"w": torch.tensor([True] * 64)}, tmp_path / "good")
     data = folder / "__0_0.distcp"
-    data.write_bytes(data.read_bytes().replace(b"\1" * 64, b"\1" * 63 + b"\7"))
-    with pytest.raises(CheckpointError, match="'w' is of bool and holds bytes other"):
+    right = data.read_bytes()
+    data.write_bytes(right.replace(b"\1" * 64, b"\1" * 63 + b"\7"))
+    said = advice("is of bool and holds bytes other than 0 and 1: save it again")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(folder).read("w")
+    data.write_bytes(right)
+    assert open_checkpoint(folder).read("w").all()
 
 
 def test_a_journal_has_a_bound(tmp_path: Path, monkeypatch) -> None:
     journal.Journal.create(tmp_path / "journal.jsonl", plan_hash="1f")
     monkeypatch.setattr(journal, "_MAX_BYTES", 3)
-    with pytest.raises(CheckpointError, match="is larger than 3 bytes, which none is"):
+    said = advice("it is larger than {} bytes, which none is; start over with --overwrite")
+    with pytest.raises(CheckpointError, match=said):
         journal.Journal.resume(tmp_path / "journal.jsonl", plan_hash="1f")
 
 
@@ -245,7 +265,8 @@ def test_a_hash_of_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
     with _Reader(StoredFile(LocalFolder(tmp_path), "model.safetensors")) as reader:
         os.truncate(tmp_path / "model.safetensors", 10)
-        with pytest.raises(CheckpointError, match="was cut short while it was read"):
+        said = advice("{} was cut short while it was read: verify it again")
+        with pytest.raises(CheckpointError, match=said):
             reader.fill(memoryview(bytearray(11)))
 
 

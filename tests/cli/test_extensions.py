@@ -1,5 +1,7 @@
 """Commands of other packages: found by entry point, and never a traceback."""
 
+import re
+import shutil
 import sys
 from importlib import invalidate_caches
 from importlib.metadata import entry_points
@@ -7,6 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from covmerge.front.cli.extensions import GROUP, LAB
+from tests.advised import advice
 from tests.cli.runs import covmerge, words
 from tests.forked import printed
 
@@ -64,13 +67,15 @@ def test_a_name_of_covmerge_is_not_given_away(install):
     assert "ace" in covmerge("methods").stdout
 
 
-def test_two_packages_with_one_name(install):
+def test_two_packages_with_one_name(install, tmp_path):
     install("covmerge-one", "one", COMMANDS, greet="greet")
     install("covmerge-two", "two", COMMANDS, greet="greet")
     said = words(covmerge("greet", "Ada", code=2).stderr)
     assert said.startswith("error: covmerge-")
-    assert "both have a command 'greet': uninstall one of them" in said
+    assert re.search(advice("{} both have a command '{}': uninstall one of them"), said)
     assert "both have a command 'greet'" in words(covmerge("--help").stderr)
+    shutil.rmtree(tmp_path / "covmerge_two-1.0.dist-info")
+    assert covmerge("greet", "Ada").stdout == "good day Ada\n"
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,36 @@ def test_two_packages_with_one_name(install):
         ("greet = 1", "greet", "TypeError: "),
     ],
 )
-def test_a_package_that_is_broken_is_named_and_hinders_nothing(install, code, function, reason):
+def test_a_package_that_is_broken_is_named_and_hinders_nothing(
+    install, code, function, reason, tmp_path
+):
     install("covmerge-greeter", "greeter", code, greet=function)
     said = f"the command 'greet' of covmerge-greeter cannot be used ({reason}"
     assert words(covmerge("greet", "Ada", "--loud", code=2).stderr).startswith(f"error: {said}")
     ran = covmerge("--help")
     assert words(ran.stderr).startswith(f"warning: {said}")
+    again = advice("cannot be used ({}: {}): install that package again, or uninstall it")
+    assert re.search(again, words(ran.stderr))
     assert "verify" in ran.stdout
     assert covmerge("schema").stderr == ""
+    for info in tmp_path.glob("*.dist-info"):
+        shutil.rmtree(info)
+    assert covmerge("--help").stderr == ""
+    install("covmerge-greeter", "greeter", COMMANDS, greet="greet")
+    assert covmerge("greet", "Ada").stdout == "good day Ada\n"
+
+
+def test_a_package_that_ends_the_program(install, tmp_path):
+    install("covmerge-greeter", "greeter", "def greet():\n    raise SystemExit(4)", greet="greet")
+    said = advice(
+        "nothing was finished: leave out what uses it (`covmerge methods` names the packages)"
+    )
+    assert re.search(said, words(covmerge("greet", code=2).stderr))
+    assert covmerge("methods").stderr == ""
+    for info in tmp_path.glob("*.dist-info"):
+        shutil.rmtree(info)
+    install("covmerge-greeter", "greeter", COMMANDS, greet="greet")
+    assert covmerge("greet", "Ada").stdout == "good day Ada\n"
 
 
 def test_a_command_that_nobody_has(install):
@@ -100,10 +127,12 @@ def test_a_command_that_nobody_has(install):
 @pytest.mark.parametrize("name", sorted(LAB))
 def test_without_the_lab_its_commands_say_where_they_are(install, name):
     said = words(covmerge(name, "--any", "thing", code=2).stderr)
-    assert said == (
-        f"error: `covmerge {name}` is in a package of its own, which is not installed: "
-        "pip install covmerge-lab"
+    told = advice(
+        "`covmerge {}` is in a package of its own, which is not installed: pip install cov"
     )
+    assert said.startswith(f"error: `covmerge {name}`") and re.search(told, said)
+    install("covmerge-lab", "lab", COMMANDS, **{name: "greet"})
+    assert covmerge(name, "Ada").stdout == "good day Ada\n"
 
 
 def test_other_packages_are_not_asked_for_a_command_of_covmerge():

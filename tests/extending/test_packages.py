@@ -1,7 +1,11 @@
 """What installed packages announce: found when names are asked for, and named when it is broken."""
 
+import re
+import shutil
+
 import pytest
 
+from tests.advised import advice
 from tests.cli.runs import flags, save_plain
 
 pytestmark = pytest.mark.slow
@@ -28,7 +32,8 @@ def test_a_package_that_cannot_be_imported_is_named_and_spoils_nothing(package, 
     )
     why = "method 'bad' is announced by the package broken 1.0, and importing broken fails: "
     assert asked.stderr.startswith(f"error: {why}ModuleNotFoundError: No module named 'not_there")
-    assert "pip uninstall broken" in asked.stderr
+    said = advice("and importing {} fails: {}: {}. Repair it, or: pip uninstall {}")
+    assert re.search(said, words(asked.stderr)) and "pip uninstall broken" in asked.stderr
     assert why in merged.stderr
     assert not (tmp_path / "no").exists()
     listed, as_json, merged, compared = run(
@@ -47,6 +52,8 @@ def test_a_package_that_cannot_be_imported_is_named_and_spoils_nothing(package, 
     assert merged.json["method"] == "good"
     assert "good" in [row["method"] for row in compared.json["methods"]]
     assert why in compared.json["left_out"]["bad"]
+    shutil.rmtree(folder / "broken-1.0.dist-info")  # as it is uninstalled
+    assert run([folder], ["methods"]).stderr == ""
 
 
 @pytest.mark.parametrize("exits", ["raise SystemExit(3)", "1/0"])
@@ -68,12 +75,21 @@ def test_names_of_two_packages(package, run):
     folder = package("two", GOOD, methods=["good"], version="2.0")
     names = ("good", "ace", "nothing")
     good, ace, nothing = run([folder], *(["methods", name] for name in names), code=2)
+    said = advice("so it is not clear which is meant: uninstall one of them")
+    assert re.search(said, words(good.stderr))
     assert "method 'good' is of two packages, one 1.0 and two 2.0" in good.stderr
     assert "method 'ace' is of two packages, covmerge itself and rival 1.0" in ace.stderr
+    said = advice("and importing {} registers no such name: tell its authors")
+    assert re.search(said, words(nothing.stderr))
     assert "package empty 1.0, and importing empty registers no such name" in nothing.stderr
     listed, other = run([folder], ["methods"], ["methods", "wudi"])
     assert "one 1.0 and two 2.0" in words(listed.stdout)
     assert "wudi" in other.stdout
+    for one in ("two-2.0", "rival-1.0"):
+        shutil.rmtree(folder / f"{one}.dist-info")
+    (folder / "empty.py").write_text(GOOD.replace('"good"', '"nothing"'))  # its authors' next one
+    for ran in run([folder], *(["methods", name] for name in names)):
+        assert ran.stderr == ""
 
 
 def test_nothing_is_imported_before_it_is_asked_for(package, script, run):

@@ -7,7 +7,7 @@ import torch
 
 import covmerge
 from covmerge.base.types import LinearGroup
-from covmerge.errors import RecipeError, TensorError
+from covmerge.errors import CovmergeError, RecipeError, TensorError
 from covmerge.maths.registry.packages import origin_of
 from tests.advised import advice
 
@@ -119,10 +119,12 @@ def test_what_is_not_declared():
 
 def test_a_name_is_registered_once():
     covmerge.register("largest")(largest)
-    with pytest.raises(
-        ValueError, match=r"method 'largest' is registered twice: by tests\.extending"
-    ):
+    said = advice(
+        "is registered twice: by {} and by {}; choose another name, or unregister({}) first"
+    )
+    with pytest.raises(ValueError, match=said):
         covmerge.register("largest")(largest)
+    covmerge.register("another")(largest)
     with pytest.raises(
         ValueError, match=r"method 'ace' is registered twice: by covmerge\.maths\.methods\.ace"
     ):
@@ -147,8 +149,10 @@ def test_what_cannot_be_declared(declared, says):
 
 @pytest.mark.parametrize("name", ["../out", "a b", "", "all", "a/b", ".hidden", "a" * 101])
 def test_what_cannot_be_a_name(name):
-    with pytest.raises(ValueError, match="cannot name a method"):
+    said = advice("cannot name a {}: use up to 100 letters, digits, '_', '.', '+' or '-', and none")
+    with pytest.raises(ValueError, match=said):
         covmerge.register(name)(largest)
+    covmerge.register("a_1.b+c-D")(largest)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +165,79 @@ def test_what_cannot_be_a_name(name):
     ],
 )
 def test_a_function_of_another_form(function):
-    with pytest.raises(ValueError, match=r"method 'odd' is a function .*\(group, \*, parameters\)"):
+    said = advice(
+        "is a function {}: write it as ({}, *, parameters), its parameters after the star"
+    )
+    with pytest.raises(ValueError, match=said):
         covmerge.register("odd")(function)
+    covmerge.register("odd")(lambda group, *, scale=1.0: scale * group.updates[0])
+    assert torch.equal(covmerge.merge_layer(UPDATES, "odd"), UPDATES[0])
+
+
+FACTORS = advice("the base has no basis of low rank; leave `factored` out")
+WEIGHTS = advice("and without a global pass; declare another `unit`, and leave out the others")
+
+
+@pytest.mark.parametrize(
+    ("declared", "says", "right"),
+    [
+        ({"needs_base": True, "factored": "both"}, FACTORS, {"needs_base": True}),
+        ({"sees": "weights", "unit": "matrix"}, WEIGHTS, {"sees": "weights", "unit": "tensor"}),
+        (
+            {"sees": "weights", "unit": "element", "data": "gram"},
+            WEIGHTS,
+            {"sees": "weights", "unit": "element"},
+        ),
+    ],
+)
+def test_what_does_not_go_together(declared, says, right):
+    with pytest.raises(ValueError, match=says):
+        covmerge.register("odd", **declared)(largest)
+    covmerge.register("odd", **right)(largest)
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (SystemExit(0), advice("and gave nothing for {}: choose another {}, or repair it")),
+        (MemoryError(), advice("fewer --workers and --threads, or another {}")),
+    ],
+)
+def test_a_method_that_ends_the_program(raised, says):
+    def ends(group):
+        raise raised
+
+    covmerge.register("odd")(ends)
+    with pytest.raises(CovmergeError, match=says):
+        covmerge.merge_layer(UPDATES, "odd")
+    covmerge.merge_layer(UPDATES, "average")
+    covmerge.methods.registry.unregister("odd")
+    covmerge.register("odd")(largest)
+    covmerge.merge_layer(UPDATES, "odd")
+
+
+def test_updates_that_a_method_cannot_take():
+    """In float64 for one that goes with the scale; in other units for one that does not."""
+    laws = covmerge.Laws(scale_equivariant=True)
+    covmerge.register("large", laws=laws)(lambda group: group.updates[0] * 1e30 * 1e30)
+    with pytest.raises(TensorError, match=advice("is too large for {}: compute in float64")):
+        covmerge.merge_layer(UPDATES, "large")
+    assert covmerge.merge_layer([own.double() for own in UPDATES], "large").isfinite().all()
+    laws = covmerge.Laws(scale_equivariant=False)
+    covmerge.register("odd", laws=laws)(
+        lambda group: group.updates[0] / group.updates[0].norm() ** 9
+    )
+    small = [1e-6 * own for own in UPDATES]
+    said = advice(
+        "needs updates of usual size: multiply them by one factor and divide the result by it"
+    )
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge_layer(small, "odd")
+    assert (covmerge.merge_layer([own * 1e6 for own in small], "odd") / 1e6).isfinite().all()
+    said = advice("(in the experts' order); {}, or merge this tensor by `average`")
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge_layer(small, "odd")
+    assert covmerge.merge_layer(small, "average").isfinite().all()
 
 
 @pytest.mark.parametrize(

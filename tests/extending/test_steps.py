@@ -12,6 +12,7 @@ from covmerge.methods import get
 from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.steps import resolve_steps, with_steps
+from tests.advised import advice
 
 pytestmark = pytest.mark.usefixtures("forget")
 
@@ -309,6 +310,11 @@ def test_data_of_stored_tensors_is_not_turned():
     assert composed("regmean", ["whiten"]).unit_for({}) == "matrix"
 
 
+FACTORED = advice(
+    "step '{}' needs the base and is `factored`: the base has no basis of low rank; l"
+)
+
+
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
@@ -317,10 +323,10 @@ def test_data_of_stored_tensors_is_not_turned():
         ({"when": "before", "factored": "left"}, "factored='left'; it is one of 'none', 'outputs'"),
         (
             {"when": "before", "laws": covmerge.Laws(replicas=lambda p, n: 1.0)},
-            "is a law of methods",
+            advice("step '{}': `replicas` is a law of methods; leave it out"),
         ),
         ({"when": "after"}, r"\(group, merged, \*, parameters\)"),
-        ({"when": "before", "needs_base": True, "factored": "both"}, "leave `factored` out"),
+        ({"when": "before", "needs_base": True, "factored": "both"}, FACTORED),
     ],
 )
 def test_what_a_step_may_not_declare(declared, says):
@@ -328,6 +334,10 @@ def test_what_a_step_may_not_declare(declared, says):
         covmerge.register_step("odd", **declared)(lambda group: group)
     with pytest.raises(ValueError, match="only methods are given random numbers"):
         covmerge.register_step("odd", when="before")(lambda group, *, seed=0: group)
+    covmerge.register_step("odd", when="before", needs_base=True)(lambda group: group)
+    covmerge.merge_layer(
+        UPDATES, "average", before=["odd"], base=torch.eye(12, 8, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,6 +356,18 @@ def test_a_step_that_gives_something_else(function, says):
     covmerge.register_step("odd", when="before")(function)
     with pytest.raises(TensorError, match=says):
         covmerge.merge_layer(UPDATES, "average", before=["odd"])
+
+
+def test_a_step_that_overflows():
+    covmerge.register_step("odd", when="before")(
+        lambda group: group.times([1e30] * 3).times([1e30] * 3)
+    )
+    single = [update.float() for update in UPDATES]
+    said = advice("sizes are too far apart for {}; compute in float64, or leave the step out")
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge_layer(single, "average", before=["odd"])
+    covmerge.merge_layer(UPDATES, "average", before=["odd"])
+    covmerge.merge_layer(single, "average")
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from covmerge.files.stores import hub, object_server, remote
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.hub import HubStore
 from covmerge.files.stores.hub_cache import is_commit
+from covmerge.files.stores.link import link_to
 from covmerge.files.stores.remote import RemoteStore, remote_store
 from covmerge.files.stores.retries import ChangedError, RefusedError, persist
 from covmerge.files.stores.server import FileStat
@@ -64,6 +66,23 @@ def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
     for size in (None, -1, "9"):
         with pytest.raises(RefusedError, match="does not say how long it is"):
             object_server._stat({"size": size})
+
+
+def test_the_packages_of_servers(monkeypatch) -> None:
+    for own, missing, said in (
+        (Address("s3", "bucket"), "fsspec", advice("{}:// takes further packages: pip install")),
+        (
+            Address("https", "host/a"),
+            "aiohttp",
+            advice("https:// takes further packages: pip install 'covmerge[remote]' ({})"),
+        ),
+    ):
+        link_to.cache_clear()
+        with monkeypatch.context() as hidden:
+            hidden.setitem(sys.modules, missing, None)
+            with pytest.raises(InputError, match=said):
+                remote_store(own)
+        assert remote_store(own)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from covmerge.errors import InputError
+from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
 from covmerge.plan.statistics import StatisticsFile, collect
 from covmerge.plan.statistics.examples import Reading, Text, read_texts
+from tests.advised import advice
 from tests.e2e.models import build
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
 
@@ -170,9 +172,19 @@ def test_labels_stay_out_of_the_model(tmp_path):
 def test_without_transformers(tmp_path, monkeypatch):
     folder = save("bert", tmp_path / "m")
     data = write_texts(tmp_path / "a.txt")
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    with pytest.raises(InputError, match=r"pip install 'covmerge\[transformers\]'"):
-        collect(folder, data, tmp_path / OUT)
+    said = advice("install it with: pip install 'covmerge[transformers]'")
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "transformers", None)  # as if it were not installed
+        with pytest.raises(InputError, match=said):
+            collect(folder, data, tmp_path / OUT)
+        with pytest.raises(
+            SkeletonUnavailable, match=advice("not installed (pip install 'covmerge[tr")
+        ):
+            build_skeleton({}, {"model_type": "bert"})
+    assert collect(folder, data, tmp_path / OUT).examples
+    with pytest.raises(SkeletonUnavailable) as other:
+        build_skeleton({}, {"model_type": "nobody's"})
+    assert "not installed" not in str(other.value)
 
 
 def edit_config(folder, **changed):

@@ -1,6 +1,7 @@
 """Tokenizers that are a SentencePiece model alone, as older Llamas, Mistrals and T5s have them."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from covmerge.front.api import run_recipe
 from covmerge.front.cli import app
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.vocabulary.tokens import Reader
+from tests.advised import advice
 
 MODELS = Path(__file__).parent / "sentencepiece"
 TEXT = "the model merges two experts 12 and wörld  alpha"
@@ -178,11 +180,18 @@ def test_mistrals_other_file_goes_with_its_tokens(tmp_path, source, there):
 
 def test_without_the_package_it_is_named(tmp_path, monkeypatch):
     """Transformers takes the file for one of tiktoken's then, and asks for that."""
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    pytest.importorskip("sentencepiece")
     save(tmp_path / "a", llama, "llama", 340, LLAMA)
-    said = r"tokenizer.model without a tokenizer.json.* pip install 'covmerge\[sentencepiece\]'"
-    with pytest.raises(InputError, match=said):
-        Reader().read(tmp_path / "a")
+    said = advice(
+        "to read a SentencePiece model takes the package sentencepiece: {}, or save it with"
+    )
+    install = advice("pip install 'covmerge[sentencepiece]'")
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "sentencepiece", None)
+        with pytest.raises(InputError, match=said) as told:
+            Reader().read(tmp_path / "a")
+    assert re.search(install, str(told.value))
+    Reader().read(tmp_path / "a")
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 499723\n"
