@@ -106,7 +106,7 @@ _VERBS = [
 ]
 _CLAUSE = r"(?:^|[:;.,?] |\(|\b(?:or|and|then|so|else|please|first|instead) )"
 _ADVICE = re.compile(
-    rf"{_CLAUSE}(?:{'|'.join(_VERBS)})(?=:? [^(])"
+    rf"{_CLAUSE}(?:{'|'.join(_VERBS)})(?= [^(])"
     r"|(?<![\w-])--[a-z]|`covmerge |pip install|\?(?:$| )|`\w+: ",
     re.IGNORECASE,
 )

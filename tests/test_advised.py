@@ -12,7 +12,6 @@ REASONS = {
     "no advice: a page, a table, a name, a report's words, the front of another message": [
         r"^front/cli/(catalogue|show|plan|comparing|methods|inspecting)\.py: ",
         r"^maths/methods/(other_names|__init__|esm|free|ctm)\.py: ",
-        r"^maths/methods/(della\.py: MAGPRUNE|regmean\.py: average: no data)",
         r"^run/search/(job\.py: --objective|trials\.py: --sampler)",
         r"^maths/layer\.py: update \{\}, copy",
         r"^run/export/(card\.py: |adapter\.py: (PEFT would|they are))",
@@ -42,7 +41,6 @@ REASONS = {
     "needs a GPU": [r"^run/engine/(device_room|devices)\.py: "],
     "needs several machines or processes; tests/engine and tests/remote have what they do": [
         r"^run/engine/(cluster/|ranks/|serving)",
-        r"^run/engine/options\.py: --(device|executor ray)",
         r"^run/engine/processes\.py: (a worker process could not start|two worker processes ended)",
         r"^front/rank_job\.py: |^front/job\.py: ranks share|^files/checkpoints/writer\.py: there is no",
         r"^files/checkpoints/staging\.py: (another process|the file system)",
@@ -84,7 +82,6 @@ REASONS = {
         r"^files/adapters/(types/\w+|folds|config)\.py: ",
     ],
     "a part of an interrupted merge that no file shows, or Ctrl-C: tests/e2e/test_resume.py": [
-        r"^files/checkpoints/journal\.py: (cannot read the journal \{\}: it is larger|\{\} exists)",
         r"^files/checkpoints/writer\.py: \{\} ends at byte|run again with --resume",
     ],
     "a question, or something to look at or to decide, which nobody but the reader can": [

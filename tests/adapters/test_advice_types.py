@@ -59,7 +59,7 @@ ROWS = {
     "no use": (
         ("LOHA", {"r": 2}),
         more("hada_t1", torch.ones(2, 2, 3, 3)),
-        advice("the file is {}, fetch it again"),
+        advice("for beside {}: the file is damaged, fetch it again"),
     ),
     "an empty part": (
         ("HRA", {"r": 4}),

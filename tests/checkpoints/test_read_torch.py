@@ -16,6 +16,7 @@ from torch import nn
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints import pickle_bounds
 from covmerge.files.checkpoints.open import open_checkpoint
+from tests.advised import advice
 
 TENSORS = {
     "w": torch.arange(12, dtype=torch.float32).reshape(4, 3),
@@ -43,7 +44,8 @@ def test_state_dicts_are_read_whole_and_by_rows(tmp_path: Path, suffix: str, new
     with pytest.raises(CheckpointError, match="'w' of shape"):
         checkpoint.read("w", range(2, 9))
     checkpoint.close()
-    with pytest.raises(CheckpointError, match="closed"):
+    said = advice("{} is closed: open the checkpoint again")
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.read("w")
 
 

@@ -13,6 +13,7 @@ from covmerge.errors import CheckpointError, InputError, TensorError
 from covmerge.files.checkpoints.layout import Layout, plan_layout
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.files.stores.store import Store
+from tests.advised import advice
 from tests.checkpoints.conftest import content
 
 
@@ -171,16 +172,29 @@ def test_only_the_planned_tensor_is_written(store: Store, tensors: dict[str, Ten
         (a[:4], None, r"planned as \(16, 8\) .* is \(4, 8\)"),
         (a[:4], range(2, 7), r"planned as \(5, 8\) .* is \(4, 8\)"),
         (a[:4], range(14, 18), "no contiguous rows"),
-        (a.t().contiguous().t(), None, "not plain contiguous"),
+        (
+            a.t().contiguous().t(),
+            None,
+            advice("call .cpu().contiguous().resolve_conj() on it"),
+        ),
         (a.to("meta"), None, "device meta"),
     ]:
         with pytest.raises(TensorError, match=message):
             writer.write("a", tensor, rows)
-    with pytest.raises(TensorError, match="'x' is not in the layout"):
+    with pytest.raises(TensorError, match=advice("'{}' is not in the layout of {}: plan it first")):
         writer.write("x", a)
     with pytest.raises(TensorError, match="'x' is not in the layout"):
         writer.read_back("x")
     assert content(store) == before
+    writer.write("a", a.t().contiguous().t().cpu().contiguous().resolve_conj())
+    assert writer.read_back("a")
+
+
+def test_what_is_not_in_the_layout_is_planned(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    own = {**tensors, "x": tensors["a"]}
+    writer = ShardWriter(tmp_path, layout_of(own))
+    writer.write("x", own["x"])
+    assert writer.read_back("x")
 
 
 def test_a_conjugate_view_is_refused(store: Store) -> None:
@@ -218,8 +232,12 @@ def test_a_folder_that_another_machine_does_not_see_is_told_from_a_file(
     work.mkdir()
     writer = ShardWriter(work, layout_of(tensors))
     work.rename(elsewhere)
-    with pytest.raises(InputError, match=f"no {work} on .*output on a URL set COVMERGE_CACHE"):
+    said = advice("Choose an output in one; of an output on a URL set COVMERGE_CACHE to one")
+    with pytest.raises(InputError, match=f"no {work} on .*{said}"):
         writer.write("a", tensors["a"])
     work.mkdir()
     with pytest.raises(InputError, match=f"cannot write {work}/model-00001"):
         writer.write("a", tensors["a"])
+    work.rmdir()
+    work.symlink_to(elsewhere)  # the folder that both see
+    writer.write("a", tensors["a"])

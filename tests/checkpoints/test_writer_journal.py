@@ -11,6 +11,7 @@ from covmerge.errors import CheckpointError, InputError
 from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.store import Store, StoredFile
+from tests.advised import advice
 
 ENTRIES = [
     Entry("h.0.weight", (0, 4), "aa", {"rank": 3, "gate": True, "loss": 0.1}),
@@ -163,7 +164,8 @@ def test_a_journal_without_its_first_line_is_damaged(file: StoredFile, content: 
 
 
 def test_a_journal_is_neither_replaced_nor_invented(file: StoredFile) -> None:
-    with pytest.raises(InputError, match="resume=True"):
+    said = advice("{} exists: pass --resume to go on, --overwrite to start again")
+    with pytest.raises(InputError, match=said):
         Journal.create(file, "plan")
     assert finished(file) == ENTRIES
     with pytest.raises(CheckpointError, match="cannot read the journal"):
@@ -198,10 +200,11 @@ def test_strict_json_is_read_back_the_same(value: object, indent: int | None) ->
 
 def test_strict_json_refuses_what_it_would_have_to_change() -> None:
     for value, message in [
-        ({1: 2}, "value has the key 1"),
-        ([b"x"], r"value\[0\] is a bytes"),
+        ({1: 2}, advice("{} has the key {}: JSON keys are strings, convert it")),
+        ([b"x"], advice("{} is a {}: JSON cannot hold it, convert it")),
         ({"a": {2}}, r"value\.a is a set"),
         ([0.0, float("-inf")], r"value\[1\] is -inf"),
     ]:
         with pytest.raises(InputError, match=message):
             dumps(value, what="value")  # type: ignore[arg-type]
+    assert json.loads(dumps({"1": 2, "x": "x"}, what="value")) == {"1": 2, "x": "x"}

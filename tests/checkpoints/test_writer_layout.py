@@ -11,6 +11,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES, plan_layout, plan_shard
 from covmerge.files.checkpoints.writer import ShardWriter
+from tests.advised import advice
 
 F32 = torch.float32
 DTYPES = sorted(SAFETENSORS_NAMES, key=str)
@@ -139,16 +140,20 @@ def test_rows_outside_the_tensor_are_refused(shape: tuple[int, ...], rows: range
 def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(TensorError, match="no tensor"):
         plan_layout([], 100)
-    with pytest.raises(InputError, match="shard size 0"):
+    with pytest.raises(InputError, match=advice("is not positive: pass a size such as 5GB")):
         plan_layout([header("a", 1)], 0)
     with pytest.raises(TensorError, match="'a' is listed twice"):
         plan_layout([header("a", 1), header("b", 9), header("a", 2)], 1)
-    with pytest.raises(TensorError, match="reserves"):
+    said = advice("a tensor is named '__metadata__', which safetensors reserves: rename it")
+    with pytest.raises(TensorError, match=said):
         plan_layout([header("__metadata__", 1)], 100)
-    with pytest.raises(TensorError, match=r"'c' is torch\.complex128"):
+    said = advice("which safetensors cannot hold: convert it to one of {}")
+    with pytest.raises(TensorError, match=f"'c' is torch.complex128, {said}"):
         plan_layout([header("c", 1, dtype=torch.complex128)], 100)
-    with pytest.raises(TensorError, match="not valid Unicode"):
+    said = advice("a name in the header of {} is not valid Unicode ({}): rename the tensor")
+    with pytest.raises(TensorError, match=said):
         plan_layout([header("\ud800", 1)], 100)
+    plan_layout([header("metadata", 1), header("c", 1, dtype=torch.complex64)], 5 * 10**9)
 
 
 def test_a_header_that_readers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

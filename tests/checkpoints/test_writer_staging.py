@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.staging import Staging, check_not_input, find_unfinished
+from tests.advised import advice
 
 
 @pytest.fixture
@@ -170,12 +172,14 @@ def test_an_output_that_does_not_list_its_files_is_not_deleted(out: Path) -> Non
 
 @pytest.mark.parametrize("name", ["x" * 240, "x" * 300, "x/" * 3000 + "y", "a\0b", "\ud800"])
 def test_a_name_that_no_output_can_have(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="cannot be the name of an output"):
+    said = advice("{} cannot be the name of an output ({}): choose another")
+    with pytest.raises(InputError, match=said):
         Staging(tmp_path / name)
     with pytest.raises(InputError, match="cannot be the name of an output"):
         check_not_input(tmp_path / name, [tmp_path])
     with pytest.raises(InputError, match="cannot be the name of an output"):
         find_unfinished(tmp_path / name)
+    make(tmp_path / "another", "x")
 
 
 def test_work_behind_a_link_is_not_resumed(out: Path) -> None:
@@ -189,10 +193,14 @@ def test_work_behind_a_link_is_not_resumed(out: Path) -> None:
 
 
 def test_a_mount_point_is_refused_before_the_work() -> None:
-    with pytest.raises(InputError, match=r"mount point.*such as /proc/merged"):
+    said = advice("which cannot be replaced as a whole: choose a folder inside it, such as {}")
+    with pytest.raises(InputError, match=f"mount point, {said}") as told:
         make(Path("/proc"), "x", overwrite=True)
-    with pytest.raises(InputError, match="root of the file system"):
+    assert str(told.value).endswith("such as /proc/merged")
+    said = advice("the output {} is the root of the file system: choose a folder in it")
+    with pytest.raises(InputError, match=said):
         Staging(Path("/"))
+    Staging(Path("/merged"))
 
 
 def test_what_appears_while_the_merge_runs_is_not_deleted(out: Path) -> None:
@@ -219,8 +227,13 @@ def test_a_link_goes_on_to_point_to_the_output(out: Path) -> None:
     assert found(out)["weights"] == "second"
     loop = out.parent / "loop"
     loop.symlink_to(loop)
-    with pytest.raises(InputError, match="loop"):
+    with pytest.raises(
+        InputError, match=advice("{} cannot be the name of an output ({}): choose another")
+    ):
         make(loop, "x", overwrite=True)
+    loop.unlink()
+    loop.symlink_to(out)
+    make(loop, "x", overwrite=True)
 
 
 def test_an_unfinished_merge_waits_for_a_decision(out: Path) -> None:
@@ -348,11 +361,15 @@ def test_a_link_in_the_place_of_the_work_is_refused(out: Path) -> None:
 def test_the_second_of_two_merges_is_refused(out: Path) -> None:
     with Staging(out) as first:
         for options in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(InputError, match=f"another process is merging into {out}"):
+            said = advice("another process is merging into {}: wait for it, or choose another name")
+            with pytest.raises(InputError, match=said):
                 Staging(out, **options).__enter__()
         (first.folder / "weights").write_text("first")
         first.commit()
     assert found(out.parent) == {"merged/weights": "first"}
+    make(out.parent / "another", "second")
+    shutil.rmtree(out)
+    make(out, "second")
 
 
 def test_a_file_system_without_locks_is_said(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,11 +453,14 @@ def test_what_lies_at_the_place_of_the_work_is_not_deleted(
     precious = out.parent / ".merged.covmerge-partial" / name
     precious.parent.mkdir(parents=True)
     precious.write_text("precious")
-    with pytest.raises(
-        InputError, match=rf"covmerge-partial/{name.split('/')[0]} is not .*move it"
-    ):
+    said = advice("would lie there: move it away, or choose another name for the output")
+    with pytest.raises(InputError, match=said) as told:
         make(out, "x", **options)
+    assert f"covmerge-partial/{name.split('/')[0]} is not " in str(told.value)
     assert found(out.parent) == {f".merged.covmerge-partial/{name}": "precious"}
+    make(out.parent / "another", "x")
+    shutil.move(out.parent / ".merged.covmerge-partial", out.parent / "away")
+    make(out, "x")
 
 
 def test_what_appears_at_the_place_of_the_work_meanwhile_stays(out: Path) -> None:
@@ -457,7 +477,8 @@ def test_what_appears_at_the_place_of_the_work_meanwhile_stays(out: Path) -> Non
 @pytest.mark.parametrize("name", ["", "output", "deep/er"])
 def test_the_place_of_the_work_is_no_output(out: Path, name: str) -> None:
     partial = out.parent / ".merged.covmerge-partial"
-    with pytest.raises(InputError, match=f"the work on another one .{partial}.*another name"):
+    said = advice("which is removed when that is finished: choose another name")
+    with pytest.raises(InputError, match=f"the work on another one .{partial}.*{said}"):
         make(partial / name, "x", overwrite=True)
     assert not out.parent.exists()
     make(out.parent / "x.covmerge-partial", "x")

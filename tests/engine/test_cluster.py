@@ -23,6 +23,7 @@ from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import run_options
 from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.sources import open_checkpoints
+from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
 from tests.interrupted import InterruptAfter
@@ -181,8 +182,10 @@ def test_an_error_in_a_task_ends_the_merge(cluster, plain, tmp_path):
         covmerge.merge(
             base, experts, "ace", out, executor="ray", address=cluster.address, max_memory="100MB"
         )
-    with pytest.raises(InputError, match=r"leave out executor=.ray"):
+    said = advice("a merge in memory cannot be shared by machines: leave out --executor ray")
+    with pytest.raises(InputError, match=said):
         covmerge.merge(base, experts, "ace", executor="ray", address=cluster.address)
+    assert covmerge.merge(base, experts, "ace").tensors
     assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
 
 
@@ -241,14 +244,19 @@ def test_what_a_task_asks_of_its_node(batches, monkeypatch):
     # Beside a GPU the CPU has next to nothing to do.
     needed = needs_of(load, on_gpu, 8, nodes, None)
     assert (needed["num_cpus"], needed["num_gpus"]) == (1, 1)
-    with pytest.raises(ResourceError, match="no node of the cluster has a GPU"):
+    said = advice("a GPU that Ray knows of: start one with `--num-gpus`, or leave out --device")
+    with pytest.raises(ResourceError, match=said):
         needs_of(load, on_gpu, 8, [small, large], None)
+    for task, there in ((on_gpu, [small, with_gpu]), (on_cpu, [small, large])):
+        assert needs_of(load, task, 8, there, None)
     # The memory must be that of a node with a GPU.
     little = {**with_gpu, "memory": needed["memory"] - 1.0}
     with pytest.raises(ResourceError, match="may give more than"):
         needs_of(load, on_gpu, 8, [large, little], None)
-    with pytest.raises(ResourceError, match="may give more than"):
+    said = advice("may give more than {} (--max-memory, and what Ray was started with)")
+    with pytest.raises(ResourceError, match=said):
         needs_of(load, on_cpu, 8, nodes, needed["memory"] - 1)
+    assert needs_of(load, on_cpu, 8, nodes, 2 * needed["memory"])
 
 
 def test_a_node_whose_device_has_no_room_says_so(batches, monkeypatch):
@@ -262,19 +270,32 @@ def test_a_node_whose_device_has_no_room_says_so(batches, monkeypatch):
 def test_which_cluster(plain, tmp_path):
     assert cluster_address("auto", {}) == "auto"
     assert cluster_address(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
-    for address, words in ((None, "which cluster?"), ("ray://head:10001", "ray job submit")):
+    which = advice("which cluster? Give --address")
+    for address, words in (
+        (None, which),
+        ("ray://head:10001", advice("Start it by `ray job submit`, or give HOST:PORT")),
+    ):
         with pytest.raises(InputError, match=words):
             cluster_address(address, {})
+    assert cluster_address("head:6379", {}) == "head:6379"
     with pytest.raises(InputError, match=r"address=\"127.0.0.1:1\": there is no Ray cluster \("):
         covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", address="127.0.0.1:1")
     assert list(tmp_path.iterdir()) == []
     for given, words in (
         ({"address": "auto"}, "give executor=.ray. too"),
-        ({"executor": "ray", "workers": 2}, "leave out workers"),
-        ({"executor": "ray", "address": "auto", "device": "cuda:1"}, 'give device="cuda"'),
+        (
+            {"executor": "ray", "workers": 2},
+            advice("--executor ray: the cluster says how many work; leave out --workers"),
+        ),
+        (
+            {"executor": "ray", "address": "auto", "device": "cuda:1"},
+            advice("a task of a cluster computes on the GPU that Ray gives it: give --device cuda"),
+        ),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
+    assert run_options({"executor": "ray", "address": "auto"}).address == "auto"
+    assert run_options({"executor": "ray", "address": "auto", "device": "cpu"}).torch_device
 
 
 def test_each_core_has_several_lots_and_neighbours_stay_together(batches):

@@ -22,6 +22,7 @@ from covmerge.run.engine import budget
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.processes import Processes
 from covmerge.run.sources import open_checkpoints
+from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
 from tests.forked import fork_workers
@@ -208,8 +209,17 @@ def test_a_script_without_a_guard_is_told_so(plain, tmp_path):
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert "InputError" in done.stderr
-    assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+    said = advice(
+        "which is a file, does it under `if __name__ == '__main__':`; or leave out the work"
+    )
+    assert re.search(said, done.stderr.splitlines()[-1])
     assert list(tmp_path.iterdir()) == [script]
+    text = script.read_text()
+    guarded = text.replace("covmerge.merge", "if __name__ == '__main__':\n    covmerge.merge")
+    script.write_text(guarded)
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True)
+    script.write_text(text.replace(", workers=2", ", overwrite=True"))
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow
@@ -245,6 +255,10 @@ def test_workers_that_die_whenever_they_hand_over_end_the_merge(plain, tmp_path,
         collect(self, *given)
 
     monkeypatch.setattr(Processes, "_collect", kill_one)
-    with pytest.raises(ResourceError, match="two worker processes ended while they handed over"):
+    said = advice(
+        "while they handed over what they had counted (the last by {}): is the memory used"
+    )
+    with pytest.raises(ResourceError, match=said):
         covmerge.merge(base, experts, "ties", tmp_path / "never", workers=2)
     assert not (tmp_path / "never").exists()
+    covmerge.merge(base, experts, "ties", tmp_path / "never", workers=1)

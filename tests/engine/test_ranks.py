@@ -31,6 +31,7 @@ from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.session import Session
 from covmerge.run.engine.ranks.sharing import Sharing
 from covmerge.run.verification import WeightsCheck
+from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
 from tests.forked import Forked, fork_workers
@@ -465,10 +466,14 @@ def test_a_late_rank_finds_the_work_done(plain, tmp_path):
     # What is there might be what another rank is about to replace: it waits whether one leads.
     late = merge_rank(plain, "ace", tmp_path / "out", 1, 2, overwrite=True, patience=0.5)
     assert late.run["own_items"] == 0 and "another rank has published" in late.notes[0]
-    with pytest.raises(InputError, match="is of another recipe"):
+    said = advice("is of another recipe: pass --overwrite to replace it, or choose another name")
+    with pytest.raises(InputError, match=said):
         merge_rank(plain, "ties", tmp_path / "out", 1, 2)
     with pytest.raises(InputError, match="overwrite=True to replace it"):
         merge_rank(plain, "ace", tmp_path / "out", 0, 2)
+    merge_rank(plain, "ties", tmp_path / "another", 0, 1)
+    merge_rank(plain, "ties", tmp_path / "out", 0, 1, overwrite=True)
+    assert digests(tmp_path / "out") == digests(tmp_path / "another")
 
 
 def test_an_output_is_replaced_by_ranks(plain, whole, tmp_path):
@@ -519,8 +524,13 @@ def test_a_global_pass_that_ends_the_program_ends_all_ranks(
 
 
 def test_a_rank_without_one_that_leads(plain, tmp_path):
-    with pytest.raises(InputError, match=r"rank 1 of 2 found no rank that leads.*for 0 s"):
+    said = advice(
+        "found no rank that leads the merge in {} for {} s: it did not start (then its own"
+    )
+    with pytest.raises(InputError, match=f"rank 1 of 2 {said}"):
         merge_rank(plain, "ace", tmp_path / "out", 1, 2, patience=0.3)
+    results = merge_ranks(plain, "ace", tmp_path / "out", 2)
+    assert not any(isinstance(one, Exception) for one in results)
 
 
 def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path):
@@ -572,7 +582,12 @@ def test_rows_that_another_machine_does_not_show(plain, tmp_path, together, monk
     )
     results = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=1.0)
     assert isinstance(results[0], CheckpointError)
-    assert "shows one what another has written" in str(results[0])
+    said = advice("is the output on a folder that all machines share, whose file system shows one")
+    assert re.search(said, str(results[0]))
+    monkeypatch.undo()
+    together(2)
+    results = merge_ranks(plain, "ace", tmp_path / "out", 2, resume=True)
+    assert not any(isinstance(one, Exception) for one in results)
 
 
 def test_memory_is_that_of_each_rank(plain, tmp_path):
@@ -618,7 +633,7 @@ def test_which_rank_this_is():
     for tasks, words in (
         ("2,1", "has no node SLURM_NODEID=2"),
         ("2(x", "should be as in"),
-        ("0(x3)", "SLURM_STEP_TASKS_PER_NODE is 0"),
+        ("0(x3)", advice("{} is 0, and counts the ranks of this machine: set it right")),
     ):
         with pytest.raises(InputError, match=words):
             find_rank({**given, "SLURM_STEP_TASKS_PER_NODE": tasks})
@@ -652,10 +667,14 @@ def test_options_that_do_not_go_together(plain, tmp_path, monkeypatch):
         ({"executor": "rank"}, "Did you mean 'ranks'"),
         ({"executor": "threads", "workers": 2}, "leave out workers"),
         ({"executor": "ranks", "patience": 0}, "patience=0"),
-        ({"executor": "ranks", "out": None}, "give an output folder"),
+        (
+            {"executor": "ranks", "out": None},
+            advice("ranks share a merge to a folder: give an output folder"),
+        ),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(base, experts, "ace", **{"out": tmp_path / "out", **given})
+    covmerge.merge(base, experts, "ace", tmp_path / "another", executor="ranks")
     stateful = load_file(base)
     covmerge.merge(
         stateful, [experts["e1"], experts["e0"]], "ace", tmp_path / "out", executor="ranks"
