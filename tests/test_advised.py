@@ -23,7 +23,6 @@ REASONS = {
         r"^plan/recipe/(varied\.py: A value|marks\.py: write)",
         r"^plan/recipe/(explain\.py: |varied\.py: write|mergekit/reading\.py: \{\}: \{\} It)",
         r"^maths/testing/|^base/settings\.py: |^base/identifiers\.py: |^base/errors\.py: did you mean",
-        r"^run/judgement/judge\.py: The merge is stopped",
         r"^plan/planning/serving\.py: |^plan/planning/data\.py: (--|`covmerge|, or (take|name))",
         r"^files/stores/local_destination\.py: take it first",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: |^front/cli/flags\.py: --method \{\} drops",

@@ -12,6 +12,7 @@ from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import REMOVED, Lock
 from covmerge.files.stores.scratch import scratch_folder
+from tests.advised import advice
 
 
 def failing(number: int):
@@ -36,7 +37,8 @@ def test_space_is_reserved_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_limit_on_files_is_told_by_its_name(tmp_path: Path) -> None:
-    larger = pytest.raises(ResourceError, match=r"grows larger than .*pass a smaller shard size")
+    said = advice("the limit of this process (ulimit -f) allows: pass a smaller shard size")
+    larger = pytest.raises(ResourceError, match=said)
     with larger, disk_errors(tmp_path / "x"):
         failing(errno.EFBIG)()
     with (

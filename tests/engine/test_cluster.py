@@ -294,7 +294,7 @@ def test_which_cluster(plain, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
-    assert run_options({"executor": "ray", "address": "auto"}).address == "auto"
+    assert run_options({"executor": "ray", "address": "auto"}).cluster == "auto"
     assert run_options({"executor": "ray", "address": "auto", "device": "cpu"}).torch_device
 
 

@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 from covmerge.errors import RecipeError
 from covmerge.front.cli import app
 from covmerge.front.cli.theirs import translated
+from tests.advised import advice
+from tests.cli.runs import covmerge, save_plain
 
 THEIRS = "merge_method: linear\nmodels: [{model: org/a, parameters: {weight: [0, 1], wieght: 2}}]\n"
 
@@ -37,15 +39,38 @@ def test_flags_are_ours_or_need_nothing(given, ours):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--transformers-cache", "x"], "set HF_HOME"),
+        (
+            ["--transformers-cache", "x"],
+            advice("models of the Hub lie in its own cache: set HF_HOME"),
+        ),
         (["--multi-gpu"], "--device cuda:0"),
-        (["--no-copy-tokenizer"], "remove its files from the output"),
+        (
+            ["--no-copy-tokenizer"],
+            advice("always copied: remove its files in a copy of the base"),
+        ),
+        (["--no-write-model-card"], advice("remove README.md, which no check asks for")),
         (["--out-shard-size", "5GiB"], "is not a number with K, M or B"),
     ],
 )
 def test_flags_that_are_refused_say_what_replaces_them(given, said):
     with pytest.raises(RecipeError, match=said):
         translated(given)
+
+
+def test_what_an_output_need_not_have_is_removed(tmp_path):
+    """As is said of mergekit's flags for it; HF_HOME is the Hub client's own."""
+    save_plain(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base.safetensors").rename(tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    given = ["merge", "--base", tmp_path / "base", f"--expert=a={tmp_path / 'a.safetensors'}"]
+    covmerge(*given, "--method", "average", tmp_path / "out")
+    (tmp_path / "out" / "README.md").unlink()
+    covmerge("verify", tmp_path / "out")
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    covmerge(*given, "--method", "average", tmp_path / "out", "--overwrite")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    covmerge("verify", tmp_path / "out")
 
 
 def test_a_flag_that_is_refused_ends_as_any_bad_input(tmp_path):

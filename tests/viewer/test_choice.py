@@ -5,6 +5,7 @@ import pytest
 from covmerge.errors import RecipeError
 from covmerge.front.viewer import Choice, Group, choice_of, recipe_of
 from covmerge.plan.recipe import parse_recipe
+from tests.advised import advice
 
 SOURCES = {"": "/m/base", "a": "/m/a", "b": "/m/b", "merged": "/m/out"}
 
@@ -104,8 +105,10 @@ def test_experts_without_a_weight_are_left_out_and_a_merged_model_may_take_part(
 
 
 def test_no_weight_at_all_is_refused():
-    with pytest.raises(RecipeError, match="all weights are 0"):
+    said = advice("all weights are 0: that is the base; give one expert a weight")
+    with pytest.raises(RecipeError, match=said):
         recipe_of(chosen(a=0.0, b=0.0), recipe(), SOURCES)
+    assert [*recipe_of(chosen(a=0.0, b=1.0), recipe(), SOURCES).experts]
 
 
 @pytest.mark.parametrize("name", ["", "c"])

@@ -15,6 +15,7 @@ import yaml
 from covmerge.errors import InputError
 from covmerge.front.viewer import Choice, Server, ViewJob
 from covmerge.plan.recipe import parse_recipe
+from tests.advised import advice
 from tests.report.merges import checkpoints
 
 
@@ -209,5 +210,11 @@ def test_a_page_that_is_closed_early_leaves_no_traceback(scene, capfd, sent):
 
 def test_a_port_that_is_taken_is_told(scene, server):
     port = urlsplit(server.url).port
-    with pytest.raises(InputError, match=f"port={port} cannot be listened on"):
+    said = advice("cannot be listened on ({}): name another, or none for one that is free")
+    with pytest.raises(InputError, match=f"port={port} {said}"):
         Server(scene, port)
+    free = Server(scene, 0)
+    another = urlsplit(free.url).port
+    assert another not in (0, port)
+    free.close()
+    Server(scene, another).close()

@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = (
 _WITHOUT_EFFECT_WITH_VALUE = ("--lora-merge-cache", "--lora-merge-dtype", "--write-threads")
 _REFUSED = {
     "--multi-gpu": "one device is used: --device cuda:0",
-    "--no-copy-tokenizer": "the base's tokenizer is always copied: remove its files from the output",
+    "--no-copy-tokenizer": "the base's tokenizer is always copied: remove its files in a copy of the base",
     "--no-write-model-card": "a model card is always written: remove README.md, which no check asks for",
     "--no-safe-serialization": "nothing but safetensors is written",
     "--transformers-cache": "models of the Hub lie in its own cache: set HF_HOME",
