@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from covmerge.base.cache import user_cache
 from covmerge.errors import CheckpointError, InputError
-from covmerge.files.checkpoints import open_checkpoint
+from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores import hub, object_server, remote
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.hub import HubStore
