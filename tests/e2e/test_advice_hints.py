@@ -35,6 +35,13 @@ def test_a_page_of_a_method():
     assert "W̄ = W₀" in covmerge("methods", "ace").stdout
 
 
+def test_a_name_that_is_like_none(models):
+    said = advice(" `covmerge methods` lists the {}s.")
+    told(said, "merge", *flags(models), "--method", "qqqqqqqq", models / "out")
+    assert re.search(r"\baverage\b", covmerge("methods").stdout)
+    covmerge("merge", *flags(models), "--method", "average", models / "out")
+
+
 def test_a_dtype_that_is_stored(models):
     recipe = write_recipe(models, "dtype: bfloat16")
     told(
