@@ -112,6 +112,7 @@ _FORMER = {
 }
 
 _PACKAGES = {
+    "errors": "covmerge.errors",
     "figures": "covmerge.front.reporting.figures",
     "methods": "covmerge.methods",
     "steps": "covmerge.steps",

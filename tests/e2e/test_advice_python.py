@@ -38,6 +38,28 @@ def mean(factor):
     return scaled
 
 
+class Scaled:
+    """A class that is not registered."""
+
+    def __call__(self, group, *, scale: float):
+        return scale * torch.stack(group.updates).mean(0)
+
+
+class Needy(Scaled):
+    """One that wants arguments."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def as_recipe(folder):
+    """The same by files, with what only recipes have."""
+    base, experts = saved(folder)
+    return covmerge.parse_recipe(
+        {"base": str(base), "experts": {"a": str(experts[0])}, "method": "average"}
+    )
+
+
 def saved(folder):
     """Base and expert as files."""
     folder.mkdir()
@@ -123,6 +145,69 @@ CALLS = {
         lambda out: merge([A, B], "ties", parameters={"density": 0.5}),
         advice("merge takes parameters as keywords: pass {} in place of {}="),
         lambda out: merge([A, B], "ties", density=0.5),
+    ),
+    "one number as weights": (
+        lambda out: merge([A, B], weights=0.5),
+        advice("weights: {} is no list: pass one number for each expert"),
+        lambda out: merge([A, B], weights=torch.tensor([0.5, 0.5])),
+    ),
+    "statistics in a list": (
+        lambda out: merge([A, B], statistics=["a.covstats.safetensors"]),
+        advice("statistics is a {}, no mapping: pass {expert: FILE}"),
+        lambda out: merge([A, B], statistics={}),
+    ),
+    "statistics that are no file": (
+        lambda out: merge({"a": A}, statistics={"a": {"fc": GRAM}}),
+        advice("is a {}: pass the file that covmerge.collect wrote"),
+        lambda out: merge({"a": A}),
+    ),
+    "no threads": (
+        lambda out: merge([A, B], threads=0),
+        advice("--threads: {} is no whole number above 0: give one"),
+        lambda out: merge([A, B], threads=1),
+    ),
+    "a key of recipes": (
+        lambda out: merge([A, B], tokenizer="base"),
+        advice(
+            "merge takes no '{}', which recipes have: pass the same as a mapping to "
+            "covmerge.parse_recipe, and what that returns to covmerge.run_recipe"
+        ),
+        lambda out: covmerge.run_recipe(as_recipe(out), None),
+    ),
+    "a parameter of all that are compared": (
+        lambda out: covmerge.compare(BASE, [A, B], ["ties"], density=0.3),
+        advice("compare takes no '{}': write it with its method, as in 'NAME({}=VALUE)'"),
+        lambda out: covmerge.compare(BASE, [A, B], ["ties(density=0.3)"]),
+    ),
+    "what compare does not take": (
+        lambda out: covmerge.compare(BASE, [A, B], ["ties"], max_memoy="4GB"),
+        "compare takes no 'max_memoy'. Did you mean 'max_memory'",
+        lambda out: covmerge.compare(BASE, [A, B], ["ties"], max_memory="4GB"),
+    ),
+    "what inspect does not take": (
+        lambda out: covmerge.inspect(BASE, [A, B], weights=[1, 2]),
+        "inspect takes no 'weights'",
+        lambda out: covmerge.inspect(BASE, [A, B]),
+    ),
+    "what extract does not take": (
+        lambda out: covmerge.extract(BASE, A, out, 2, out_dtyp="float16"),
+        "extract takes no 'out_dtyp'. Did you mean 'out_dtype'",
+        lambda out: covmerge.extract(BASE, A, out, 2, out_dtype="float16"),
+    ),
+    "a function that is compared alone": (
+        lambda out: covmerge.compare(BASE, [A, B], mean(1.0)),
+        advice("methods: {} is no list: pass [METHOD, ...]"),
+        lambda out: covmerge.compare(BASE, [A, B], [mean(1.0)]),
+    ),
+    "a class that is made with arguments": (
+        lambda out: merge([A, B], Needy),
+        advice("a class, which is made without arguments ({}): take parameters in __call__("),
+        lambda out: merge([A, B], Scaled, scale=0.5),
+    ),
+    "a parameter without a default": (
+        lambda out: merge([A, B], Scaled),
+        advice("it has no default: give its value"),
+        lambda out: merge([A, B], Scaled, scale=0.5),
     ),
     "a parameter twice": (
         lambda out: merge([A, B], "ties(density=0.5)", density=0.5),

@@ -209,6 +209,45 @@ def test_adapters_in_memory(tmp_path):
         covmerge.merge(one, [held])
 
 
+def test_tied_tensors_in_memory_are_one(tmp_path):
+    """Of state dicts too, which have no config: by the memory that they share."""
+    models = [llama(tie_word_embeddings=True) for _ in range(3)]
+    for number, model in enumerate(models):
+        model.load_state_dict(moved(models[0].state_dict()) if number else model.state_dict())
+        model.tie_weights()
+        model.save_pretrained(tmp_path / str(number))
+    base, *experts = models
+    start, *folders = (tmp_path / str(number) for number in range(3))
+    told = "tied tensors are one, which is merged and written once: lm_head.weight"
+    for method in ("ties", "ace"):
+        written = covmerge.merge(start, folders, method).tensors
+        for own in (
+            covmerge.merge(base, experts, method),
+            covmerge.merge(base.state_dict(), [one.state_dict() for one in experts], method),
+        ):
+            assert own.tensors["lm_head.weight"] is own.tensors["model.embed_tokens.weight"]
+            assert own.tensors.keys() - written.keys() == {"lm_head.weight"}
+            assert equal({name: own.tensors[name] for name in written}, written)
+            assert told in own.notes
+            base_again = copy.deepcopy(base)
+            base_again.load_state_dict(own.tensors)
+    # What shares memory in the base and not in an expert is tied no more.
+    apart = {name: tensor.clone() for name, tensor in experts[0].state_dict().items()}
+    apart["lm_head.weight"] += 1
+    untied = covmerge.merge(base.state_dict(), [apart], "average").tensors
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(untied[name], apart[name])
+
+
+def test_a_home_folder_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base = {"fc.weight": torch.zeros(2, 2)}
+    written = covmerge.merge(base, [{"fc.weight": torch.eye(2)}], out="~/merged")
+    assert written.path == tmp_path / "merged"
+    covmerge.merge(base, [{"fc.weight": torch.eye(2)}]).save("~/saved")
+    assert (tmp_path / "saved" / "covmerge.json").is_file()
+
+
 def test_a_result_in_memory_is_saved_as_a_merge_to_disk_writes_it(tmp_path):
     models = {name: llama() for name in ("base", "a", "b")}
     start = models["base"].state_dict()
@@ -239,9 +278,7 @@ def test_a_result_in_memory_is_saved_as_a_merge_to_disk_writes_it(tmp_path):
     with pytest.raises(InputError, match=advice("which knows no sources: merge with out=FOLDER")):
         copy.deepcopy(result).save(tmp_path / "copied")
     held.tensors["model.norm.weight"].mul_(2)
-    with pytest.raises(
-        InputError, match=advice("merge again, or write the tensors with safetensors")
-    ):
+    with pytest.raises(InputError, match=advice("merge again, or write the tensors yourself")):
         held.save(tmp_path / "changed")
     weights = tmp_path / "a" / "model.safetensors"
     weights.write_bytes(weights.read_bytes())

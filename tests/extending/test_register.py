@@ -1,6 +1,8 @@
 """A method in a few lines: what need not be declared, and what is refused."""
 
 import json
+import re
+import sys
 
 import pytest
 import torch
@@ -67,6 +69,35 @@ def test_a_function_or_a_class_as_method():
         covmerge.merge(base, experts, ties)
     with pytest.raises(RecipeError, match="'<lambda>' cannot name a method"):
         covmerge.merge(base, experts, lambda group: group.updates[0])
+
+
+def test_a_function_in_a_rule_and_one_that_fails():
+    base = {"fc.weight": torch.zeros(3, 3), "layers.0.fc.weight": torch.zeros(3, 3)}
+    experts = [dict.fromkeys(base, update) for update in UPDATES]
+    rule = {"match": "layers.*", "method": largest, "parameters": {"scale": 0.5}}
+    result = covmerge.merge(base, experts, "task_arithmetic(scale=1.0)", rules=[rule])
+    assert torch.equal(result.tensors["layers.0.fc.weight"], torch.eye(3))
+    assert torch.equal(result.tensors["fc.weight"], 3 * torch.eye(3))
+
+    def failing(group):
+        return group.updates[0] @ torch.ones(4)
+
+    with pytest.raises(RuntimeError, match="size mismatch") as failed:
+        covmerge.merge(base, experts, failing)
+    if sys.version_info >= (3, 11):
+        assert failed.value.__notes__ == ["while 'fc.weight' was merged"]
+
+
+def test_a_method_that_had_nothing_to_merge_is_told():
+    base = {"fc": torch.zeros(3, 3), "norm.weight": torch.zeros(3)}
+    experts = [dict.fromkeys(base, torch.ones(3, 3)) | {"norm.weight": torch.ones(3)}] * 2
+    told = advice("merged nothing: no tensor is known for a layer's matrix, so all {} are averaged")
+    (warning,) = covmerge.merge(base, experts, largest).warnings
+    assert re.search(told, warning)
+    rule = json.loads(warning.partition("add rules such as ")[2])
+    by_rule = covmerge.merge(base, experts, largest, scale=0.5, rules=[rule])
+    assert not by_rule.warnings
+    assert torch.equal(by_rule.tensors["fc"], torch.full((3, 3), 0.5))
 
 
 def test_a_function_that_other_processes_do_not_have(tmp_path):
@@ -276,7 +307,7 @@ def test_parameters_are_those_of_the_signature():
     def needy(group, *, power):
         return group.updates[0] * power
 
-    with pytest.raises(RecipeError, match=r"method 'needy': power = .*required"):
+    with pytest.raises(RecipeError, match="method 'needy': power: it has no default"):
         covmerge.merge_layer(UPDATES, "needy")
     assert torch.equal(covmerge.merge_layer(UPDATES, "needy", power=2), 2 * torch.eye(3))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from covmerge.base.errors import RecipeError
+from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.files.checkpoints.staging import destination_of
 from covmerge.front.job import Job
 from covmerge.front.keywords import (
@@ -153,6 +153,7 @@ def extract(
         >>> round(result.stats["totals"]["discarded_energy"], 4)
         0.0714
     """
+    _check_known("extract", ExtractKeywords, options)
     return merge(
         base,
         {"expert": expert},
@@ -211,13 +212,14 @@ def compare(
         >>> [(row.method, round(row.norm, 3)) for row in rows]
         [('average', 2.828), ('actmat', 3.96)]
     """
+    _check_known("compare", CompareKeywords, options)
     named = _named(experts)
     recipe = _recipe(base, named, options)
     job = CompareJob(
         recipe=recipe,
         methods=methods,
         parameters=parameters or {},
-        out=None if out is None else Path(out),
+        out=None if out is None else Path(out).expanduser(),
         scorer=None if score is None else scorer_of(score),
         bounds=bounds,
         options=run_options({**options, "resume": resume}),
@@ -313,6 +315,7 @@ def inspect(
         >>> found.matrices[0].relative, [finding.text[:15] for finding in found.faults]
         ({'a': 0.5, 'b': 0.0}, ['equals the base'])
     """
+    _check_known("inspect", AlignKeywords, options)
     named = _named(experts)
     job = InspectJob(
         recipe=_recipe(base, named, options), spectra=spectra, options=run_options(options)
@@ -342,6 +345,7 @@ def report(
 
     Departs from the paper: nowhere by itself.
     """
+    _check_known("report", RunKeywords, options)
     job = ReportJob(
         folder=Path(out),
         spectra=spectra,
@@ -392,12 +396,14 @@ def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, 
     """The arguments of a public function as the recipe that is recorded."""
     nothing = {name for name in ("weights", "statistics", "tensors") if settings.get(name) is None}
     own = {name: _plain(value) for name, value in settings.items() if name not in nothing}
-    for name in {"before", "after", "allow", "keep"} & own.keys():
+    for name in {"before", "after", "allow", "keep", "rules"} & own.keys():
         own[name] = _listed(name, own[name])
+    if "rules" in own:
+        own["rules"] = [_named_method(rule) for rule in own["rules"]]
     if "weights" in own:
         own["weights"] = _named_weights(own["weights"], tuple(experts))
     if "statistics" in own:
-        own["statistics"] = {name: str(path) for name, path in own["statistics"].items()}
+        own["statistics"] = _files(own["statistics"])
     sources = {
         name: {"source": _label(f"expert '{name}'", source)} for name, source in experts.items()
     }
@@ -422,10 +428,59 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
             raise RecipeError(
                 f"merge takes parameters as keywords: pass {told} in place of {name}="
             )
+        if name in Recipe.model_fields:
+            raise RecipeError(
+                f"merge takes no '{name}', which recipes have: pass the same as a mapping to "
+                "covmerge.parse_recipe, and what that returns to covmerge.run_recipe"
+            )
         near = get_close_matches(name, [*keywords, *known], n=1)
         if near and near[0] in keywords:
             raise RecipeError(f"merge takes no '{name}'. Did you mean '{near[0]}'?")
     return {name: value for name, value in options.items() if name in keywords}, params
+
+
+def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:
+    """Refuse what a function does not take, of callers without a type checker.
+
+    Raises:
+        RecipeError: it would be dropped.
+    """
+    known = keywords.__annotations__
+    for name in options:
+        if name in known:
+            continue
+        of_method = any(name == own.name for method in registry for own in method.parameters)
+        if function == "compare" and of_method:
+            raise RecipeError(
+                f"compare takes no '{name}': write it with its method, as in 'NAME({name}=VALUE)'"
+            )
+        raise RecipeError(f"{function} takes no '{name}'.{did_you_mean(name, known)}")
+
+
+def _named_method(rule: Any) -> Any:
+    """A rule with its method's name, where that is passed as a function."""
+    if not isinstance(rule, Mapping):
+        return rule
+    own = cast("Mapping[str, Any]", rule)
+    return (
+        {**own, "method": registry.name_of(own["method"])} if callable(own.get("method")) else own
+    )
+
+
+def _files(statistics: object) -> dict[str, str]:
+    """The files of statistics, by expert."""
+    if not isinstance(statistics, Mapping):
+        raise RecipeError(
+            f"statistics is a {type(statistics).__name__}, no mapping: pass {{expert: FILE}}"
+        )
+    found = cast("Mapping[str, object]", statistics)
+    for name, file in found.items():
+        if not isinstance(file, str | PathLike):
+            raise RecipeError(
+                f"statistics[{name!r}] is a {type(file).__name__}: pass the file that covmerge.collect "
+                "wrote"
+            )
+    return {name: str(file) for name, file in found.items()}
 
 
 def _label(whose: str, source: Source | None) -> str:
@@ -497,6 +552,10 @@ def _named_weights(
 ) -> dict[str, float]:
     if isinstance(weights, Mapping):
         return dict(weights)
+    if isinstance(cast("object", weights), str) or not isinstance(
+        cast("object", weights), Sequence
+    ):
+        raise RecipeError(f"weights: {weights!r} is no list: pass one number for each expert")
     if len(weights) != len(names):
         raise RecipeError(f"{len(weights)} weights for {len(names)} experts: pass one for each")
     return dict(zip(names, weights, strict=True))

@@ -93,9 +93,12 @@ class Job:
         fit = check_fit(plan, done.items, work.checkpoints)
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
-        found = output.tensors
+        found, base = output.tensors, work.checkpoints.base
+        # The names that were given; in files a tied tensor stands once.
+        tied: Mapping[str, str] = plan.tied[None] if base.is_held else {}
+        tensors = _whole_model(plan, found)
         return MergedTensors(
-            tensors=_whole_model(plan, found),
+            tensors=tensors | {n: tensors[kept] for n, kept in tied.items() if kept in tensors},
             saver=Saver(plan, work.checkpoints, work.memory, done, fit, found),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,

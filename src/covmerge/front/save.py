@@ -60,8 +60,7 @@ class Saver:
         check_not_input(target, self.checkpoints.paths())
         if self._written() != self._versions:
             raise InputError(
-                "a merged tensor was changed since: merge again, or write the tensors with "
-                "safetensors.torch.save_file"
+                "a merged tensor was changed since: merge again, or write the tensors yourself"
             )
         base = self.checkpoints.base
         if self.plan.masked and base.is_held:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -231,6 +231,8 @@ def choose_methods(
     else:
         if isinstance(wanted, Mapping):
             raise _no_method(wanted)
+        if not isinstance(cast("object", wanted), Iterable):
+            raise RecipeError(f"methods: {wanted!r} is no list: pass [METHOD, ...]")
         given = split(wanted) if isinstance(wanted, str) else wanted
     if not given:
         raise RecipeError("no methods to compare: name some, or `all`")

@@ -155,6 +155,7 @@ class MergedTensors(MergeResult):
     """A merge in memory: it has `tensors`, and no `path`.
 
     Attributes:
+        tensors: by name; where the base is in memory, tied ones too, which are one tensor.
         saver: what `save` calls.
     """
 

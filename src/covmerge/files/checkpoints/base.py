@@ -107,6 +107,7 @@ class Kind(Protocol):
         quantisation: how it is stored, where that is quantised.
         untied: names of tensors that its config ties, with the stored ones that they are tied to, where it
             is seen untied.
+        shared: names of tensors in memory that are one with another, with the name of that.
         order: by layer, the layer of the stored model, where it is seen as a stack of slices.
         is_source: whether it is a source of its own, and does not only stand for a base.
         decides: whether its weights decide the result.
@@ -122,6 +123,7 @@ class Kind(Protocol):
     form: LoraForm = PEFT_FORM
     quantisation: Quantisation | None = None
     untied: Mapping[str, str] | None = None
+    shared: Mapping[str, str] = MappingProxyType({})
     order: tuple[int, ...] | None = None
     is_source: bool = True
     decides: bool = True

@@ -57,6 +57,7 @@ class MemoryCheckpoint(Kind):
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
         self._tensors = dict(tensors)
+        self.shared: Mapping[str, str] = _shared(self._tensors)
         self._said = "" if settings is None else json.dumps(settings, sort_keys=True)
 
     def readme(self) -> Path | None:
@@ -96,6 +97,25 @@ class MemoryCheckpoint(Kind):
     def close(self) -> None:
         """Let go of the tensors."""
         self._tensors = {}
+
+
+def _shared(tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
+    """Tensors that are one with an earlier one: the same values of the same memory, as tied weights are.
+
+    Example:
+        >>> table = torch.ones(3, 2)
+        >>> _shared({"embed.weight": table, "lm_head.weight": table, "own": table.clone()})
+        {'lm_head.weight': 'embed.weight'}
+    """
+    first: dict[object, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            lies = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            kept = first.setdefault(lies, name)
+            if kept != name:
+                found[name] = kept
+    return found
 
 
 # get_peft_model changes the model that it is given.

@@ -199,7 +199,7 @@ def destination_of(out: Path | Destination) -> Destination:
     if not isinstance(out, Path):
         return out
     address = None if hub_address(out) else address_of(out)
-    return LocalDestination(out) if address is None else RemoteDestination(address)
+    return LocalDestination(out.expanduser()) if address is None else RemoteDestination(address)
 
 
 def find_unfinished(out: Path) -> Path | None:

@@ -42,6 +42,12 @@ class View(Kind):
         self.quantisation: Quantisation | None = own and replace(own, derived=True)
         self.untied = stored.untied
         self.is_held = stored.is_held
+        here = {own: name for name, own in (names or {n: n for n in stored.headers}).items()}
+        self.shared: Mapping[str, str] = {
+            here[name]: here[kept]
+            for name, kept in stored.shared.items()
+            if name in here and kept in here
+        }
         self.order = stored.order
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from covmerge.base.settings import Hint
@@ -121,7 +122,12 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
     for name, header in checkpoint.headers.items():
         parts.setdefault(header.module, {})[name] = header
     if not {*parts} - {None}:
-        return describe(checkpoint.headers, checkpoint.config, build=remembered_skeleton)
+        return describe(
+            checkpoint.headers,
+            checkpoint.config,
+            build=remembered_skeleton,
+            shared=checkpoint.shared,
+        )
     configs = {module: checkpoint.config if module is None else module.config for module in parts}
     described = [_of_module(module, own, configs[module]) for module, own in parts.items()]
     tensors = {name: info for part in described for name, info in part.tensors.items()}
@@ -173,6 +179,7 @@ def describe(
     config: Mapping[str, Any] | None,
     *,
     build: _Build = build_skeleton,
+    shared: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelDescription:
     """Say what every stored tensor is.
 
@@ -184,6 +191,7 @@ def describe(
         headers: the stored tensors.
         config: parsed config.json, if there is one.
         build: what makes the skeleton.
+        shared: tensors that are one with another, which are tied where there is no config.
 
     Example:
         >>> import torch
@@ -207,7 +215,7 @@ def describe(
             f"{Hint('tensors', {'fused': 'split'})}"
         )
     outside, blocks = _outside(headers, skeleton), in_rows_of_blocks(headers)
-    tied = _tied(headers, skeleton) if skeleton else {}
+    tied = _tied(headers, skeleton) if skeleton else dict(shared)
     lacks_head = _lacking(headers, skeleton, tied) if skeleton else None
     if config is not None and config.get("tie_word_embeddings") is False:
         # transformers ties T5's output all the same, and unties it when the stored values differ.

@@ -32,7 +32,8 @@ class Untied(View):
         super().__init__(stored, own | copies, *notes)
         self.untied: Mapping[str, str] | None = MappingProxyType(dict(ties))
         self.quantisation = stored.quantisation  # under its own names
-        self.config = untied_config(stored.config or {})
+        self.config = None if stored.config is None else untied_config(stored.config)
+        self.shared: Mapping[str, str] = {}
 
 
 def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:

@@ -241,6 +241,9 @@ def _told(error: ValidationError, given: Parameters) -> list[tuple[str, str, str
         if below and not below[0].isdigit():
             fits = below.pop(0).startswith("list[") == isinstance(given.get(name), list)
         where = ".".join((name, *below))
+        if problem["type"] == "missing":
+            found[fits].append((name, where, "it has no default: give its value"))
+            continue
         found[fits].append((name, f"{where} = {shown(problem['input'])}", problem["msg"].lower()))
     return found[True] or found[False]
 

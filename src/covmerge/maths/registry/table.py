@@ -90,7 +90,13 @@ class Table(Generic[_D]):
         before = self._passed.get(name)
         if before is not None and _place(before) == _place(given):
             self.unregister(name)
-        function = given().__call__ if isinstance(given, type) else given
+        try:
+            function = given().__call__ if isinstance(given, type) else given
+        except TypeError as error:
+            raise RecipeError(
+                f"{word} '{name}' is a class, which is made without arguments ({error}): take parameters "
+                "in __call__(self, group, *, parameters)"
+            ) from error
         try:
             self.register(name)(function)
         except ValueError as error:

@@ -799,7 +799,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         )
     tied = [n for n, i in base.description.tensors.items() if i.tied_to in base.headers]
     if tied:
-        yield f"tied tensors are merged and written once; left out: {', '.join(tied)}"
+        yield f"tied tensors are one, which is merged and written once: {', '.join(tied)}"
     for tensor in tensors:
         info = base.description.tensors[tensor.name]
         if (

@@ -339,6 +339,11 @@ def naming(tensor: TensorPlan) -> Generator[None]:
         yield
     except (TensorError, ResourceError) as error:
         raise type(error)(f"'{tensor.name}': {error}") from error
+    except Exception as error:  # of a method that somebody wrote
+        getattr(error, "add_note", str)(
+            f"while '{tensor.name}' was merged"
+        )  # Python 3.11 and later
+        raise
 
 
 def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:

@@ -220,6 +220,9 @@ def run_options(settings: Mapping[str, Any]) -> RunOptions:
                 own[name] = read(own[name])
             except RecipeError as error:
                 raise RecipeError(f"{Hint(name)}: {error}") from error
+    threads: object = own.get("threads")
+    if threads is not None and not (isinstance(threads, int) and threads >= 1):
+        raise RecipeError(f"{Hint('threads')}: {threads!r} is no whole number above 0: give one")
     if "device" in own:
         own["device"] = str(own["device"])  # a torch.device too
     return _with_executor(RunOptions(**own), settings.get("executor"), settings.get("address"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.base.settings import Hint
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.plan.planning.align import Model
+from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.integers import changed_integers
 from covmerge.run.judgement.layers import Layer, layers_of
@@ -83,6 +86,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += changed_integers(plan, done, "the base")
         findings += left_for_nan(plan, checkpoints.experts)
         findings += packed_in_memory(plan, checkpoints.base)
+        findings += _without_method(plan)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:
@@ -93,6 +97,23 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
     allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
     notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
     return Fit((*allowed, *warnings), tuple(notes))
+
+
+def _without_method(plan: Plan) -> Iterator[Finding]:
+    """Warn where the recipe's method had nothing to merge, as no tensor is known for a matrix."""
+    merged = [tensor for tensor in plan.tensors if isinstance(tensor.operation, Merge)]
+    used = {tensor.operation.method for tensor in merged if isinstance(tensor.operation, Merge)}
+    method = plan.recipe.method
+    if used == {"average"} and method != "average" and len(plan.recipe.experts) > 1:
+        matrices = [tensor.name for tensor in merged if len(tensor.output.shape) == 2]
+        if matrices and not plan.recipe.rules:
+            rule = {"match": matrices[0], "use": "method"}
+            yield Finding(
+                Severity.WARNING,
+                f"'{method}' merged nothing: no tensor is known for a layer's matrix, so all "
+                f"{counted(len(merged), 'tensor')} are averaged. If {some(matrices, 1, quoted=True)} are "
+                f"such, add rules such as {json.dumps(rule)}",
+            )
 
 
 def _named(fault: Finding) -> str:
