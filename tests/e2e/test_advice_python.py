@@ -52,6 +52,12 @@ class Needy(Scaled):
         self.scale = scale
 
 
+def written(folder):
+    """A merge of files."""
+    base, experts = saved(folder)
+    return covmerge.merge(base, experts, "average", folder / "merged").path
+
+
 def as_recipe(folder):
     """The same by files, with what only recipes have."""
     base, experts = saved(folder)
@@ -188,6 +194,11 @@ CALLS = {
         lambda out: covmerge.inspect(BASE, [A, B], weights=[1, 2]),
         "inspect takes no 'weights'",
         lambda out: covmerge.inspect(BASE, [A, B]),
+    ),
+    "what report does not take": (
+        lambda out: covmerge.report(out, rank=2),
+        "report takes no 'rank'",
+        lambda out: covmerge.report(written(out)),
     ),
     "what extract does not take": (
         lambda out: covmerge.extract(BASE, A, out, 2, out_dtyp="float16"),

@@ -267,10 +267,11 @@ def search(
 
     Departs from the paper: nowhere; it has none.
     """
+    _check_known("search", RunKeywords, options)
     job = SearchJob(
         Template.of(recipe),
         scorer_of(score),
-        Path(out),
+        Path(out).expanduser(),
         trials,
         _listed("objectives", objectives),
         sampler,
