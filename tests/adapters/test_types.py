@@ -274,6 +274,20 @@ def test_updates_are_computed_in_float32_or_better(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_frod_rounds_as_peft_does_over_a_base_in_half_precision(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """PEFT rounds U, which it computes of the base, to the base's dtype."""
+    torch.manual_seed(0)
+    base = Small().to(dtype)
+    config = config_of("FROD", target_modules=LINEAR, sparse_rate=0.1, progressbar=False)
+    expected = trained(base, config, tmp_path)
+    found = outputs(merged(base, tmp_path, out_dtype="float32"))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
 def test_a_merge_of_several_types_is_the_mean_of_their_models(
     base: nn.Module, tmp_path: Path
 ) -> None:

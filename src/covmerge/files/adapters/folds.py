@@ -292,6 +292,7 @@ class Folds:
             read=part,
             base=of_base,
             base_bias=base_bias,
+            stored=place.weight.header.dtype,
             widest=self._widest,
             count=len(self._places),
             rows=rows,

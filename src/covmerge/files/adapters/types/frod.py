@@ -33,11 +33,14 @@ def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, T
 
 
 def _weight(layer: Layer) -> Tensor:
-    """U (diag(l) + S) Vᵀ, U the columns of W V⁻ᵀ at the length 1; whole."""
+    """U (diag(l) + S) Vᵀ, U the columns of W V⁻ᵀ at the length 1; whole.
+
+    PEFT computes with U and V in the dtype of the base's file, and so rounds U to it.
+    """
     shared, weight = layer["V"].double(), layer.weight
     columns = _solved(shared, weight.T.double()).T
     sizes = lengths(columns, 0)
-    left = torch.where(sizes > _NONE, columns / sizes, 0.0)
+    left = torch.where(sizes > _NONE, columns / sizes, 0.0).float().to(layer.stored).double()
     rows, others = layer["places"].long()
     inner = torch.diag(layer["lengths"].double())
     inner.index_put_((rows, others), layer["values"].double(), accumulate=True)

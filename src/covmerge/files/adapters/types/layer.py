@@ -34,6 +34,7 @@ class Layer:
         read: reads one of the parts in the dtype of the computation.
         base: reads the rows of the base's weight, flattened to `(rows, d_in · window)`.
         base_bias: reads the base's bias.
+        stored: the dtype that the base's weight is stored in.
         widest: the largest `d_out` and `d_in` of all layers of the adapter.
         count: of all layers of the adapter.
         rows: of the weight that are wanted.
@@ -47,6 +48,7 @@ class Layer:
     read: Callable[[TensorHeader], Tensor]
     base: Callable[[slice], Tensor]
     base_bias: Callable[[], Tensor]
+    stored: torch.dtype
     widest: tuple[int, int] = (0, 0)
     count: int = 0
     rows: slice = field(default_factory=lambda: slice(None))
