@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, Summary
-from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import normal_equations
 from covmerge.maths.linalg.auto import Cost, solve_cost, sums_cost, svd_cost, system_choice
@@ -19,6 +19,7 @@ from covmerge.maths.linalg.metric import row_blocks
 from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.resolution import of_terms
 from covmerge.maths.methods.summaries import UNCHANGED, Median
 
 
@@ -192,7 +193,8 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> Tensor:
     """Return F `(d_out, d_in)`, of the updates' dtype; 0 where the updates cancel each other."""
     total = stack_weighted(active.updates, alike.weights)
     pairs = zip(active.rounding, alike.weights, strict=True)
-    rounding = Rounding.together(error.times(weight) for error, weight in pairs)
+    weighted = [error.times(weight) for error, weight in pairs]
+    rounding = of_terms(active.updates, active.rounding, weighted)
     rtol = rank_tolerance(group.shape, total.dtype, None, group.rounding)
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
     sigma = top.kept

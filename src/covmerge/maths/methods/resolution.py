@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import sqrt
 
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.linalg.joint import far_apart
-from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.lapack import norm, square_norm
 from covmerge.maths.linalg.pinv import largest_singular_values
 from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
 
@@ -57,14 +58,41 @@ class Resolution:
             sizes = [float(largest_singular_values(update)) for update in group.updates]
         each = zip(self.rounding, group.weights, sizes, strict=True)
         rtol = self.rtol * max(1.0, sqrt(_OF_CORES / max(group.shape)))
-        return Rounding.together(
-            replace(error, floor=rtol * size).times(weight) for error, weight, size in each
-        )
+        errors = [replace(error, floor=rtol * size).times(weight) for error, weight, size in each]
+        return of_terms(group.updates, self.rounding, errors)
 
     def changed(self, group: LinearGroup) -> list[tuple[Tensor, float, Rounding]]:
         """Update, weight and rounding of the experts that changed the layer."""
         each = zip(group.updates, group.weights, self.rounding, strict=True)
         return [(update, weight, error) for update, weight, error in each if update.any()]
+
+
+def of_terms(
+    updates: Sequence[Tensor], rounding: Sequence[Rounding], weighted: Sequence[Rounding]
+) -> Rounding:
+    """What rounding gives to Σ w_tΔ_t, of the updates, what it gave to each, and the same times w_t.
+
+    Errors of copies are one error: they add up as they are, and independent ones by their squares. Of
+    independent errors E the difference Δ_s − Δ_t has ‖E_s‖² + ‖E_t‖² at least, and what it has less is the
+    share ρ of the errors that both have: ‖Σ w_tE_t‖² = Σ ρ_st w_sw_t ‖E_s‖ ‖E_t‖.
+    """
+    whole = Rounding.together(weighted)
+    sizes = [
+        norm(update) if error.energy else 0.0
+        for update, error in zip(updates, rounding, strict=True)
+    ]
+    shared = 0.0
+    for s, t in combinations(range(len(updates)), 2):
+        apart = rounding[s].energy + rounding[t].energy
+        if apart and (sizes[s] - sizes[t]) ** 2 < apart:
+            rho = max(0.0, 1.0 - square_norm(updates[s] - updates[t]) / apart)
+            shared += 2.0 * rho * sqrt(weighted[s].energy * weighted[t].energy)
+    if not shared:
+        return whole
+    more = 1.0 + shared / whole.energy
+    return replace(
+        whole, edge=sqrt(more) * whole.edge, energy=more * whole.energy, before=more * whole.before
+    )
 
 
 def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:

@@ -18,7 +18,14 @@ from covmerge.maths.reference.algebra import (
     total,
     weighted,
 )
-from covmerge.maths.reference.rank import gram_inverse, leading, roundings, together, tolerance
+from covmerge.maths.reference.rank import (
+    gram_inverse,
+    leading,
+    of_terms,
+    roundings,
+    together,
+    tolerance,
+)
 
 
 def average(group: LinearGroup) -> Tensor:
@@ -150,7 +157,8 @@ def auto(group: LinearGroup) -> Tensor:
     rho = 0.1 * length(B) ** 2 / float(B.trace())
     numerator = total(w * d @ (d.T @ d) / n for d, n, w, _ in changed) + rho * kappa * S
     R = numerator @ inverse(B + rho * identity(group.shape[1]))
-    rounding = Rounding.together(e.times(w) for _, _, w, e in changed)
+    D, errors = [d for d, _, _, _ in changed], [e for _, _, _, e in changed]
+    rounding = of_terms(D, errors, [e.times(w) for _, _, w, e in changed])
     top = leading(S, tolerance(group, None), rounding)
     h = (1 - N**-2) / 2
     if not len(top.S):

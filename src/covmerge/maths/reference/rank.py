@@ -59,7 +59,30 @@ def of_sum(group: LinearGroup, given: float | None, rtol: float) -> Rounding:
     )  # a core is made by longer products than itself
     floors = [0.0 if given is not None else rtol * size_of(d) for d in group.updates]
     each = zip(roundings(group, given), floors, group.weights, strict=True)
-    return Rounding.together(replace(e, floor=floor).times(w) for e, floor, w in each)
+    errors = [replace(e, floor=floor).times(w) for e, floor, w in each]
+    return of_terms([d.double() for d in group.updates], roundings(group, given), errors)
+
+
+def of_terms(
+    D: Sequence[Tensor], errors: Sequence[Rounding], weighted: Sequence[Rounding]
+) -> Rounding:
+    """Of Σ w_t Δ_t: errors that two updates share, as copies do, add up as they are.
+
+    Independent ones would have the updates apart by ‖E_s‖² + ‖E_t‖² at least.
+    """
+    whole = Rounding.together(weighted)
+    energy = 0.0
+    for d, e, we in zip(D, errors, weighted, strict=True):
+        for b, f, wf in zip(D, errors, weighted, strict=True):
+            apart = e.energy + f.energy
+            rho = (
+                max(0.0, 1 - length(d - b) ** 2 / apart) if apart and d is not b else float(d is b)
+            )
+            energy += rho * (we.energy * wf.energy) ** 0.5
+    more = energy / whole.energy if whole.energy else 1.0
+    return replace(
+        whole, edge=more**0.5 * whole.edge, energy=more * whole.energy, before=more * whole.before
+    )
 
 
 def size_of(d: Tensor) -> float:
