@@ -62,6 +62,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
 _FILES = (*_WEIGHTS, MLX_NAME)
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
+_LOST_BIASES = (
+    "{} was trained with bias = lora_only and stores no bias: PEFT 0.8 to 0.20 did not save them. Where "
+    "its layers have none, nothing is missing; otherwise save the trained model again with peft 0.21.2"
+)
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
@@ -565,7 +569,14 @@ def _as_adapter(
             f"{where} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
-    return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes))
+    lost = (_LOST_BIASES.format(stored.source),) if _lacks_biases(config, contents) else ()
+    return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
+
+
+def _lacks_biases(config: AdapterConfig, contents: Contents) -> bool:
+    """Whether biases were trained beside the factors, and none is stored."""
+    names = (name.removesuffix("weight") + "bias" for name in contents.updates)
+    return config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(names)
 
 
 def _form_of(names: Collection[str]) -> LoraForm:

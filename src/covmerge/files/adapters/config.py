@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 from covmerge.base.errors import CheckpointError
 from covmerge.files.adapters.patterns import Patterns
 from covmerge.files.adapters.types import (
+    FORMER,
     LORA_FIELDS,
     LORA_INITS,
     NOT_READ,
@@ -143,7 +144,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         kind: object = self.fields.get("peft_type")
-        if kind not in ("LORA", _ADALORA, *TYPES):
+        if kind not in ("LORA", _ADALORA, *TYPES, *FORMER):
             self._refuse_kind(kind)
         for name, value in self.fields.items():
             if name not in self._known and value not in _OFF:
@@ -163,7 +164,21 @@ class AdapterConfig:
         """What a user should know of it, as far as it was asked for layers."""
         unknown = sorted(set(self.fields) - self._known - _KNOWN_OFF)
         later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
-        return (*((later,) if unknown else ()), *self._notes_on_layout(), *self._notes_on_order())
+        return (
+            *((later,) if unknown else ()),
+            *self._notes_on_age(),
+            *self._notes_on_layout(),
+            *self._notes_on_order(),
+        )
+
+    def _notes_on_age(self) -> Iterator[str]:
+        kind = self.kind
+        if kind is not None and kind.older is not None and kind.is_older(self.fields):
+            field, otherwise = kind.older
+            yield (
+                f"{self.where} has no {field}: a PEFT saved it that {otherwise}. It was read as that PEFT "
+                "computed it"
+            )
 
     def _notes_on_layout(self) -> Iterator[str]:
         told = any(self.fields.get(name) is not None for name in (_LAYOUT, _LAYOUTS))
@@ -190,7 +205,8 @@ class AdapterConfig:
     @property
     def kind(self) -> AdapterType | None:
         """Its type, if that is another than LoRA."""
-        return TYPES.get(self.fields["peft_type"])
+        name: str = self.fields["peft_type"]
+        return TYPES.get(name) or FORMER.get(name)
 
     @property
     def is_dora(self) -> bool:

@@ -79,6 +79,7 @@ _ALL = (
     *(VBLORA, VERA, WAVEFT),
 )
 TYPES: Mapping[str, AdapterType] = {kind.name: kind for kind in _ALL}
+FORMER: Mapping[str, AdapterType] = {"BONE": MISS}  # names that PEFT has no more
 # What LoRA is by a field of its configuration.
 LORA_INITS: Mapping[str, AdapterType] = {"pissa": PISSA, "olora": OLORA}
 LORA_FIELDS: Mapping[str, AdapterType] = {"kasa_config": KASA, "use_bdlora": BDLORA}

@@ -27,14 +27,20 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
             f"has {layer.columns} inputs, which are not {blocks} blocks: fetch the adapter again"
         )
     size = layer.columns // blocks
-    return {"R": (1, blocks, size, size), "s": layer.vector("s", layer.d_out)}
+    found: dict[str, Shape] = {"R": (1, blocks, size, size), "s": layer.vector("s", layer.d_out)}
+    if "P" in layer:  # of one factor it is the identity; PEFT stored it until 0.12
+        found["P"] = (1, layer.columns, layer.columns)
+    return found
 
 
 def _weight(layer: Layer) -> Tensor:
-    """The wanted rows of s ⊙ W · blockdiag(R)ᵀ with R = (I − Q)(I + Q)⁻¹."""
-    stored = layer["R"][0].double()
-    skew = 0.5 * (stored - stored.mT)
-    rotations = cayley(skew)
+    return turned(layer, layer["R"][0])
+
+
+def turned(layer: Layer, stored: Tensor) -> Tensor:
+    """The wanted rows of s ⊙ W · blockdiag(R)ᵀ with R = (I − Q)(I + Q)⁻¹, Q the skew part of the stored."""
+    stored = stored.double()
+    rotations = cayley(0.5 * (stored - stored.mT))
     weight = layer.weight
     turned = block_diagonal_times(weight, rotations.mT.to(weight.dtype))
     return turned.mul_(layer["s"].reshape(-1, 1)[layer.rows])
@@ -43,7 +49,7 @@ def _weight(layer: Layer) -> Tensor:
 BOFT = AdapterType(
     name="BOFT",
     equation="s ⊙ W·blockdiag(R)ᵀ, R of skew matrices by the Cayley transform",
-    ends={".boft_R": "R", ".boft_s": "s"},
+    ends={".boft_R": "R", ".boft_s": "s", ".boft_P": "P"},
     shapes=_shapes,
     weight=_weight,
     fields=frozenset({"boft_block_size", "boft_block_num", "boft_n_butterfly_factor"}),

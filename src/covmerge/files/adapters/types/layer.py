@@ -99,6 +99,10 @@ class Layer:
         """Return a field of the configuration."""
         return default if self.config is None else self.config.fields.get(name, default)
 
+    def is_older(self, kind: AdapterType) -> bool:
+        """Whether a PEFT saved the adapter that computed this type otherwise."""
+        return self.config is not None and kind.is_older(self.config.fields)
+
     def integer(self, name: str, default: int, least: int = 0) -> int:
         """Return a field that is a whole number.
 
@@ -194,6 +198,7 @@ class AdapterType:
         marks: parts that no other type of files by themselves has.
         beside: what names end in that are parts only beside one of the `marks`.
         refused: values of fields with which its effect is not determined, each with the reason.
+        older: what an older PEFT computed otherwise, by the field that tells: it did not write that yet.
     """
 
     name: str
@@ -222,6 +227,7 @@ class AdapterType:
     refused: Mapping[str, tuple[object, str]] = field(
         default_factory=dict[str, "tuple[object, str]"]
     )
+    older: tuple[str, str] | None = None
     alpha: str = ""
     leaf: str = "weight"
     vectors: bool = False
@@ -233,6 +239,10 @@ class AdapterType:
             if name == key or (key.endswith(".") and name.startswith(key)):
                 return part + name.removeprefix(key)
         return None
+
+    def is_older(self, fields: Mapping[str, object]) -> bool:
+        """Whether a configuration is of a PEFT that computed this type otherwise."""
+        return self.older is not None and self.older[0] not in fields
 
     @property
     def needs_base(self) -> bool:

@@ -52,6 +52,8 @@ def _outer(layer: Layer) -> tuple[int, int]:
 
 def _scale(layer: Layer) -> float:
     """Return alpha / r; LyCORIS, whose files stand by themselves, has 1 where nothing is a product."""
+    if layer.is_older(LOKR):
+        return 1.0
     if layer.config is not None:
         return layer.scaling(layer.config.rank(layer.name))
     rank = layer.size("kron_w2_b", 0) or layer.size("kron_w1_b", 0)
@@ -109,6 +111,10 @@ LOKR = AdapterType(
     update=update,
     matrix=matrix,
     alpha="alpha",
+    older=(
+        "rank_dropout_scale",
+        "before 0.14 left alpha out, and newer ones multiply by alpha / r",
+    ),
     fields=frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"}),
     unused=frozenset(
         {

@@ -60,7 +60,7 @@ def _bat(layer: Layer) -> Tensor:
 MISS = AdapterType(
     name="MISS",
     equation='W + Mᵀ repeated along the inputs; of "bat" W + W·M + M by blocks',
-    ends={".miss_block": "block"},
+    ends={".miss_block": "block", ".bone_block": "block"},
     shapes=_shapes,
     weight=_weight,
     fields=frozenset({"r", "mini_r", "init_weights"}),

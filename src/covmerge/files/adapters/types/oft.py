@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from covmerge.files.adapters.types.boft import turned
 from covmerge.files.adapters.types.layer import (
     AdapterType,
     Layer,
@@ -18,9 +19,24 @@ from covmerge.files.adapters.types.layer import (
 )
 
 _OF_ROWS = "R of rows"
+_BEFORE = "R before PEFT 0.15"  # of whole matrices, with a factor of each output
 
 
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
+    if _BEFORE in layer:
+        if "s" not in layer or layer.flag("coft"):
+            own = "0.14.0" if "s" in layer else "0.13.2"
+            layer.refuse(
+                f"has OFT as only older PEFTs compute it: merge it into its base with peft {own} "
+                "(model.merge_and_unload()), save the model, and merge full models"
+            )
+        size = layer.size(_BEFORE, 1)
+        if not size or layer.columns % size:
+            layer.refuse(
+                f"has {layer.columns} inputs, which blocks of {size} do not divide: fetch the adapter again"
+            )
+        blocks = 1 if _shared(layer) else layer.columns // size
+        return {_BEFORE: (blocks, size, size), "s": layer.vector("s", layer.d_out)}
     if prod(layer.shape[2:]) != 1:
         layer.refuse(
             "is a convolution with a window, and PEFT rotates all patches of its input before they are "
@@ -53,6 +69,9 @@ def _shared(layer: Layer) -> bool:
 
 def _weight(layer: Layer) -> Tensor:
     """W · blockdiag(R)ᵀ, of an embedding W · blockdiag(R); the wanted rows."""
+    if _BEFORE in layer:
+        stored = layer[_BEFORE]
+        return turned(layer, stored.expand(layer.columns // stored.shape[-1], -1, -1))
     weight = layer.weight
     blocks = _rotations(layer).to(weight.dtype)
     if _shared(layer):
@@ -77,21 +96,23 @@ def _rotations(layer: Layer) -> Tensor:
         )
     if not layer.flag("use_cayley_neumann"):
         return cayley(skew)
-    return _series(skew, layer.integer("num_cayley_neumann_terms", 5))
+    terms = layer.integer("num_cayley_neumann_terms", 5)
+    return _series(skew, terms, halved=not layer.is_older(OFT))
 
 
-def _series(skew: Tensor, terms: int) -> Tensor:
-    """I + 2Q + 2Q² + … + 2Qᵏ⁻² + Qᵏ⁻¹ of k terms."""
+def _series(skew: Tensor, terms: int, *, halved: bool) -> Tensor:
+    """I + 2Q + 2Q² + … + 2Qᵏ⁻² + Qᵏ⁻¹ of k terms; before PEFT 0.18 the last was not halved."""
     total = torch.eye(skew.shape[-1], dtype=skew.dtype).repeat(len(skew), 1, 1)
     if terms > 1:
         total += 2 * skew
     if terms > 2:
         power = skew @ skew
         total += 2 * power
-        for _ in range(3, terms - 1):
+        for _ in range(3, terms - halved):
             power = power @ skew
             total += 2 * power
-        total += power @ skew
+        if halved:
+            total += power @ skew
     return total
 
 
@@ -105,7 +126,12 @@ def _projected(numbers: Tensor, eps: float) -> Tensor:
 OFT = AdapterType(
     name="OFT",
     equation="W·blockdiag(R)ᵀ, R of skew matrices by the Cayley transform or its series",
-    ends={".oft_R.weight": "R", ".oft_embedding_R.weight": _OF_ROWS},
+    ends={
+        ".oft_R.weight": "R",
+        ".oft_embedding_R.weight": _OF_ROWS,
+        ".oft_r": _BEFORE,
+        ".oft_s": "s",
+    },
     shapes=_shapes,
     weight=_weight,
     fields=frozenset(
@@ -115,4 +141,5 @@ OFT = AdapterType(
         }
     ),
     unused=frozenset({"module_dropout", "init_weights"}),
+    older=("peft_version", "before 0.18 ended the series of rotations otherwise"),
 )
