@@ -85,7 +85,8 @@ REASONS = {
     ],
     "a question, or something to look at or to decide, which nobody but the reader can": [
         r"^run/export/(generation|licences|companions|adapter)\.py: ",
-        r"^run/inspection/|^run/judgement/(swaps|verdicts)\.py: |^front/reporting/|^run/alike\.py: ",
+        r"^run/inspection/|^run/judgement/(swaps|verdicts)\.py: |^front/reporting/",
+        r"^run/(alike|tokenizers)\.py: ",
         r"^run/verification/(verify\.py: (were|: store)|files\.py: )",
         r"^plan/planning/ties\.py: .*merge experts that were trained without",
         r"^plan/planning/build\.py: .*were they collected|^plan/planning/data\.py: .*were they collected",

@@ -16,7 +16,7 @@ from covmerge.plan.recipe import parse_recipe
 from tests.adapters.models import save as save_adapter
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
-from tests.mergekit.token_cases import WORDS, ids_of, save_model
+from tests.mergekit.token_cases import WORDS, Words, ids_of, save_model
 from tests.vocabulary.test_merge import recipe
 from tests.vocabulary.test_sentencepiece import LLAMA, MODELS, save
 from tests.vocabulary.test_sentencepiece import llama as sentencepiece_llama
@@ -67,6 +67,25 @@ def test_an_expert_of_more_rows_without_a_tokenizer(how, folder):
         given = recipe(folder, ("t1",), tokenizer=None, tensors={"vocabulary": "base"})
         found = merged(given, out)
         torch.testing.assert_close(found[HEAD], weights(lone.parent)[HEAD][:23])
+
+
+def test_an_expert_with_other_tokens_of_the_same_numbers(folder):
+    order = [*WORDS["base"].order]
+    order[-2:] = reversed(order[-2:])
+    save_model(folder / "llama" / "t3", "llama", "t3", Words(order))
+    given = recipe(folder, ("t0", "t3"), tokenizer=None)
+    (note,) = [note for note in plan_recipe(given)[0].notes if "its tokenizer" in note]
+    assert note.startswith(
+        "expert 't3': its tokenizer differs from the base's: 2 tokens with another"
+    )
+    assert re.search(
+        advice("A recipe with `tokenizer: {source: union}` merges token by token"), note
+    )
+    out = folder / "out"
+    found = merged(recipe(folder, ("t0", "t3")), out)[HEAD][ids_of(out)[order[-1]]]
+    own = [folder / "llama" / name for name in ("t0", "t3")]
+    rows = [weights(model)[HEAD][ids_of(model)[order[-1]]] for model in own]
+    torch.testing.assert_close(found, (rows[0] + rows[1]) / 2)
 
 
 def test_a_base_without_a_tokenizer(folder):

@@ -40,8 +40,10 @@ from covmerge.run.engine.processes import Opener
 from covmerge.run.engine.ties import check_ties
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents
+from covmerge.run.tokenizers import check_tokenizers
 
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
+_BY_TOKEN = "A recipe with `tokenizer: {source: union}` merges token by token"
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class OpenCheckpoints:
         """
         adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
         base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
+        notes = (*self._notes_on_tokens(), *alike_by_place(self.experts))
         plans = [
-            replace(plan, notes=(*self.text.notes, *plan.notes, *alike_by_place(self.experts)))
+            replace(plan, notes=(*self.text.notes, *plan.notes, *notes))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
         ]
         for plan in plans:
@@ -108,6 +111,13 @@ class OpenCheckpoints:
         if adapted:
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base, adapted=adapted)
+
+    def _notes_on_tokens(self) -> Iterator[str]:
+        """Say which experts have other tokens than the base, whose rows are merged by number."""
+        if self.text.vocabulary is None:
+            folders = {name: expert.folder for name, expert in self.experts.items()}
+            for found in check_tokenizers(self.base.folder, folders):
+                yield f"expert '{found.expert}': {found.text}. {_BY_TOKEN}"
 
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch what planning did not need, and check statistics files, which are read once for it.

@@ -1,6 +1,6 @@
 """A look at experts before they are merged, and at what a merge made of them.
 
-compatibility  headers, configs, tokenizers
+compatibility  headers, configs
 job            one streaming pass over all tensors
 merged         a merged model that is looked at with them
 result         what it measured, by layer

@@ -40,12 +40,13 @@ from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.engine.run import RunResult, run
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.engine.threads import Threads
-from covmerge.run.inspection.compatibility import check_headers, check_tokenizers, lenient
+from covmerge.run.inspection.compatibility import check_headers, lenient
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import findings_of
 from covmerge.run.judgement import changed_integers, judge
 from covmerge.run.judgement.names import by_depth
 from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.tokenizers import check_tokenizers
 
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
