@@ -269,7 +269,9 @@ CALLS = {
     ),
     "a quantised model in float64": (
         lambda out: merge([A, B], out=out, quantise="fp8-tensor", out_dtype="float64"),
-        advice("--quantise {} needs a dtype that clients compute in: pass --out-dtype float32"),
+        advice(
+            "--quantise {} needs a dtype that clients compute in, and float64 is none: pass --out-dtype float32"
+        ),
         lambda out: merge([A, B], out=out, out_dtype="float32"),  # a state dict has no config
     ),
     "what stays plain": (

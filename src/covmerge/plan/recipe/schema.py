@@ -492,8 +492,8 @@ class Output(StrictModel):
             )
         if self.dtype == "float64" and self.quantise != "none":
             raise ValueError(
-                f"{Hint('quantise', self.quantise)} needs a dtype that clients compute in: pass "
-                f"{Hint('out_dtype', 'float32')}"
+                f"{Hint('quantise', self.quantise)} needs a dtype that clients compute in, and "
+                f"float64 is none: pass {Hint('out_dtype', 'float32')}"
             )
         if self.keep and self.quantise == "none":
             raise ValueError(
