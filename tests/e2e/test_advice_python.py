@@ -270,7 +270,8 @@ CALLS = {
     "a quantised model in float64": (
         lambda out: merge([A, B], out=out, quantise="fp8-tensor", out_dtype="float64"),
         advice(
-            "--quantise {} needs a dtype that clients compute in, and float64 is none: pass --out-dtype float32"
+            "--quantise {} needs a dtype that clients compute in, and float64 is none: pass "
+            "--out-dtype float32"
         ),
         lambda out: merge([A, B], out=out, out_dtype="float32"),  # a state dict has no config
     ),
