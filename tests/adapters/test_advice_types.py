@@ -57,9 +57,14 @@ def of(**changed):
 # What it is, what makes it another, and what is said.
 ROWS = {
     "no use": (
+        ("LOKR", {"r": 1}),
+        more("lokr_w1_a", torch.ones(2, 1)),
+        advice("for beside {}: the file is damaged, fetch it again"),
+    ),
+    "a part that is missing": (
         ("LOHA", {"r": 2}),
         more("hada_t1", torch.ones(2, 2, 3, 3)),
-        advice("for beside {}: the file is damaged, fetch it again"),
+        advice("has {} and no '{}' beside it: the file is incomplete, fetch it again"),
     ),
     "an empty part": (
         ("HRA", {"r": 4}),
