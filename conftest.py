@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import HealthCheck, settings
 
+from covmerge.methods import registry
+from covmerge.steps import registry as steps
 from tests.covering import covering
 
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
@@ -53,6 +55,16 @@ def no_wait_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """Whatever a test registers is gone after it."""
+    before = {table: set(table.names()) for table in (registry, steps)}
+    yield
+    for table, names in before.items():
+        for name in set(table.names()) - names:
+            table.unregister(name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,7 @@ from covmerge import LowRank, merge_layer
 from covmerge.errors import CovmergeError
 from tests.advised import advice
 
+pytestmark = pytest.mark.usefixtures("forget")  # functions that are passed stay registered
 W = torch.diag(torch.arange(1.0, 9))
 BASE = {"layers.0.fc.weight": W, "norm.weight": torch.ones(8)}
 A = {name: tensor + 0.01 for name, tensor in BASE.items()}

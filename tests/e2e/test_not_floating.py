@@ -187,12 +187,10 @@ def test_a_merge_without_a_base_names_them_too(tmp_path):
 
 
 CODES = [
-    *(("fc._weight_qdata", "fc._weight_scale"), ("fc.weight", "fc.weight_quantizer._scale")),
-    *(
-        ("fc.weight", "fc.weight.scales"),
-        ("fc.q_weight", "fc.q_scale"),
-        ("fc.qweight", "fc.wscales"),
-    ),
+    ("fc.weight", "fc.weight_quantizer._scale"),
+    ("fc.weight", "fc.weight.scales"),
+    ("fc.q_weight", "fc.q_scale"),
+    ("fc.qweight", "fc.wscales"),
 ]
 
 

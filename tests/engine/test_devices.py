@@ -118,9 +118,9 @@ def test_a_worker_computes_on_its_own_device(plain):
         there = Context(torch.float32, torch.device("cuda"), ({},))
         task = Task(opened.sources(), there, (NoOutput(),))
         inner = Threads(in_flight=2**20, lanes=1)
-        with closing(Processes([torch.device("cpu")], opened.opener(), inner)) as executor:
+        with closing(Processes([torch.device("cpu")], opened.opener([plan]), inner)) as executor:
             assert len(list(executor.run(batches, task))) == len(batches)
-        executor = Processes([torch.device("cuda", 1)], opened.opener(), inner)
+        executor = Processes([torch.device("cuda", 1)], opened.opener([plan]), inner)
         with pytest.raises(InputError, match='device="cuda:1" cannot be used here: '):
             list(executor.run(batches, task))
     assert executor._workers == []  # it is closed

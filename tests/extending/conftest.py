@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from covmerge.methods import registry
-from covmerge.steps import registry as steps
 from tests.cli.runs import Ran
 from tests.forked import printed
 
@@ -77,13 +75,3 @@ def run(script):
         return found[0] if len(found) == 1 else found
 
     return run
-
-
-@pytest.fixture
-def forget():
-    """Whatever a test registers is gone after it."""
-    before = {table: set(table._declared) for table in (registry, steps)}
-    yield
-    for table, names in before.items():
-        for name in set(table._declared) - names:
-            table.unregister(name)

@@ -125,7 +125,7 @@ def test_signs_of_singular_vectors_change_nothing(monkeypatch, name, parameters,
 
     monkeypatch.setattr(knots_module, "joint_directions", flipped)
     monkeypatch.setattr("covmerge.maths.methods.core_space.joint_directions", flipped)
-    monkeypatch.setattr("covmerge.maths.linalg.tucker.joint_directions", flipped)
+    monkeypatch.setattr("covmerge.maths.linalg.joint.joint_directions", flipped)
     assert relative(merge(name, group, **parameters).delta, usual) < 1e-12
 
 

@@ -270,7 +270,7 @@ def test_verification_resume_and_dry_run(models, tmp_path):
 
 def test_another_process_sees_the_same_rows(models):
     with open_recipe(recipe(models)) as opened:
-        described = pickle.loads(pickle.dumps(opened.opener()))
+        described = pickle.loads(pickle.dumps(opened.opener([])))
         with described() as again:
             for key, own in opened.all():
                 for name in ("model.embed_tokens.weight", "model.norm.weight"):
