@@ -61,12 +61,12 @@ class Architecture:
             raise InputError(
                 "the base's config.json says attention_bias or mlp_bias, and the mixture has no biases"
             )
-        kept = _said(base) | {
+        copied = _said(base) | {
             key: value
             for key, value in base.items()
             if key not in self.dropped and not (key == "num_key_value_heads" and value is None)
         }
-        return {**kept, **self.settings, self.count: experts, "num_experts_per_tok": per_token}
+        return {**copied, **self.settings, self.count: experts, "num_experts_per_tok": per_token}
 
 
 # What transformers assumes of a dense config that does not say it; of a mixture it assumes other values.

@@ -62,20 +62,20 @@ class MixtureView(View):
 
     def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, str | int, TensorHeader]]:
         _, count, hidden = self._gates.shape
-        for own, header in self._stored.headers.items():
-            found = MLP.fullmatch(own)
+        for name, header in self._stored.headers.items():
+            found = MLP.fullmatch(name)
             if found is None:
-                if ".mlp." in own:
+                if ".mlp." in name:
                     raise InputError(
-                        f"{self.source} has '{own}', and an expert of a mixture has "
+                        f"{self.source} has '{name}', and an expert of a mixture has "
                         f"{some(architecture.parts)} alone: this model cannot become one"
                     )
-                yield own, own, header
+                yield name, name, header
                 continue
             layer, part = found["layer"], found["part"]
             if part not in architecture.parts:
                 raise InputError(
-                    f"{self.source} has '{own}', and an expert of a mixture has "
+                    f"{self.source} has '{name}', and an expert of a mixture has "
                     f"{some(architecture.parts)} alone"
                 )
             if part == next(iter(architecture.parts)):
@@ -83,7 +83,7 @@ class MixtureView(View):
                 number = int(layer.rpartition(".")[2])
                 yield architecture.gate(layer), number, replace(header, shape=shape)
             for index in range(count):
-                yield architecture.expert(layer, index, part), own, header
+                yield architecture.expert(layer, index, part), name, header
 
 
 def mixed(
@@ -93,7 +93,7 @@ def mixed(
 
     Args:
         moe: of the recipe.
-        sources: those that are looked at; the base is among them.
+        sources: those that the plan reads; the base is among them.
         experts: names of all experts, in their order.
 
     Raises:

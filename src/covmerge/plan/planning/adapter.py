@@ -61,24 +61,24 @@ def plan_adapter(
     naming = naming_of(tensors, adapters) if form == PEFT_FORM else Naming()
     merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
     factors = {
-        name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
+        n: item.as_factors(recipe.output.rank) for n, item in merged.items() if item.has_factors
     }
     if form != PEFT_FORM:
         names = LoraNames(form, adapters, config)
         placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
         # What a full model has beside such parts (a VAE) is left out. Without any, each is asked its name.
-        factors = {n: own for n, own in factors.items() if n in placed or not placed}
-        factors = {n: _in_lora_file(own, merged[n].tensor, names) for n, own in factors.items()}
+        factors = {n: place for n, place in factors.items() if n in placed or not placed}
+        factors = {n: _in_lora_file(place, merged[n].tensor, names) for n, place in factors.items()}
     if not factors:
         raise InputError(
             "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
             f"model ({Hint('form', 'model')})"
         )
-    adapted = {own.module for own in merged.values() if own.has_factors}
+    adapted = {item.module for item in merged.values() if item.has_factors}
     whole = _Whole(tensors, naming, adapted)
-    for name, own in merged.items():
-        if name not in factors and (own.trained_whole or recipe.output.whole):
-            whole.add(own.tensor, must=own.trained_whole)
+    for name, item in merged.items():
+        if name not in factors and (item.trained_whole or recipe.output.whole):
+            whole.add(item.tensor, must=item.trained_whole)
     dtype, held_whole = _dtype(recipe, tensors, experts), whole.places()
     if held_whole and form != PEFT_FORM:
         raise RecipeError(
@@ -100,7 +100,7 @@ def plan_adapter(
     notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
     return AdapterPlan(
         tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
-        frozenset(name for name, own in merged.items() if own.thin and name not in whole.names),
+        frozenset(name for name, item in merged.items() if item.thin and name not in whole.names),
         tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
         tuple(notes),
     )
@@ -124,9 +124,9 @@ def _is_compared(tensor: TensorPlan) -> bool:
     return isinstance(copy, Copy) and copy.compared and bool(tensor.operands or copy.reshaped)
 
 
-def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:
+def _with_form(tensor: TensorPlan, form: Form, merged: _Merged | None) -> TensorPlan:
     """The base's rows are asked for where they are in the result, or updates are differences to them."""
-    needed = form.holds_weights or own is None or own.needs_base
+    needed = form.holds_weights or merged is None or merged.needs_base
     return replace(tensor, form=form, base=tensor.base if needed else None)
 
 
@@ -152,7 +152,7 @@ def _dtype(
     """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
     if recipe.output.dtype != "base":
         return getattr(torch, recipe.output.dtype)
-    stored = {own.dtype for expert in experts.values() for own in expert.low_rank.values()}
+    stored = {header.dtype for expert in experts.values() for header in expert.low_rank.values()}
     if not stored:
         stored = {t.stored.dtype for t in tensors if isinstance(t.operation, Merge)}
     first, *others = stored
@@ -330,9 +330,9 @@ class _Whole:
             for parameter, tensor in self._inside[module]:
                 names[tensor.name].append(parameter)
         for name in self._biases:
-            own = self._tensors[name].parameter
-            if own not in names[name]:
-                names[name].insert(0, own)
+            bias = self._tensors[name].parameter
+            if bias not in names[name]:
+                names[name].insert(0, bias)
         return {name: self._place(self._tensors[name], held) for name, held in names.items()}
 
     def _place(self, tensor: TensorPlan, held: Sequence[str]) -> WholeTensor:

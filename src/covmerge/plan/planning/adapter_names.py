@@ -154,4 +154,4 @@ class LoraNames:
             return _REGIONS[region]
         listed = cast("list[object]", self._config.get("architectures") or [])
         known = [self._config.get("_class_name"), *listed]
-        return next((_CLASSES[str(own)] for own in known if str(own) in _CLASSES), None)
+        return next((_CLASSES[str(name)] for name in known if str(name) in _CLASSES), None)

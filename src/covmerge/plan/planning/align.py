@@ -193,8 +193,8 @@ def align(
         _check_folded(expert_name, expert)
         _check_weight_norms(base, expert_name, expert)
     # Before an advice that lets them pass.
-    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
-    _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
+    placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, expert, placed, (*extra_heads, *refused), ignored, missing)
     _check_extras(base, expert_name, expert, refused)
     _check_missing(base, expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
@@ -276,8 +276,8 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"({base.checkpoint.source}) has not: pass the sentence-transformers folder that it was "
             "trained from as the base"
         )
-    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
-    _check_reached(base, expert_name, adapter, kept, others, {}, ())
+    placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, adapter, placed, others, {}, ())
     heads = tuple([*own_heads, *others])
     _check_heads(base, expert_name, adapter, heads)
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
@@ -291,13 +291,13 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in base.headers:
         info = base.description.tensors[name]
-        own = find_name(name, prefixes, names)
-        if own is None and pieces[info.parameter] == 1:
+        adapter_name = find_name(name, prefixes, names)
+        if adapter_name is None and pieces[info.parameter] == 1:
             # The model may call it otherwise than its files do, and PEFT goes by the model.
-            own = find_name(info.parameter, prefixes, names)
-        own = renamed.get(name) if own is None else own
-        if own is not None:
-            found[name] = own
+            adapter_name = find_name(info.parameter, prefixes, names)
+        adapter_name = renamed.get(name) if adapter_name is None else adapter_name
+        if adapter_name is not None:
+            found[name] = adapter_name
     return found
 
 
@@ -310,7 +310,7 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
     conv1d = conv1d_names(base.description)
     named = adapter.named_as(base.headers, conv1d, base.checkpoint.config)
     held = {*named.low_rank, *named.headers}
-    names = {own: name for name, own in names_in_base(base, held).items()}
+    names = {adapter_name: name for name, adapter_name in names_in_base(base, held).items()}
     return named.over(base.checkpoint, names, conv1d)
 
 

@@ -119,7 +119,7 @@ def build_plans(
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
-    # The fewest ranges are those of whoever must see the most of the tensor at once.
+    # The fewest ranges are those of the plan that needs the most of the tensor at once.
     ranges = [
         min((list(_row_ranges(t, elements, whole, _step(together))) for t in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
@@ -219,11 +219,11 @@ def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]
     order = [name for name in base.headers if name in held]
 
     def tensors(draft: _Draft) -> Iterator[TensorPlan]:
-        own = {tensor.name: tensor for tensor in draft.tensors}
+        drafted = {tensor.name: tensor for tensor in draft.tensors}
         for name in order:
             rule = "base (it is not in the adapter)"
             idle = {"operation": Copy(), "form": Unwritten(), "base": None, "rule": rule}
-            yield own[name] if name in own else replace(held[name], **idle)
+            yield drafted[name] if name in drafted else replace(held[name], **idle)
 
     return [replace(draft, tensors=tuple(tensors(draft))) for draft in drafts]
 
@@ -243,10 +243,10 @@ def _plan(
     )
     heads: dict[str, dict[str, TensorHeader]] = {}
     for name, alignment in draft.alignments.items():
-        kept = (alignment.names[n] for n in draft.head_names if n in alignment.names)
-        own = [*alignment.heads, *kept]
-        if own:
-            heads[name] = {h: replace(models[name].headers[h], module=None) for h in own}
+        placed = (alignment.names[n] for n in draft.head_names if n in alignment.names)
+        expert_heads = [*alignment.heads, *placed]
+        if expert_heads:
+            heads[name] = {h: replace(models[name].headers[h], module=None) for h in expert_heads}
     plan = Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
@@ -272,15 +272,15 @@ def _plan(
         quantisation=None if draft.packed is None else draft.packed.settings,
         gguf=None if draft.packed is None else draft.packed.gguf,
     )
-    others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
+    others = [f"{one.kind} '{one.name}' is not covmerge's own: {one}" for one in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
 
 
 def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[WorkItem]:
     """The work of keeping the experts' own task heads."""
-    for expert, kept in heads.items():
-        for name, header in kept.items():
-            own = TensorPlan(
+    for expert, headers in heads.items():
+        for name, header in headers.items():
+            tensor = TensorPlan(
                 stored=header,
                 output=header,
                 role=Role.HEAD,
@@ -293,7 +293,7 @@ def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[Wor
             )
             for rows in header.row_blocks(BLOCK_ELEMENTS):
                 size = header.nbytes if rows is None else header.nbytes_of(rows)
-                yield WorkItem(own, rows, size, size, workspace=0, flops=0.0)
+                yield WorkItem(tensor, rows, size, size, workspace=0, flops=0.0)
 
 
 def _with_method(recipe: Recipe) -> tuple[Recipe, str | None]:
@@ -320,10 +320,10 @@ def _chosen(draft: _Draft) -> Iterator[str]:
 def _global_passes(items: Sequence[WorkItem]) -> Iterator[GlobalPass]:
     together: dict[str, list[WorkItem]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
-        own = list(neighbours)
-        action = own[0].tensor.operation
+        tensor_items = list(neighbours)
+        action = tensor_items[0].tensor.operation
         if isinstance(action, Merge) and _ranked_density(action) is not None:
-            together.setdefault(action.key, []).extend(own)
+            together.setdefault(action.key, []).extend(tensor_items)
     for ranked in together.values():
         action = ranked[0].tensor.operation
         assert isinstance(action, Merge)
@@ -579,7 +579,7 @@ def _work_item(
     layout = tensor.operation.layout
     dense = not any(name in models[expert].checkpoint.low_rank for expert, name in present)
     at_once = _rows_at_once(tensor, tensor.operation, shape) if alone and dense else None
-    tensor_pass = at_once is None and alone and dense and _looks_over(tensor, shape)
+    tensor_pass = at_once is None and alone and dense and _needs_tensor_pass(tensor, shape)
     if tensor_pass:
         at_once = _rows_of_a_part(shape)
     part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
@@ -589,7 +589,7 @@ def _work_item(
         shapes = list(matrix_shapes(shape, layout))
     cost_of = cost_with(method, method.cost, tensor.operation.parameters)
     encoding = tensor.form.cost
-    costs = [cost_of(*own, count, itemsize) + encoding(*own, itemsize) for own in shapes]
+    costs = [cost_of(*dims, count, itemsize) + encoding(*dims, itemsize) for dims in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
@@ -604,12 +604,12 @@ def _work_item(
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
     if tensor_pass:
         assert method.tensor_pass is not None
-        look = method.tensor_pass
-        entry_bytes = look.entry_bytes(tensor.operation.parameters)
+        first_pass = method.tensor_pass
+        entry_bytes = first_pass.entry_bytes(tensor.operation.parameters)
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
         held = entry_bytes > 0
-        at_a_time = 1 if look.together else looked_over_at_once(numel, count, held=held)
+        at_a_time = 1 if first_pass.together else looked_over_at_once(numel, count, held=held)
         workspace = max(int(entry_bytes * numel * at_a_time), merging)
     return WorkItem(
         tensor,
@@ -622,25 +622,25 @@ def _work_item(
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
         tensor_pass=tensor_pass,
-        looked_at=_looked_at(tensor, stored, models, numel) if tensor_pass else 0,
+        looked_at=_pass_bytes(tensor, stored, models, numel) if tensor_pass else 0,
     )
 
 
-def _looked_at(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
+def _pass_bytes(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
     """Bytes that a tensor pass reads: of each expert by itself beside the base, or of all together."""
     assert isinstance(tensor.operation, Merge)
     method, given = tensor.operation.procedure, tensor.operation.parameters
     assert method.tensor_pass is not None
     experts = list(tensor.operands)
-    own = {
+    sizes = {
         expert: 0 if operand.tensor is None else models[expert].stored_bytes(operand.tensor, numel)
         for expert, operand in tensor.operands.items()
     }
     if method.tensor_pass.together:
-        return method.tensor_pass.looks(given) * (stored + sum(own.values()))
+        return method.tensor_pass.looks(given) * (stored + sum(sizes.values()))
     return sum(
         method.tensor_pass.looks(method.for_experts(given, experts, [expert])) * (stored + size)
-        for expert, size in own.items()
+        for expert, size in sizes.items()
     )
 
 
@@ -689,20 +689,20 @@ def _rows_of_a_part(shape: tuple[int, ...]) -> int:
     return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
 
 
-def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
+def _needs_tensor_pass(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
     """Whether a tensor that must be known whole is read twice: smaller ones cost less memory than time."""
     merge = tensor.operation
     return (
         isinstance(merge, Merge)
-        and (look := merge.procedure.tensor_pass) is not None
-        and look.applies(merge.parameters)
+        and (first_pass := merge.procedure.tensor_pass) is not None
+        and first_pass.applies(merge.parameters)
         and merge.procedure.unit_for(merge.parameters) == "tensor"
         and tensor.form.in_parts
         and not tensor.form.format
         and not merge.writes_masks
         and len(shape) > 1
         and prod(shape) > BLOCK_ELEMENTS
-        and not (look.together and prod(shape) * len(tensor.operands) <= TOGETHER_ELEMENTS)
+        and not (first_pass.together and prod(shape) * len(tensor.operands) <= TOGETHER_ELEMENTS)
     )
 
 
@@ -735,7 +735,7 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
             condition = rule.match if rule.match is not None else f"role {rule.role}"
             yield f"the rule for '{condition}' applies to no tensor: check its spelling"
     for where, patterns in patterns_in(recipe.model_dump()):
-        if not any(fnmatchcase(name, own) for name in base.headers for own in patterns):
+        if not any(fnmatchcase(name, pattern) for name in base.headers for pattern in patterns):
             meant = pattern_meant(patterns[0], base.headers)
             said = " or ".join(f"'{pattern}'" for pattern in patterns)
             yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
@@ -818,8 +818,8 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {
             str(models[name].dtype(found)).removeprefix("torch.")
-            for own, found in alignment.names.items()
-            if models[name].dtype(found) != base.headers[own].dtype
+            for base_name, found in alignment.names.items()
+            if models[name].dtype(found) != base.headers[base_name].dtype
         }
         if dtypes:
             yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"

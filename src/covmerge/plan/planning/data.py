@@ -125,13 +125,13 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
 
 
 def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterator[str]:
-    """Say that experts have statistics which no method of the recipe looks at."""
-    measured = [expert for expert in recipe.experts if expert in statistics]
+    """Say that experts have statistics which no method of the recipe uses."""
+    measured = [e for e in recipe.experts if e in statistics]
     if measured and all(method.data == "none" for method in _methods_of(recipe)):
         users = ", ".join(
             method.name
             for method in registry
-            if method.data != "none" and all(statistics[own].names(method.data) for own in measured)
+            if method.data != "none" and all(statistics[e].names(method.data) for e in measured)
         )
         yield (
             f"method '{recipe.method}' does not look at statistics of experts, and "

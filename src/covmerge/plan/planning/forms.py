@@ -219,9 +219,9 @@ class ModelTensor(Form):
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         stored = output.as_stored
-        own = Place(self.part or module_part(output), stored, rows if stored.shape else None)
+        place = Place(self.part or module_part(output), stored, rows if stored.shape else None)
         mask = packed_header(output)
-        return (own, *(Place(mask_part(expert), mask, rows) for expert in self.masks))
+        return (place, *(Place(mask_part(expert), mask, rows) for expert in self.masks))
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         weights = rows.rounded()
@@ -249,8 +249,8 @@ class AdapterTensor(Form):
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         stored = output.as_stored
-        own = rows if stored.shape else None
-        return tuple(Place(MODEL, replace(stored, name=key), own) for key in self.place.keys)
+        row_range = rows if stored.shape else None
+        return tuple(Place(MODEL, replace(stored, name=key), row_range) for key in self.place.keys)
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         return self._under_names(rows.rounded(), rows.facts)
@@ -304,7 +304,7 @@ class PackedTensor(Form):
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         held = filter(None, self.packing.held(rows))
-        return tuple(Place(MODEL, part.header, own) for part, own in held)
+        return tuple(Place(MODEL, part.header, block) for part, block in held)
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         """See `Form.encode`; the exact rows, which `completed` packs together."""
@@ -321,9 +321,9 @@ class PackedTensor(Form):
         """
         (exact,) = result.tensors
         known = None if base.rows.is_meta else base.rows
-        own = base.stored if self.as_base else ()
-        if own and known is not None and torch.equal(exact, known.to(exact.dtype)):
-            return Result(own, {**result.stats, "packed": _sums(square_norm(exact), 0.0, 0.0)})
+        stored = base.stored if self.as_base else ()
+        if stored and known is not None and torch.equal(exact, known.to(exact.dtype)):
+            return Result(stored, {**result.stats, "packed": _sums(square_norm(exact), 0.0, 0.0)})
         parts, sums = self._rounded(exact, known, base.output, base.place)
         return Result(parts, {**result.stats, "rounding": sums["error"], "packed": sums})
 
@@ -339,7 +339,7 @@ class PackedTensor(Form):
         if not self.as_base:
             return ()
         held = filter(None, self.packing.held(rows))
-        return self.packing.taken([read(part.header.name, own) for part, own in held], rows)
+        return self.packing.taken([read(part.header.name, block) for part, block in held], rows)
 
     def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
         assert rows is not None, "scalars are not packed"
@@ -363,13 +363,13 @@ class PackedTensor(Form):
             raise self._not_held(output) from problem
         weights, error, along = 0.0, 0.0, None if base is None else 0.0
         for few, read in self.packing.unpacked(parts, rows):
-            own = slice(few.start - rows.start, few.stop - rows.start)
-            wanted = exact[own]
+            place = slice(few.start - rows.start, few.stop - rows.start)
+            wanted = exact[place]
             lost = read.to(wanted.dtype).sub_(wanted)
             weights += square_norm(wanted)
             error += square_norm(lost)
             if base is not None and along is not None:
-                update = wanted - base[own].to(wanted.dtype)
+                update = wanted - base[place].to(wanted.dtype)
                 along += dot(lost.add_(update), update)
         if not isfinite(error):
             raise self._not_held(output)
@@ -424,14 +424,14 @@ class AdapterFactors(Form):
                 f"store them in another dtype ({Hint('out_dtype', 'float32')})"
             ) from error
         energy = sigma.double().square()
-        total, kept = float(energy.sum()), float(energy[:rank].sum())
+        total, retained = float(energy.sum()), float(energy[:rank].sum())
         lost = _rounding(update, rounded)
         if not isfinite(total + lost):
             raise rows.failure("gave NaN or Inf from finite updates")
         adapter: dict[str, Json] = {
             "tensor": self.place.name,
             "rank": rank,
-            "discarded_energy": 1.0 - kept / total if total else 0.0,
+            "discarded_energy": 1.0 - retained / total if total else 0.0,
             "singular_values": [float(value) for value in sigma[:_SPECTRUM]],
         }
         facts: dict[str, Json] = {"merged": total, "rounding": lost, "adapter": adapter}

@@ -69,8 +69,8 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
         CheckpointError: rows that are no whole number of blocks.
     """
     wanted, keep = recipe.output.quantise, recipe.output.keep
-    settings, own = _settings(base), base.quantisation
-    if settings is None or own is None:
+    settings, quantisation = _settings(base), base.quantisation
+    if settings is None or quantisation is None:
         raise RecipeError(
             f"`quantise: {wanted}` writes the base's GGUF file with other weights, with its tokenizer and "
             f"its metadata, and {base.source} is none: pass one as base, or merge without `quantise` and "
@@ -82,18 +82,18 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
             "llama.cpp's gguf-split if a client wants that"
         )
     types = cast("Mapping[str, str]", settings["types"])
-    names = {tensor.name: own.packed[tensor.name].stored[0] for tensor in tensors}
+    names = {tensor.name: quantisation.packed[tensor.name].stored[0] for tensor in tensors}
     held = {name: types[stored] for name, stored in names.items()}
-    kept = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
-    headers = own.stored.headers
+    by_keep = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
+    headers = quantisation.stored.headers
     matrices = {name for name, stored in names.items() if len(headers[stored].shape) > 1}
-    plain = _plain_type(recipe, own)
+    plain = _plain_type(recipe, quantisation)
     kinds = dict(zip(names, _kinds(wanted, names, held, matrices), strict=True))
-    kinds |= {name: plain for name in kept & matrices}
+    kinds |= {name: plain for name in by_keep & matrices}
     _check_made(wanted, kinds, base.source)
     _check_stacks(settings.stacks, {stored: (name, kinds[name]) for name, stored in names.items()})
-    dtype = _dtype(recipe, base, own, {kinds[name] for name in matrices})
-    formed = {t.name: _formed(t, own, kinds[t.name], held[t.name], dtype) for t in tensors}
+    dtype = _dtype(recipe, base, quantisation, {kinds[name] for name in matrices})
+    formed = {t.name: _formed(t, quantisation, kinds[t.name], held[t.name], dtype) for t in tensors}
     unfit = [tensor for tensor in tensors if formed[tensor.name] is None]
     if unfit:
         name, shape = unfit[0].name, list(unfit[0].output.shape)
@@ -103,7 +103,7 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
         )
     done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
-    return AsGguf(done, _head(settings, own, types), tuple(_notes(held, kinds, kept)))
+    return AsGguf(done, _head(settings, quantisation, types), tuple(_notes(held, kinds, by_keep)))
 
 
 def _kinds(
@@ -115,10 +115,10 @@ def _kinds(
     bits, which llama.cpp or who made the file had a reason for.
     """
     all_full = all(held[name] == _FULL for name in matrices)
-    for name, own in names.items():
+    for name, stored in names.items():
         if wanted in (SAME, GGUF):
             yield own_or_higher(held[name]) if wanted == GGUF else held[name]
-        elif name not in matrices or _stays(own) or (held[name] == _FULL and not all_full):
+        elif name not in matrices or _stays(stored) or (held[name] == _FULL and not all_full):
             yield held[name]
         else:
             yield wanted.partition("-")[2].upper()
@@ -143,7 +143,7 @@ def _check_made(wanted: str, kinds: Mapping[str, str], source: str) -> None:
     if not lacking:
         return
     counts = Counter(lacking.values())
-    said = ", ".join(f"{kind}: {own}" for kind, own in counts.items())
+    said = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
     higher = ", ".join(f"{kind} becomes {HIGHER[kind]}" for kind in counts if kind in HIGHER)
     raise RecipeError(
         f"`quantise: {wanted}`: {source} has {counted(len(lacking), 'tensor')} of types that the package "
@@ -180,12 +180,12 @@ def _plain_type(recipe: Recipe, base: Quantisation) -> str:
     return PLAIN_TYPES[next(iter(base.packed.values())).header.dtype]
 
 
-def _dtype(recipe: Recipe, base: Checkpoint, own: Quantisation, kinds: set[str]) -> torch.dtype:
+def _dtype(recipe: Recipe, base: Checkpoint, packed: Quantisation, kinds: set[str]) -> torch.dtype:
     """What the file will be read as: by the config.json that will lie beside it."""
-    config = {key: value for key, value in (own.stored.config or {}).items() if key != QUANTISATION}
+    config = {k: v for k, v in (packed.stored.config or {}).items() if k != QUANTISATION}
     if not config:  # one is written, of what the base's file says
         config = dict(base.config or {})
-    stated = [key for key in DTYPE_KEYS if key in config]
+    stated = [k for k in DTYPE_KEYS if k in config]
     if stated and recipe.output.dtype != "base":
         config = {stated[0]: recipe.output.dtype}
     return read_as(config, kinds)
@@ -232,19 +232,19 @@ def _file_type(settings: GgufSettings, types: Mapping[str, str]) -> int:
     return int(package.LlamaFileType["ALL_F32" if most == _FULL else f"MOSTLY_{most}"])
 
 
-def _notes(held: Mapping[str, str], kinds: Mapping[str, str], kept: set[str]) -> Iterator[str]:
-    counts = ", ".join(f"{own} {kind}" for kind, own in Counter(kinds.values()).items())
-    beside = f", {len(kept)} of them by `keep`" if kept else ""
+def _notes(held: Mapping[str, str], kinds: Mapping[str, str], by_keep: set[str]) -> Iterator[str]:
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds.values()).items())
+    beside = f", {len(by_keep)} of them by `keep`" if by_keep else ""
     yield (
         f"{counted(len(kinds), 'tensor')} written as one GGUF file ({counts}{beside}), each weight rounded "
         "to the nearest number; metadata and tokenizer are the base's, its name too"
     )
     others: dict[tuple[str, str], list[str]] = {}
     for name, kind in kinds.items():
-        if held[name] not in WRITTEN and name not in kept:
+        if held[name] not in WRITTEN and name not in by_keep:
             others.setdefault((held[name], kind), []).append(name)
-    for (old, new), own in others.items():
+    for (old, new), tensors in others.items():
         yield (
-            f"{counted(len(own), 'tensor')} of {old}, which only llama.cpp makes, "
-            f"{'is' if len(own) == 1 else 'are'} written as {new}: {some(own, 5, quoted=True)}"
+            f"{counted(len(tensors), 'tensor')} of {old}, which only llama.cpp makes, "
+            f"{'is' if len(tensors) == 1 else 'are'} written as {new}: {some(tensors, 5, quoted=True)}"
         )

@@ -60,8 +60,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
         )
-    own = base.quantisation
-    if own is not None and own.derived:
+    quantisation = base.quantisation
+    if quantisation is not None and quantisation.derived:
         raise RecipeError(
             "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
             "through `slices` or a `tokenizer`: merge without `quantise`, and quantise the output by a "
@@ -88,8 +88,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     dtype = None if as_there else _read_as(recipe, base.config)
     same = _as_base(base) if wanted == SAME else None
     packable = set(same.packed) if same else _by_name(wanted, tensors, base)
-    kept = {name for name in packable if any(fnmatchcase(name, pattern) for pattern in keep)}
-    chosen = packable - kept
+    by_keep = {name for name in packable if any(fnmatchcase(name, pattern) for pattern in keep)}
+    chosen = packable - by_keep
     if same is None:
         _check_sizes(wanted, [tensor.output for tensor in tensors if tensor.name in chosen])
     done = [_packed(wanted, t, base, same, dtype) if t.name in chosen else t for t in tensors]
@@ -99,12 +99,12 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
             f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed: keep fewer of them, "
             "or leave out `quantise`"
         )
-    _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
-    settings = _settings(wanted, same, done, packed, kept)
+    _check_experts(packed, [tensor for tensor in done if tensor.name in by_keep])
+    settings = _settings(wanted, same, done, packed, by_keep)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
     for pattern in unused:
         _check_pattern(pattern, [tensor.name for tensor in tensors])
-    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, kept, unused)))
+    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, by_keep, unused)))
 
 
 def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
@@ -117,42 +117,42 @@ def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
 
 def _as_base(base: Checkpoint) -> Quantisation:
     """How the base stores its tensors packed."""
-    own = base.quantisation
-    if own is None:
+    stored = base.quantisation
+    if stored is None:
         raise RecipeError(
             f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
             f"one ({', '.join(LAYOUTS)})"
         )
-    other = next((name for name, packed in own.packed.items() if not is_written(packed)), None)
+    other = next((name for name, packed in stored.packed.items() if not is_written(packed)), None)
     if other is not None:
         raise RecipeError(
             f"`quantise: {SAME}`: {base.source} stores '{other}' in a way that is read and not written: "
             "name a format that is, such as fp8-channel, or leave `quantise` out"
         )
-    if own.unused:
+    if stored.unused:
         raise RecipeError(
-            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(own.unused)}'), which "
+            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(stored.unused)}'), which "
             "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
         )
-    return own
+    return stored
 
 
 def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> set[str]:
     """Tensors that a format packs: those that the base has packed, else the weights of linear layers."""
-    own = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
+    packable = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
     if base.quantisation is not None:
-        own &= set(base.quantisation.packed)
+        packable &= set(base.quantisation.packed)
     if wanted == "mxfp4" and (base.config or {}).get("model_type") != _GPT_OSS:
         raise RecipeError(
             "`quantise: mxfp4`: clients load it of GPT-OSS alone, and this is another model; choose one of "
             f"{', '.join(name for name in LAYOUTS if name != wanted)}"
         )
-    if not own:
+    if not packable:
         raise RecipeError(
             f"`quantise: {wanted}`: no tensor is the weight of a layer that clients pack (linear layers, "
             "as transformers builds them of config.json, but for heads and embeddings)"
         )
-    return own
+    return packable
 
 
 def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
@@ -201,14 +201,14 @@ def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
         )
 
 
-def _check_experts(packed: Sequence[TensorPlan], kept: Sequence[TensorPlan]) -> None:
+def _check_experts(packed: Sequence[TensorPlan], plain: Sequence[TensorPlan]) -> None:
     """Refuse modules of experts that would be half packed: transformers makes one module of them."""
     modules = {
         tensor.parameter.rpartition(".")[0]: tensor.name
         for tensor in packed
         if _is_an_expert(tensor)
     }
-    for tensor in kept:
+    for tensor in plain:
         other = modules.get(tensor.parameter.rpartition(".")[0])
         if other is not None and _is_an_expert(tensor):
             raise RecipeError(
@@ -222,12 +222,12 @@ def _settings(
     same: Quantisation | None,
     tensors: Sequence[TensorPlan],
     packed: Sequence[TensorPlan],
-    kept: set[str],
+    by_keep: set[str],
 ) -> dict[str, Any]:
     """What config.json says: every linear layer that is plain is named."""
     if same is not None:
         stated = same.settings
-        plain = [tensor for tensor in tensors if tensor.name in kept]
+        plain = [tensor for tensor in tensors if tensor.name in by_keep]
         if not plain:
             return {**stated}
         # A list that a config has not got means defaults, which are no more once it has one.
@@ -242,7 +242,7 @@ def _settings(
         and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
     ]
-    plain = [tensor for tensor in tensors if tensor.name in kept]
+    plain = [tensor for tensor in tensors if tensor.name in by_keep]
     settings = {**LAYOUTS[wanted].settings}
     if settings.get("load_in_4bit"):
         dtype = packed[0].output.dtype
@@ -265,17 +265,17 @@ def _notes(
     wanted: str,
     tensors: Sequence[TensorPlan],
     packed: Sequence[TensorPlan],
-    kept: set[str],
+    by_keep: set[str],
     unused: Sequence[str],
 ) -> Iterator[str]:
     said = "the base's own format" if wanted == SAME else f"{wanted}: {LAYOUTS[wanted].said}"
     plain = len(tensors) - len(packed)
     yield (
         f"{counted(len(packed), 'tensor')} written quantised ({said}), each weight rounded to the nearest "
-        f"number; {plain} plain" + (f", {len(kept)} of them by `keep`" if kept else "")
+        f"number; {plain} plain" + (f", {len(by_keep)} of them by `keep`" if by_keep else "")
     )
     experts = [tensor.name for tensor in tensors if tensor not in packed and _is_an_expert(tensor)]
-    if experts and wanted != SAME and not kept.issuperset(experts) and wanted != "mxfp4":
+    if experts and wanted != SAME and not by_keep.issuperset(experts) and wanted != "mxfp4":
         yield (
             f"experts that are stored one by one stay plain in this format ({some(experts, 2)}): "
             f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"

@@ -56,9 +56,9 @@ def check_reached(
     share, whose = 1 - sum(sizes[name] for name in lost) / max(1, every), "its"
     is_model = not expert.is_adapter
     if is_model:
-        own, lacking = (sum(_size(base, name) for name in names) for names in (placed, missing))
-        if own < share * (own + lacking):
-            share, whose = own / (own + lacking), "the base's"
+        reached, lacking = (sum(_size(base, name) for name in names) for names in (placed, missing))
+        if reached < share * (reached + lacking):
+            share, whose = reached / (reached + lacking), "the base's"
     layers = any(described.tensors[name].role in _LAYERS for name in placed)
     has_layers = any(len(_shape(expert, name)) > 1 for name in lost)
     nearly_the_base = share < _LEAST or (has_layers and not layers)

@@ -24,7 +24,7 @@ _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a tensor, and the rule that says so in words."""
+    """What happens to a tensor, and the rule that says so."""
 
     action: Merge | Copy
     rule: str
@@ -78,8 +78,8 @@ class Rules:
         self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
             self._way_of(rule)
-        for own in recipe.slices:
-            Settings(self._way.method, own.parameters, family).check()
+        for piece in recipe.slices:
+            Settings(self._way.method, piece.parameters, family).check()
 
     def chosen_use(self, name: str, role: Role) -> str | None:
         """Return `use` of the first matching rule, if it has one."""

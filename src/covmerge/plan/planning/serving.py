@@ -42,13 +42,13 @@ def who_loads_it(
         return f"PEFT loads the adapter, and vLLM does not: {'; '.join(problems)}"
     largest = max(tensor.rank for tensor in factors)
     needed = next(rank for rank in _RANKS if rank >= largest)
-    told = "" if needed <= _DEFAULT else f" --max-lora-rank {needed}"
+    flag = "" if needed <= _DEFAULT else f" --max-lora-rank {needed}"
     only = (
         f", on architectures where it has LoRA of {some(vocabulary, 2)} (Llama and some others)"
         if vocabulary
         else ""
     )
-    return f"PEFT loads the adapter, and vLLM with --enable-lora{told}{only}"
+    return f"PEFT loads the adapter, and vLLM with --enable-lora{flag}{only}"
 
 
 def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor]) -> Iterator[str]:

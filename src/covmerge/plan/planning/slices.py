@@ -28,10 +28,10 @@ def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint)
     refuse_adapter(checkpoint, "slices are of models", str(expert))
     order: list[int] = []
     given: list[int] = []
-    for own in slices:
-        if expert is None or expert in own.experts:
-            given += range(len(order), len(order) + own.length)
-        order += own.layers(expert)
+    for piece in slices:
+        if expert is None or expert in piece.experts:
+            given += range(len(order), len(order) + piece.length)
+        order += piece.layers(expert)
     return Stacked(checkpoint, order, given)
 
 
@@ -43,7 +43,7 @@ class Layers:
     ) -> None:
         self._mixture = None if moe is None else ARCHITECTURES[moe.architecture]
         self._slices = slices
-        self._places = [(own, place) for own in slices for place in range(own.length)]
+        self._places = [(piece, place) for piece in slices for place in range(piece.length)]
         self._depths = {} if slices else relative_depths(names)
 
     def depth(self, name: str) -> float:
@@ -53,8 +53,8 @@ class Layers:
         layer = layer_name(name)
         if layer is None:
             return 0.0
-        own, place = self._places[layer.index]
-        return relative_depth(place, own.length)
+        piece, place = self._places[layer.index]
+        return relative_depth(place, piece.length)
 
     def experts(self, name: str, experts: Iterable[str]) -> list[str]:
         """Return the experts that take part in a tensor, in the order of its slice."""

@@ -45,7 +45,7 @@ def with_ties_undone(
             that cannot be stored untied.
     """
     first = next(iter(sources))
-    adapters = {key: own for key, own in sources.items() if isinstance(own, AdapterCheckpoint)}
+    adapters = {k: source for k, source in sources.items() if isinstance(source, AdapterCheckpoint)}
     models = {
         key: Model(source, describe_checkpoint(source))
         for key, source in sources.items()
@@ -63,8 +63,8 @@ def with_ties_undone(
     if found is None:
         return dict(sources)
     key, names = found
-    own = start.checkpoint.headers
-    if any(name in own and own[name].module is not None for name in names):
+    headers = start.checkpoint.headers
+    if any(name in headers and headers[name].module is not None for name in names):
         raise InputError(
             f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
             f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
@@ -80,7 +80,7 @@ def with_ties_undone(
         if form == "model"
         else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
     )
-    ties = {n: kept for n, kept in start.description.tied.items() if kept in start.headers}
+    ties = {n: target for n, target in start.description.tied.items() if target in start.headers}
     view = Untied(start.checkpoint, ties, note)
     found = _changed_apart(
         Model(view, describe_checkpoint(view)), adapters, models, list(experts), form
@@ -117,8 +117,8 @@ def _as_untied(base: Model, expert: Model) -> Checkpoint:
     """
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
     copies: dict[str, str] = {}
-    for name, kept in base.description.tied.items():
-        stands = find_name(expert.description.tied.get(name, kept), prefixes, expert.headers)
+    for name, target in base.description.tied.items():
+        stands = find_name(expert.description.tied.get(name, target), prefixes, expert.headers)
         if stands is not None and find_name(name, prefixes, expert.headers) is None:
             copies[name] = stands
     return Untied(expert.checkpoint, copies) if copies else expert.checkpoint
@@ -183,46 +183,46 @@ def _check_unknown_ties(
 def _groups(base: Model) -> dict[str, list[str]]:
     """Each tensor that others are tied to, with all names of the group."""
     groups: dict[str, list[str]] = {}
-    for name, kept in base.description.tied.items():
-        groups.setdefault(kept, [kept]).append(name)
+    for name, target in base.description.tied.items():
+        groups.setdefault(target, [target]).append(name)
     return groups
 
 
 def _stored_apart(base: Model, expert: Model) -> tuple[str, str] | None:
     """Two tensors that the base ties and a full model has apart."""
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
-    for name, kept in base.description.tied.items():
-        one, other = (_stands_for(expert, own, prefixes) for own in (name, kept))
+    for name, target in base.description.tied.items():
+        one, other = (_stands_for(expert, tied_name, prefixes) for tied_name in (name, target))
         if one is None or other is None or one == other:
             continue
         if expert.description.source == "names":  # no config says it: copies of one tensor are one
             expert.checkpoint.materialize()
             if same_values(expert.checkpoint, one, other):
                 continue
-        return name, kept
+        return name, target
     return None
 
 
 def _stands_for(expert: Model, name: str, prefixes: Sequence[str]) -> str | None:
     """The stored tensor of an expert that is the base's of this name, by the expert's own ties."""
     tied = expert.description.tied
-    own = find_name(name, prefixes, expert.headers)
-    if own is None:
+    found = find_name(name, prefixes, expert.headers)
+    if found is None:
         return find_name(tied[name], prefixes, expert.headers) if name in tied else None
-    return tied[own] if tied.get(own) in expert.headers else own
+    return tied[found] if tied.get(found) in expert.headers else found
 
 
 def _held_apart(
     base: Model, adapter: AdapterCheckpoint, form: Literal["model", "adapter"]
 ) -> tuple[str, str] | None:
     """Two tensors that the base ties and an adapter changes otherwise than alike."""
-    for kept, names in _groups(base).items():
-        held = {name: own for name in names if (own := _held_as(base, name, adapter)) is not None}
+    for target, names in _groups(base).items():
+        held = {name: key for name in names if (key := _held_as(base, name, adapter)) is not None}
         # PEFT trains biases in place (`bias`), where they stay one.
         in_place = adapter.adapter_config.get("bias") not in (None, "none")
         if not held or (len(held) == 1 and in_place and next(iter(held)).endswith(".bias")):
             continue
-        if any(adapter.keeps_ties(own) for own in held.values()):
+        if any(adapter.keeps_ties(key) for key in held.values()):
             continue
         apart = next((name for name in names if name not in held), None)
         if apart is None and not (
@@ -233,8 +233,8 @@ def _held_apart(
             apart = next((n for n in others if not _alike(named, held[first], held[n])), None)
             if apart is None:
                 continue
-        other = apart or next(name for name in names if name != kept)
-        return other, kept if other != kept else next(iter(held))
+        other = apart or next(name for name in names if name != target)
+        return other, target if other != target else next(iter(held))
     return None
 
 
@@ -244,11 +244,11 @@ def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
     info = base.description.tensors.get(name)
     names = [name] if info is None else [name, info.parameter]
     shapes = _shapes(adapter)
-    return next((own for n in names if (own := find_name(n, prefixes, shapes)) is not None), None)
+    return next((key for n in names if (key := find_name(n, prefixes, shapes)) is not None), None)
 
 
 def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
-    return {name: own.shape for name, own in {**source.headers, **source.low_rank}.items()}
+    return {name: header.shape for name, header in {**source.headers, **source.low_rank}.items()}
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:

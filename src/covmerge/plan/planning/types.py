@@ -246,7 +246,7 @@ class Plan:
                 {"role": str(role), "rule": rule, "tensors": count, "bytes": size}
                 for role, rule, count, size in self.by_rule()
             ],
-            "heads": {expert: sorted(kept) for expert, kept in self.heads.items()},
+            "heads": {expert: sorted(heads) for expert, heads in self.heads.items()},
             "method": self.recipe.method,
             "chosen": self.chosen,
             "family": self.family,

@@ -20,7 +20,7 @@ _NARROW_ELEMENTS = 4 * 2**20
 # once as long as they have so many elements together.
 _PARTS_AT_ONCE = 8
 _LOOKED_OVER_ELEMENTS = 2**25
-# From so many of all experts on, a look that is over all of them costs less memory than their tensors.
+# From so many of all experts on, a tensor pass over all of them costs less memory than their tensors.
 TOGETHER_ELEMENTS = 2**25
 
 
@@ -91,12 +91,12 @@ class TensorPlan:
 
 
 def parts_at_once(elements: int) -> int:
-    """How many parts of a tensor of so many elements are merged at once, where it was looked over."""
+    """How many parts of a tensor of so many elements are merged at once, after a tensor pass."""
     return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
 
 
 def looked_over_at_once(elements: int, experts: int, *, held: bool) -> int:
-    """How many experts' tensors of so many elements are looked over at once; `held`: some of each."""
+    """How many experts' tensors of so many elements a tensor pass reads at once; `held`: some of each."""
     if elements <= _NARROW_ELEMENTS:
         return 1
     if not held:
@@ -116,7 +116,7 @@ class WorkItem:
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         at_once: rows that are merged at once, where what a row becomes does not depend on others;
             None: all of them.
-        tensor pass: a method that must know the whole looks it over first, expert by expert; then rows are
+        tensor pass: a method that must know the whole reads it first, expert by expert; then rows are
             read again, and merged `at_once`.
         looked_at: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.

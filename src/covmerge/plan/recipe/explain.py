@@ -1,4 +1,4 @@
-"""Pydantic's complaints, said in the words of the recipe: where, which key, what is allowed."""
+"""Pydantic's errors in terms of the recipe: where, which key, what is allowed."""
 
 from __future__ import annotations
 

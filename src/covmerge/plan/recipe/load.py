@@ -95,21 +95,21 @@ def load_stages(
     log = log or ImportLog()
     stages = in_order([Document(data, origin, log) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
-    folders = {own.name: str(inside / own.name) for own in stages if own.name}
+    folders = {stage.name: str(inside / stage.name) for stage in stages if stage.name}
     if stages[-1].name is None:
         _check_apart(last, folders.values())
     places = Places(Path(path).parent, folders)
     return [
         (
-            Path(folders[own.name]) if own.name else last,
+            Path(folders[stage.name]) if stage.name else last,
             _validate(
-                compile_mergekit(own.recipe, own.origin, log, places),
+                compile_mergekit(stage.recipe, stage.origin, log, places),
                 Origin(
-                    f"{own.origin.name}, {own.name or 'the last stage'} as a recipe of covmerge"
+                    f"{stage.origin.name}, {stage.name or 'the last stage'} as a recipe of covmerge"
                 ),
             ),
         )
-        for own in stages
+        for stage in stages
     ]
 
 
@@ -146,7 +146,7 @@ def _check_apart(last: Path, folders: Iterable[str]) -> None:
 
 
 def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
-    """Return what a recipe file of mergekit's is in covmerge's words, with paths as seen from here.
+    """Return what a recipe file of mergekit's is as a recipe of covmerge, with paths from here.
 
     Raises:
         RecipeError: it is none, or what it says cannot be done; one line for each problem.
@@ -279,7 +279,7 @@ def _validate(data: Any, origin: Origin) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        # The complaint in the recipe's words is whole; pydantic's trace would only repeat it.
+        # The error in terms of the recipe is whole; pydantic's trace would only repeat it.
         raise explain(error, origin) from None
 
 

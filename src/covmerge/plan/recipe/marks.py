@@ -54,10 +54,10 @@ def refuse_marks(data: object, origin: Origin) -> None:
 def _walk(data: object, place: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
     """Every mapping with the key `search`, which is a mark where one may stand."""
     if isinstance(data, Mapping):
-        own = cast("Mapping[str, Any]", data)
-        if SEARCH in own:
-            yield place, own
-        for key, value in own.items():
+        mapping = cast("Mapping[str, Any]", data)
+        if SEARCH in mapping:
+            yield place, mapping
+        for key, value in mapping.items():
             yield from _walk(value, (*place, key))
     elif isinstance(data, list | tuple):
         for number, value in enumerate(cast("Sequence[object]", data)):

@@ -100,9 +100,9 @@ def compile_run(
     """
     found = last_steps(run.folder, run.last, beside)
     shares = run.shares([saved.step for saved in found])
-    if own := sorted({name for saved in found for name in saved.own}):
+    if names := sorted({name for saved in found for name in saved.own}):
         notes.append(
-            f"{', '.join(own)} of the checkpoints are the trainer's own, and are left aside"
+            f"{', '.join(names)} of the checkpoints are the trainer's own, and are left aside"
         )
     return {
         "base": None,

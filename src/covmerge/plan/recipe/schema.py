@@ -82,10 +82,10 @@ def _with_parameters(data: Any) -> Any:
     given = cast("dict[str, Any]", data)
     if not isinstance(data, dict) or not isinstance(given.get("method"), str):
         return given
-    own: object = given.get("parameters") or {}
-    if "(" not in given["method"] or not isinstance(own, dict):
+    stated: object = given.get("parameters") or {}
+    if "(" not in given["method"] or not isinstance(stated, dict):
         return given
-    name, parameters = _read_call(given["method"], cast("dict[str, Any]", own))
+    name, parameters = _read_call(given["method"], cast("dict[str, Any]", stated))
     return {**given, "method": name, "parameters": parameters}
 
 
@@ -252,8 +252,8 @@ class Slice(StrictModel):
     def _as_many_of_each(self) -> Slice:
         ranges = {**self.experts, **({} if self.base is None else {"base": self.base})}
         if len({end - first for first, end in ranges.values()}) > 1:
-            told = ", ".join(f"{name} {end - first}" for name, (first, end) in ranges.items())
-            raise ValueError(f"its sources have different numbers of layers ({told})")
+            counts = ", ".join(f"{name} {end - first}" for name, (first, end) in ranges.items())
+            raise ValueError(f"its sources have different numbers of layers ({counts})")
         return self
 
     @property
@@ -264,8 +264,8 @@ class Slice(StrictModel):
 
     def layers(self, expert: str | None) -> range:
         """Return the layers of an expert, or of the base; those of the first expert where it has none."""
-        own = self.base if expert is None else self.experts.get(expert)
-        return range(*(own or next(iter(self.experts.values()))))
+        bounds = self.base if expert is None else self.experts.get(expert)
+        return range(*(bounds or next(iter(self.experts.values()))))
 
 
 class TensorRules(StrictModel):
@@ -519,8 +519,8 @@ def output_as(form: str | None) -> dict[str, str]:
     if form is None:
         return {}
     names = get_args(LoraForm)
-    if form not in (words := ("model", "adapter", *names)):
-        raise RecipeError(f"{Hint('form')}: {form!r}: it is one of {', '.join(words)}")
+    if form not in (forms := ("model", "adapter", *names)):
+        raise RecipeError(f"{Hint('form')}: {form!r}: it is one of {', '.join(forms)}")
     return {"format": "adapter", "names": form} if form in names else {"format": form}
 
 
@@ -621,28 +621,28 @@ class Recipe(StrictModel):
     @field_validator("experts")
     @classmethod
     def _distinct_files(cls, experts: Mapping[str, Expert]) -> Mapping[str, Expert]:
-        seen: dict[str, str] = {}
+        lowered: dict[str, str] = {}
         for name in experts:
             # Many file systems hold Code.safetensors and code.safetensors to be one file.
-            other = seen.setdefault(name.lower(), name)
+            other = lowered.setdefault(name.lower(), name)
             if other != name:
                 raise ValueError(f"{other!r} and {name!r} differ only in case; rename one of them")
         return experts
 
     @model_validator(mode="after")
     def _slices_of_its_experts(self) -> Recipe:
-        for number, own in enumerate(self.slices):
-            for name in own.experts:
+        for number, piece in enumerate(self.slices):
+            for name in piece.experts:
                 if name not in self.experts:
                     hint = did_you_mean(name, self.experts)
                     raise ValueError(
                         f"slices[{number}] names '{name}', and there is no such expert.{hint}"
                     )
-            if own.base is not None and self.base is None:
+            if piece.base is not None and self.base is None:
                 raise ValueError(
                     f"slices[{number}] has layers of the base, and the recipe has no base"
                 )
-        layers = sum(own.length for own in self.slices)
+        layers = sum(piece.length for piece in self.slices)
         if layers > _MOST_LAYERS:
             raise ValueError(
                 f"the slices have {layers} layers together, and no model has more than {_MOST_LAYERS}"
@@ -692,7 +692,7 @@ class Recipe(StrictModel):
         return self
 
     def _in_a_slice(self, expert: str) -> bool:
-        return any(expert in own.experts for own in self.slices)
+        return any(expert in piece.experts for piece in self.slices)
 
 
 class WithRun(BaseModel):
@@ -708,8 +708,8 @@ class WithRun(BaseModel):
 
 def _let_search(schema: dict[str, Any]) -> None:
     """Let an editor accept a value that is marked for a search."""
-    own = {k: schema.pop(k) for k in ("type", "minLength", "anyOf", "oneOf") if k in schema}
-    schema["anyOf"] = [own, SEARCH_SCHEMA]
+    keywords = {k: schema.pop(k) for k in ("type", "minLength", "anyOf", "oneOf") if k in schema}
+    schema["anyOf"] = [keywords, SEARCH_SCHEMA]
 
 
 def json_schema() -> dict[str, Any]:

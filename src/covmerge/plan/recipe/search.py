@@ -199,13 +199,13 @@ class Template:
         around, name = parameter
         method = _at(self.data, _method_for(around)[:-1]).get("method", "")  # mergekit has none
         names = [method] if isinstance(method, str) else method.get("search", ())
-        known = [registry.get(str(own)) for own in names if own]
+        known = [registry.get(str(name)) for name in names if name]
         if around and around[-1] in steps.names():
             known = [steps.get(str(around[-1]))]
-        kinds = [p.annotation for own in known for p in own.parameters if p.name == name]
+        kinds = [p.annotation for method in known for p in method.parameters if p.name == name]
         if known and not kinds:
             raise ValueError(
-                f"{' and '.join(own.name for own in known)}: no parameter '{name}': remove it"
+                f"{' and '.join(method.name for method in known)}: no parameter '{name}': remove it"
             )
         return bool(kinds) and all(kind.startswith("integer") for kind in kinds)
 

@@ -125,16 +125,16 @@ def check_template(template: str, experts: Collection[str], *, base: bool) -> No
     """
     if "{" in template:
         return
-    words = (AUTO, BASE, *TEMPLATES)
-    if template in words and template in experts:
+    choices = (AUTO, BASE, *TEMPLATES)
+    if template in choices and template in experts:
         raise ValueError(
             f"chat_template {template!r} is the name of an expert too: rename the expert"
         )
     if template == BASE and not base:
         raise ValueError("'chat_template' is the base's, and the recipe has none")
-    if template not in (*words, *experts):
-        hint = did_you_mean(template, [*words, *experts])
+    if template not in (*choices, *experts):
+        hint = did_you_mean(template, [*choices, *experts])
         raise ValueError(
-            f"chat_template is {shown(template)}; it is one of {', '.join(words)}, an expert's name, or "
+            f"chat_template is {shown(template)}; it is one of {', '.join(choices)}, an expert's name, or "
             f"Jinja.{hint}"
         )

@@ -157,8 +157,8 @@ def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, Sequence[
         [('weight', ('*.mlp.*',))]
     """
     if isinstance(value, Mapping):
-        own = cast("Mapping[str, object]", value)
-        for key, inner in own.items():
+        mapping = cast("Mapping[str, object]", value)
+        for key, inner in mapping.items():
             if key == BY_NAME:
                 for entry in cast("Sequence[Mapping[str, Any]]", inner):
                     if "match" in entry:
@@ -225,13 +225,13 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
 
 
 def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> None:
-    own = cast("Mapping[str, object]", entry)
-    if not isinstance(entry, Mapping) or not {"value"} <= set(own) <= {"match", "value"}:
+    fields = cast("Mapping[str, object]", entry)
+    if not isinstance(entry, Mapping) or not {"value"} <= set(fields) <= {"match", "value"}:
         raise ValueError(
-            f"{where} is {shown(own)}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for "
+            f"{where} is {shown(fields)}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for "
             "all other tensors"
         )
-    match = own.get("match", "*")
+    match = fields.get("match", "*")
     several = cast("Sequence[object]", match) if isinstance(match, list | tuple) else [match]
     patterns = several or [""]
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
@@ -239,9 +239,9 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
             f"{where}.match is {shown(cast('object', match))}; it is a pattern of names, such as "
             "'*.mlp.*', or a list of them"
         )
-    if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
+    if is_varied(fields["value"]) and BY_NAME in cast("Mapping[str, object]", fields["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
-    check_varied(own["value"], check)
+    check_varied(fields["value"], check)
 
 
 def _shown(value: object) -> str:

@@ -61,8 +61,8 @@ def begin(
     texts: list[tuple[int, ...]] = []
     for batch in how.batches(model, reading):
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            kept: Any = ids[mask.bool()]
-            text = cast("list[int]", kept.tolist())
+            unpadded: Any = ids[mask.bool()]
+            text = cast("list[int]", unpadded.tolist())
             # The first token is the start, which may be one that ends texts too.
             over = len(text) > 1 and text[-1] in ends
             texts.append(tuple(text[:-1] if over else text))

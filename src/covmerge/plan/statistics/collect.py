@@ -210,8 +210,8 @@ def collect(
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
         with reported(progress, total) as advance:
-            seen = _run(model, batches, advance, grams, fisher)
-        found = _contents(model, seen, grams, fisher)
+            count = _run(model, batches, advance, grams, fisher)
+        found = _contents(model, count, grams, fisher)
         if isinstance(examples, Generated):
             made = examples.made_for(model.whole, model.checkpoint.source)
             shared = _on_shared(examples, made.shared, chosen)
@@ -241,8 +241,8 @@ def _block_by_block(
     layers = _layers(model)
     grams = GramCollector(layers)
     batches = list(model.batches(examples, how)[0])
-    seen = sum(map(size_of, batches))
-    if not seen:
+    count = sum(map(size_of, batches))
+    if not count:
         raise InputError(_NOTHING)
     generated, notes = None, list[str]()
     if not fits(memory_needed(expert), max_memory):
@@ -252,19 +252,19 @@ def _block_by_block(
         generated = made.as_json(how)
         notes += _on_shared(examples, made.shared, ("gram",))
     else:
-        what = f"a block of {expert.source} and {seen} examples on their way"
+        what = f"a block of {expert.source} and {count} examples on their way"
         otherwise = f"pass fewer {Hint('max_examples')}, or a smaller {Hint('max_length')}"
         check_memory(memory_of_batches(expert, batches), max_memory, what, otherwise)
     with (
         files_in(out.parent, overwrite=overwrite) as place,
         closing(GrowingFile(place(out), expert, ("gram",), [y.name for y in layers])) as file,
-        reported(progress, seen * (1 + blocks.count)) as advance,
+        reported(progress, count * (1 + blocks.count)) as advance,
     ):
         for complete in blocks.run(batches, grams.watching, lambda b: advance(size_of(b))):
             for statistic in grams.take(complete):
                 file.add("gram", statistic)
         notes = [*grams.notes(), *packed_note(model), *notes]
-        return file.finish(seen, generated=generated, notes=notes)
+        return file.finish(count, generated=generated, notes=notes)
 
 
 def _layers(model: RunningModel) -> list[Layer]:
@@ -407,22 +407,22 @@ def _run(
     fisher: FisherCollector | None,
 ) -> int:
     """Show every batch to the collectors; return the number of examples."""
-    seen = 0
+    count = 0
     for batch in batches:
         if grams is not None:
             with grams.watching(batch), torch.no_grad():
                 model.run(batch)
         if fisher is not None:
             fisher.add(batch)
-        seen += size_of(batch)
+        count += size_of(batch)
         advance(size_of(batch))
-    if not seen:
+    if not count:
         raise InputError(_NOTHING)
-    return seen
+    return count
 
 
 def _contents(
-    model: RunningModel, seen: int, grams: GramCollector | None, fisher: FisherCollector | None
+    model: RunningModel, count: int, grams: GramCollector | None, fisher: FisherCollector | None
 ) -> Contents:
     statistics: dict[Kind, list[Statistic]] = {}
     notes: list[str] = []
@@ -433,7 +433,7 @@ def _contents(
         statistics["fisher"] = fisher.statistics()
         notes += fisher.notes()
     labels = "" if fisher is None else fisher.labels
-    return Contents(model.checkpoint, statistics, seen, labels=labels, notes=notes)
+    return Contents(model.checkpoint, statistics, count, labels=labels, notes=notes)
 
 
 def packed_note(model: RunningModel) -> list[str]:

@@ -182,10 +182,10 @@ class StatisticsFile:
         # The metadata holds the hash of the tensors.
         # What is made anew may say of its model only how it was called then.
         header = hashlib.sha256(self._metadata).hexdigest()
-        told = {"content": self.about.content} if self._made else {"header": header}
-        own = {"kind": "statistics", **told}
+        fingerprint = {"content": self.about.content} if self._made else {"header": header}
+        fields = {"kind": "statistics", **fingerprint}
         written = self.about.generated
-        return own if written is None else {**own, "generated": written}
+        return fields if written is None else {**fields, "generated": written}
 
     def close(self) -> None:
         """Let go of the file."""

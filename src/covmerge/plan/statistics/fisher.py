@@ -61,7 +61,7 @@ class FisherCollector:
         Raises:
             InputError: the model gives no logits, or an example lacks a label that is needed.
         """
-        terms_of = self._data if self.labels == "data" else self._own
+        terms_of = self._data if self.labels == "data" else self._from_model
         for example in single(batch):
             with torch.enable_grad():
                 terms = terms_of(_logits(self._model, example), example)
@@ -91,7 +91,7 @@ class FisherCollector:
             if gradient is not None:
                 total.add_(gradient.double().square_(), alpha=weight)
 
-    def _own(self, logits: Tensor, example: Batch) -> list[tuple[float, Tensor]]:
+    def _from_model(self, logits: Tensor, example: Batch) -> list[tuple[float, Tensor]]:
         """Weights p(y|x) and log p(y|x), for all labels y or for one that is drawn."""
         if logits.shape[-1] == 1:
             return [(1.0, logits.sum())]

@@ -116,7 +116,7 @@ class GramCollector:
             yield statistic
             total = self._sums[statistic.names[0]]
             # A layer outside all blocks may have the input of one in a block.
-            if all(name in self._taken for name, own in self._sums.items() if own is total):
+            if all(name in self._taken for name, value in self._sums.items() if value is total):
                 total.let_go()
 
     def notes(self) -> list[str]:

@@ -63,10 +63,10 @@ def in_lockstep(
                 assert call is not None
                 with visiting(call.module):
                     for number in waiting:
-                        own = threads[number].call
-                        if own is not None and own.module == call.module:
+                        pending = threads[number].call
+                        if pending is not None and pending.module == call.module:
                             with going_on(number, call.module):
-                                threads[number].resume(_done(own))
+                                threads[number].resume(_done(pending))
                 yield call.module
     finally:
         for thread in threads:

@@ -83,7 +83,7 @@ class RunningModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Stored name -> parameter of the backbone; tied ones once, under their first name."""
         found: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
+        visited: set[int] = set()
         held = dict(self.whole.named_parameters(remove_duplicate=False))
         for name in self.checkpoint.headers:
             place = self.skeleton.places.get(name)
@@ -91,8 +91,8 @@ class RunningModel:
                 continue
             # Not a buffer, and not one of the pieces that the loader makes a parameter of.
             parameter = held.get(place.parameter) if place.expected == self._shape(name) else None
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter is not None and id(parameter) not in visited:
+                visited.add(id(parameter))
                 found[name] = parameter
         return found
 
@@ -119,8 +119,8 @@ class RunningModel:
 
     def packed_layers(self) -> list[str]:
         """Return the names of the others: experts of a mixture that the model packs."""
-        own = {layer.name for layer in self.layers()}
-        return [name for name in self._linear() if name not in own]
+        names = {layer.name for layer in self.layers()}
+        return [name for name in self._linear() if name not in names]
 
     def _linear(self) -> list[str]:
         return [
@@ -312,8 +312,8 @@ def load_model(
 
 def _under(module: Any, model: Any) -> list[str]:
     """Return the names that a module's parameters have in the model."""
-    own = set(map(id, module.parameters()))
-    return sorted(name for name, value in model.named_parameters() if id(value) in own)
+    ids = set(map(id, module.parameters()))
+    return sorted(name for name, value in model.named_parameters() if id(value) in ids)
 
 
 def _load(

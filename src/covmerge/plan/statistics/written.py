@@ -400,10 +400,10 @@ def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
             f"{begun.by}, whose embedding has {begun.rows} rows, began a text with the token {beyond}, and "
             f"that of {source} has {rows} rows: {otherwise}"
         )
-    own = words_of(tokenizer)
+    known = words_of(tokenizer)
     for number, word in begun.words:
-        if own.get(number) != word:
-            other = shorten(own[number]) if number in own else "none"
+        if known.get(number) != word:
+            other = shorten(known[number]) if number in known else "none"
             raise InputError(
                 f"the token {number} is {shorten(word)} to {begun.by}, and {other} to {source}, which "
                 f"cannot go on from it: {otherwise}"

@@ -70,7 +70,7 @@ def chosen_template(
     if "{" in wanted:
         return wanted, "the recipe"
     if wanted == AUTO:
-        found = [own.strip() for own in map(template_of, folders.values()) if own]
+        found = [template.strip() for template in map(template_of, folders.values()) if template]
         if not found:
             return None, "none of the models has one"
         (template, count), *_ = Counter(found).most_common(1)

@@ -55,10 +55,10 @@ class Text:
         Raises:
             InputError: one has.
         """
-        own = self.tables.get(None)
-        if self.vocabulary is None or own is None or own.names.isdisjoint(names):
+        base = self.tables.get(None)
+        if self.vocabulary is None or base is None or base.names.isdisjoint(names):
             return
-        if not self.vocabulary.keeps(None, own.rows):
+        if not self.vocabulary.keeps(None, base.rows):
             raise InputError(
                 "masks are laid over the base's own rows (covmerge.load_expert), and `tokenizer` gives it "
                 "others: leave embeddings and head to the base by "
@@ -74,12 +74,12 @@ class Text:
         if self.vocabulary is None:
             return dict(sources)
         base = self.tables.get(None)
-        for key, own in sources.items():
+        for key, source in sources.items():
             if key not in self.tables and base is not None:
-                _check_adapter(str(key), own, base, self.vocabulary)
+                _check_adapter(str(key), source, base, self.vocabulary)
         models = {key: sources[key] for key in self.tables}
         views = {key: Retokenized(key, models, self.tables, self.vocabulary) for key in models}
-        return {key: views.get(key, own) for key, own in sources.items()}
+        return {key: views.get(key, source) for key, source in sources.items()}
 
 
 def decide(
@@ -98,7 +98,7 @@ def decide(
     if rules is None and template is None:
         return Text()
     # An adapter has the embeddings of the base.
-    models = [key for key, own in sources.items() if not own.is_adapter]
+    models = [key for key, source in sources.items() if not source.is_adapter]
     folders = {key: sources[key].companions() for key in models}
     text = Text()
     if rules is not None:
@@ -118,13 +118,13 @@ def _of_all(
 
 
 def _as_it_is(key: str | None, folder: Path | None) -> TokenizerFiles:
-    own = {} if folder is None else read_files(folder)
-    if folder is None or not own:
+    files = {} if folder is None else read_files(folder)
+    if folder is None or not files:
         raise InputError(
             f"{_called(key)} has no tokenizer that a chat template could belong to: leave out "
             "`chat_template`, or save the model with its tokenizer"
         )
-    return TokenizerFiles(folder, hashes_of(own))
+    return TokenizerFiles(folder, hashes_of(files))
 
 
 def _called(key: str | None) -> str:
@@ -154,10 +154,10 @@ def _vocabulary(
                 f"{_called(key)} has no tokenizer, and is taken to have {_called(first)}'s"
             )
         sources[key] = Source(tokenizer, tables[key].rows)
-    own = sources[owner].tokenizer
-    more = list(_more(rules, own, sources))
-    ids, extended = own.extended(more) if more else (own.ids, None)
-    decided, told = vocabulary(ids, max(own.end, max(ids.values()) + 1), rules, sources)
+    chosen = sources[owner].tokenizer
+    more = list(_more(rules, chosen, sources))
+    ids, extended = chosen.extended(more) if more else (chosen.ids, None)
+    decided, row_notes = vocabulary(ids, max(chosen.end, max(ids.values()) + 1), rules, sources)
     if more:
         notes.append(
             f"{len(more)} tokens are added to the tokenizer of {_called(owner)}, the first "
@@ -181,14 +181,14 @@ def _vocabulary(
         notes.append(f"not copied from {folder}: {MORE_TEMPLATES}/")
     files = TokenizerFiles(
         folder,
-        own.hashes,
+        chosen.hashes,
         rows=decided.rows,
         extended=extended,
         added={ids[one.content]: one for one in more},
         special=models[owner].config if of_another else None,
         generation=_generation(folder) if of_another else None,
     )
-    return Text(decided, tables, files, (*told, *notes))
+    return Text(decided, tables, files, (*row_notes, *notes))
 
 
 def _of_first(
@@ -213,10 +213,10 @@ def _of_first(
 
 
 def _more(
-    rules: TokenizerRules, own: Tokenizer, sources: Mapping[str | None, Source]
+    rules: TokenizerRules, tokenizer: Tokenizer, sources: Mapping[str | None, Source]
 ) -> Iterator[Added]:
     """Tokens that the output's tokenizer lacks, in the order in which they are added."""
-    known = set(own.ids)
+    known = set(tokenizer.ids)
     wanted: list[str] = []
     if rules.source == UNION:
         for source in sources.values():
@@ -229,16 +229,16 @@ def _more(
 
 def _is_piece(token: Added, sources: Mapping[str | None, Source]) -> bool:
     """Whether a token was added to no tokenizer: models of texts were trained to have it."""
-    own = (source.tokenizer for source in sources.values())
-    return not any(one.ids.get(token.content, -1) in one.added for one in own)
+    tokenizers = (source.tokenizer for source in sources.values())
+    return not any(one.ids.get(token.content, -1) in one.added for one in tokenizers)
 
 
 def _as_added(token: str, sources: Mapping[str | None, Source]) -> Added:
     """A token as the first model that added it has it; else one that is found wherever its text stands."""
     for source in sources.values():
-        own = source.tokenizer.added.get(source.tokenizer.ids.get(token, -1))
-        if own is not None:
-            return own
+        added = source.tokenizer.added.get(source.tokenizer.ids.get(token, -1))
+        if added is not None:
+            return added
     return Added(token)
 
 
@@ -250,7 +250,7 @@ def _generation(folder: Path) -> Mapping[str, Any] | None:
 def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabulary) -> None:
     prefixes = [base.prefix] if base.prefix else []
     held = {*adapter.low_rank, *adapter.headers}
-    touched = [own for own in sorted(base.names) if find_name(own, prefixes, held) is not None]
+    touched = [n for n in sorted(base.names) if find_name(n, prefixes, held) is not None]
     if touched and not decided.keeps(None, base.rows):
         raise InputError(
             f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "

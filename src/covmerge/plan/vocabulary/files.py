@@ -92,15 +92,15 @@ class TokenizerFiles:
     def _config(self, content: bytes, where: str) -> bytes:
         """tokenizer_config.json: the same bytes, unless tokens or template would be wrong."""
         config = parse_object(content, where)
-        told = dict(config)
+        changed = dict(config)
         if self.template is not None:
-            told.pop(KEY, None)
-        if self.added and isinstance(told.get(_ADDED), dict):
-            told[_ADDED] = {
-                **told[_ADDED],
-                **{str(n): asdict(own) for n, own in self.added.items()},
+            changed.pop(KEY, None)
+        if self.added and isinstance(changed.get(_ADDED), dict):
+            changed[_ADDED] = {
+                **changed[_ADDED],
+                **{str(n): asdict(token) for n, token in self.added.items()},
             }
-        return content if told == config else _json(told)
+        return content if changed == config else _json(changed)
 
 
 def is_tokenizer_file(name: str) -> bool:

@@ -49,7 +49,7 @@ class Retokenized(View):
         self._own_tables = tables[key]
         self._tables = tables
         self._sources = sources
-        self._own = vocabulary.own[key]
+        self._source_rows = vocabulary.source_rows[key]
         self._given = vocabulary.given
         self._means: dict[str, Tensor] = {}
         self._computing = threading.Lock()
@@ -70,20 +70,20 @@ class Retokenized(View):
             return self._stored.read(name, rows)
         rows = range(header.shape[0]) if rows is None else rows
         found = self._of_tokens(name, rows)
-        padding = self._own[rows.start : rows.stop] == PADDING
+        padding = self._source_rows[rows.start : rows.stop] == PADDING
         if bool(padding.any()):
             found[padding] = self._fitting(name, self._mean(name))
         return found
 
     def _of_tokens(self, name: str, rows: range) -> Tensor:
         """Rows of tokens; those of padding are left open."""
-        own = self._own[rows.start : rows.stop]
-        if len(own) and int(own[0]) >= 0 and bool((own.diff() == 1).all()):
-            return self._stored.read(name, range(int(own[0]), int(own[-1]) + 1))
+        source_rows = self._source_rows[rows.start : rows.stop]
+        if len(source_rows) and int(source_rows[0]) >= 0 and bool((source_rows.diff() == 1).all()):
+            return self._stored.read(name, range(int(source_rows[0]), int(source_rows[-1]) + 1))
         header = self.headers[name]
         found = torch.empty((len(rows), *header.shape[1:]), dtype=header.dtype)
-        _gather(self._stored, name, own, own >= 0, found)
-        lacks = (own == NONE).nonzero()[:, 0]
+        _gather(self._stored, name, source_rows, source_rows >= 0, found)
+        lacks = (source_rows == NONE).nonzero()[:, 0]
         if len(lacks):
             found[lacks] = self._fitting(name, self._given_rows(name, lacks + rows.start))
         return found
@@ -130,9 +130,9 @@ class Retokenized(View):
                 total = torch.zeros(header.shape[1:], dtype=torch.float64)
                 for rows in header.row_blocks(_BLOCK_ELEMENTS):
                     assert rows is not None
-                    named = self._own[rows.start : rows.stop] != PADDING
+                    named = self._source_rows[rows.start : rows.stop] != PADDING
                     total += self._of_tokens(name, rows)[named].double().sum(0)
-                self._means[name] = total / int((self._own != PADDING).sum())
+                self._means[name] = total / int((self._source_rows != PADDING).sum())
             return self._means[name]
 
 

@@ -21,7 +21,7 @@ NONE, PADDING = -1, -2  # in place of a row
 
 @dataclass(frozen=True)
 class Source:
-    """A model whose embeddings are looked at by token.
+    """A model whose embeddings are read by token.
 
     Attributes:
         tokenizer: what its rows are; None: it takes no part, as an adapter that leaves them alone.
@@ -42,7 +42,7 @@ class Vocabulary:
     """The rows of the output's embeddings, by source; the base's key is None.
 
     Attributes:
-        own: by source, for each row of the output the row of the source that it is; `NONE`: what is
+        source_rows: by source, for each row of the output the row of the source that it is; `NONE`: what is
             given; `PADDING`: the mean of all others.
         given: by source, for each row of the output that some source is given the row of this source
             that it is, or that has a part in the mean; else `NONE`.
@@ -50,7 +50,7 @@ class Vocabulary:
         texts: SHA-256 of the tokens with their numbers.
     """
 
-    own: Mapping[str | None, Tensor]
+    source_rows: Mapping[str | None, Tensor]
     given: Mapping[str | None, Tensor]
     tokens: int
     texts: str
@@ -58,16 +58,16 @@ class Vocabulary:
     @property
     def rows(self) -> int:
         """Rows of every embedding of the output."""
-        return len(next(iter(self.own.values())))
+        return len(next(iter(self.source_rows.values())))
 
     def keeps(self, source: str | None, rows: int) -> bool:
         """Whether a source's embeddings of so many rows look the same as they are stored."""
-        return rows == self.rows and torch.equal(self.own[source], torch.arange(rows))
+        return rows == self.rows and torch.equal(self.source_rows[source], torch.arange(rows))
 
     def as_json(self) -> dict[str, Json]:
         """What covmerge.json says of it: a hash stands for tokens and rows."""
         digest = hashlib.sha256(self.texts.encode())
-        for kind, found in (("own", self.own), ("given", self.given)):
+        for kind, found in (("own", self.source_rows), ("given", self.given)):
             for source, rows in found.items():
                 digest.update(f"{kind} {source!r}\n".encode())
                 digest.update(rows.numpy().data)
@@ -90,7 +90,7 @@ def vocabulary(
     """
     step = rules.pad_to_multiple_of or 1
     rows = -(-end // step) * step
-    own = {key: [PADDING] * rows for key in sources}
+    source_rows = {key: [PADDING] * rows for key in sources}
     given = {key: [NONE] * rows for key in sources}
     of_nobody: list[str] = []
     borrowed: dict[str | None, list[str]] = {key: [] for key in sources}
@@ -99,7 +99,7 @@ def vocabulary(
         found = {key: source.row(token) for key, source in sources.items()}
         forced = rule is not None and rule.force
         for key, row in found.items():
-            own[key][number] = NONE if forced else row
+            source_rows[key][number] = NONE if forced else row
             if row == NONE:
                 borrowed[key].append(token)
         if not forced and NONE not in found.values():
@@ -115,7 +115,7 @@ def vocabulary(
         for key, row in givers.items():
             given[key][number] = row
     texts = hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
-    decided = Vocabulary(_tensors(own), _tensors(given), len(ids), texts)
+    decided = Vocabulary(_tensors(source_rows), _tensors(given), len(ids), texts)
     return decided, tuple(_notes(decided, ids, of_nobody, borrowed))
 
 
@@ -167,6 +167,6 @@ def _notes(
                 f"{some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
             )
     if of_nobody:
-        told = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)
-        notes.append(f"{len(of_nobody)} tokens are of no model, and their rows are 0: {told}")
+        examples = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)
+        notes.append(f"{len(of_nobody)} tokens are of no model, and their rows are 0: {examples}")
     return notes

@@ -78,14 +78,14 @@ def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
     Raises:
         InputError: there is such a token.
     """
-    own: Mapping[str, int] | None = None
+    known: Mapping[str, int] | None = None
     for name, token, number in _stated(folder, files):
         if ids.get(token) == number:
             continue
         if TOKENIZER in files:
             # That file goes before the others, but says nothing of tokens that it lacks.
-            own = _of_json(folder, files[TOKENIZER]) if own is None else own
-            if token in own or token not in ids:
+            known = _of_json(folder, files[TOKENIZER]) if known is None else known
+            if token in known or token not in ids:
                 continue
         read = "none" if token not in ids else str(ids[token])
         raise InputError(
@@ -124,7 +124,7 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The numbers and tokens of tokenizer_config.json, as they stand there."""
     decoder: Any = config.get("added_tokens_decoder")
     given = cast("dict[str, Any]", decoder) if isinstance(decoder, dict) else {}
-    for number, own in given.items():
-        token: Any = cast("dict[str, Any]", own).get("content") if isinstance(own, dict) else None
+    for number, raw in given.items():
+        token: Any = cast("dict[str, Any]", raw).get("content") if isinstance(raw, dict) else None
         if isinstance(token, str):
             yield number, token

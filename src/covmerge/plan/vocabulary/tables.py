@@ -86,10 +86,10 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
                 "and only rows are merged by token: leave out `tokenizer`"
             )
     if len(set(found.values())) != 1:
-        told = ", ".join(f"'{name}' {rows}" for name, rows in found.items()) or "none"
+        sizes = ", ".join(f"'{name}' {rows}" for name, rows in found.items()) or "none"
         raise InputError(
             f"{checkpoint.source}: its embeddings of tokens, with as many rows as config.json has tokens "
-            f"({size}), are not of one number of rows (found: {told}): leave out `tokenizer`"
+            f"({size}), are not of one number of rows (found: {sizes}): leave out `tokenizer`"
         )
     rows = next(iter(found.values()))
     return Tables(frozenset(found), rows, description.prefix, description.tied)

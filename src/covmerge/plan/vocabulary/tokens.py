@@ -126,8 +126,8 @@ class Tokenizer:
                 f"{self.folder}: the token {[*lost, *moved, more[0].content][0]!r} cannot be added to its "
                 "tokenizer without moving others: take another `tokenizer: {source: ...}`"
             )
-        own = self._appended(ids, more)
-        content = json.loads(backend.to_str()) if own is None else own
+        appended = self._appended(ids, more)
+        content = json.loads(backend.to_str()) if appended is None else appended
         return ids, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
     def _appended(self, ids: Mapping[str, int], more: Sequence[Added]) -> dict[str, Any] | None:
@@ -138,8 +138,8 @@ class Tokenizer:
         if TOKENIZER not in self.files:
             return None
         content = parse_object(self.files[TOKENIZER], str(self.folder / TOKENIZER))
-        told = [{"id": ids[one.content], **asdict(one)} for one in more]
-        content["added_tokens"] = [*(content.get("added_tokens") or []), *told]
+        entries = [{"id": ids[one.content], **asdict(one)} for one in more]
+        content["added_tokens"] = [*(content.get("added_tokens") or []), *entries]
         tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
         made = tokenizers.Tokenizer.from_str(json.dumps(content))
         return content if made.get_vocab(with_added_tokens=True) == ids else None
@@ -149,7 +149,7 @@ class Reader:
     """Reads tokenizers, each only once however many models have it."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
+        self._tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
 
     def read(self, folder: Path | None) -> Tokenizer | None:
         """Return the tokenizer in a folder; None: there is none.
@@ -163,9 +163,9 @@ class Reader:
             return None
         hashes = hashes_of(files)
         key = tuple(sorted(hashes.items()))
-        if key not in self._seen:
-            self._seen[key] = _read(folder, files, hashes)
-        known = self._seen[key]
+        if key not in self._tokenizers:
+            self._tokenizers[key] = _read(folder, files, hashes)
+        known = self._tokenizers[key]
         return replace(known, folder=folder)
 
 
@@ -198,17 +198,17 @@ def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.iterdir()):
-        own = matches_any(path.name, TOKENIZER_FILES)
-        if not path.is_file() or not (own or path.name == _CONFIG):
+        is_tokenizer = matches_any(path.name, TOKENIZER_FILES)
+        if not path.is_file() or not (is_tokenizer or path.name == _CONFIG):
             continue
         content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
-        # What is parsed again by others is looked at first: they are less careful.
+        # What is parsed again by others is checked first: they are less careful.
         value = parse_object(content, str(path)) if path.suffix == ".json" else {}
         if path.name == ADDED_TOKENS:
             check_added(path, value)
         if path.name == TOKENIZER_CONFIG:
             check_listed(path, value)
-        if not own:
+        if not is_tokenizer:
             content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
         yield path.name, content
 

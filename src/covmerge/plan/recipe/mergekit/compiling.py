@@ -61,20 +61,20 @@ def compile_mergekit(
     part = Part(data, (), origin, log)
     part.check_keys(_KEYS)
     theirs = read_theirs(part, named(part), places or Places())
-    own = [parameters(theirs, piece) for piece in theirs.pieces]
+    settings = [parameters(theirs, piece) for piece in theirs.pieces]
     if theirs.modular:
-        own = [_by_module(theirs, own)]
-    alike = all(one == own[0] for one in own)
+        settings = [_by_module(theirs, settings)]
+    alike = all(one == settings[0] for one in settings)
     found: dict[str, Any] = {
         "base": theirs.base_path,
         "experts": {name: _expert(theirs, model) for model, name in theirs.models.items()},
         "method": theirs.method.ours,
-        "parameters": {**_fixed(theirs), **(own[0] if alike else {})},
+        "parameters": {**_fixed(theirs), **(settings[0] if alike else {})},
     }
     if theirs.sliced:
         found["slices"] = [
             {**_layers(theirs, piece), **({} if alike else {"parameters": one})}
-            for piece, one in zip(theirs.pieces, own, strict=True)
+            for piece, one in zip(theirs.pieces, settings, strict=True)
         ]
     if theirs.base is not None and theirs.base in theirs.models:
         found["allow"] = ["unchanged-expert"]  # the base is one of the models
@@ -89,29 +89,29 @@ def _expert(theirs: Theirs, model: Reference) -> Any:
 
 def _weight(theirs: Theirs, model: Reference) -> Any:
     """What a model counts for beside the parameters of the method; None: as the others."""
-    own = [(piece, own_weight(theirs, piece, model)) for piece in theirs.pieces]
+    weights = [(piece, own_weight(theirs, piece, model)) for piece in theirs.pieces]
     if not theirs.modular:
-        return next((weight for _, weight in own if weight is not None), None)
+        return next((weight for _, weight in weights if weight is not None), None)
     values = {
         str(piece.module): (1.0 if weight is None else weight)
         if model in [source.model for source in theirs.merged(piece)]
         else 0.0
-        for piece, weight in own
+        for piece, weight in weights
     }
     found = by_module(theirs.part, values, elsewhere=0.0)
     return None if found == 1.0 else found
 
 
-def _by_module(theirs: Theirs, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _by_module(theirs: Theirs, settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The parameters of all modules as those of the recipe."""
     found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for one in own for key in one):
+    for key in dict.fromkeys(key for one in settings for key in one):
         values = {
             str(piece.module): one[key]
-            for piece, one in zip(theirs.pieces, own, strict=True)
+            for piece, one in zip(theirs.pieces, settings, strict=True)
             if key in one
         }
-        if len(values) < len(own):
+        if len(values) < len(settings):
             theirs.part.refuse(
                 f"`{key}` is said of some modules alone ({', '.join(values)}): say it of all",
                 "modules",
@@ -121,10 +121,10 @@ def _by_module(theirs: Theirs, own: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _layers(theirs: Theirs, piece: Piece) -> dict[str, Any]:
-    experts = {theirs.models[own.model]: list(own.layers or ()) for own in theirs.merged(piece)}
+    experts = {theirs.models[s.model]: list(s.layers or ()) for s in theirs.merged(piece)}
     if theirs.start is None:
         return {"experts": experts}
-    base = next((own.layers for own in piece.sources if own.model == theirs.base), None)
+    base = next((s.layers for s in piece.sources if s.model == theirs.base), None)
     return {"experts": experts, **({} if base is None else {"base": list(base)})}
 
 

@@ -62,9 +62,9 @@ class Document:
         """The models that it names."""
         part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
         theirs = read_theirs(part, named(part), Places())
-        found = {own.model for piece in theirs.pieces for own in piece.sources}
+        found = {source.model for piece in theirs.pieces for source in piece.sources}
         found |= set() if theirs.base is None else {theirs.base}
-        return {path for own in found for path in (own.model, own.lora) if path is not None}
+        return {path for model in found for path in (model.model, model.lora) if path is not None}
 
     def refuse(self, problem: str, *keys: str) -> NoReturn:
         """Raise a RecipeError for this document."""
@@ -79,15 +79,15 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
     """
     stages: dict[str, Document] = {}
     last: list[Document] = []
-    for own in documents:
-        if own.name is None:
-            last.append(own)
+    for document in documents:
+        if document.name is None:
+            last.append(document)
         elif any(
-            own.name.casefold() == name.casefold() for name in stages
+            document.name.casefold() == name.casefold() for name in stages
         ):  # one folder, on many disks
-            own.refuse(f"the name {own.name!r} is taken by another document", "name")
+            document.refuse(f"the name {document.name!r} is taken by another document", "name")
         else:
-            stages[own.name] = own
+            stages[document.name] = document
     if len(last) > 1:
         documents[-1].refuse(
             f"{len(last)} of the {len(documents)} documents have no `name`: one alone may be without, "
@@ -97,7 +97,7 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
 
 
 def _sorted(stages: dict[str, Document]) -> Iterable[str]:
-    needed = {name: sorted(own.sources & stages.keys()) for name, own in stages.items()}
+    needed = {name: sorted(stage.sources & stages.keys()) for name, stage in stages.items()}
     try:
         return list(TopologicalSorter(needed).static_order())
     except CycleError as error:

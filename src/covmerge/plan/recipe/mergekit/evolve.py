@@ -64,11 +64,11 @@ def compile_genome(
         )
     values = _Values(method, given)
     base = [{"model": given["base_model"]}] if given.get("base_model") else []
-    others = [own for own in base if own["model"] not in (m["model"] for m in models)]
+    others = [model for model in base if model["model"] not in (m["model"] for m in models)]
     count = _groups(genome, places)
     if count == 1 or given.get("smooth"):
         merged: dict[str, Any] = {
-            "models": [*({**own, "parameters": values.of(count)} for own in models), *others]
+            "models": [*({**model, "parameters": values.of(count)} for model in models), *others]
         }
     else:
         step = int(given["layer_granularity"])
@@ -76,8 +76,8 @@ def compile_genome(
             "slices": [
                 {
                     "sources": [
-                        *({**own, **at, "parameters": values.of(1)} for own in models),
-                        *({**own, **at} for own in others),
+                        *({**model, **at, "parameters": values.of(1)} for model in models),
+                        *({**model, **at} for model in others),
                     ]
                 }
                 for at in ({"layer_range": [n * step, (n + 1) * step]} for n in range(count))
@@ -85,13 +85,13 @@ def compile_genome(
         }
     normalize = given.get("normalize")
     normalize = method in _NORMALIZED if normalize is None else normalize
-    kept = {key: given[key] for key in ("base_model", "tokenizer_source") if given.get(key)}
+    copied = {key: given[key] for key in ("base_model", "tokenizer_source") if given.get(key)}
     return {
         "merge_method": method,
         **merged,
         "parameters": {"normalize": normalize, "int8_mask": True},
         "dtype": "bfloat16",
-        **kept,
+        **copied,
     }
 
 
@@ -110,7 +110,7 @@ class _Values:
         if not self._filters:
             return self._gradient(name, groups)
         return [
-            *({"filter": own, "value": self._gradient(name, groups)} for own in self._filters),
+            *({"filter": text, "value": self._gradient(name, groups)} for text in self._filters),
             {"value": self._gradient(name, groups)},
         ]
 
@@ -124,8 +124,8 @@ def _models(genome: Part) -> Iterator[Part]:
     given = genome.data.get("models")
     if not isinstance(given, list) or not given:
         genome.refuse("`models` is a list of models", "models")
-    for own in cast("Sequence[object]", given):
-        yield Part({"model": own}, (*genome.path, "models"), genome.origin, genome.log)
+    for model in cast("Sequence[object]", given):
+        yield Part({"model": model}, (*genome.path, "models"), genome.origin, genome.log)
 
 
 def _groups(genome: Part, places: Places) -> int:

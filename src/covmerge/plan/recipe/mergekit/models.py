@@ -41,9 +41,9 @@ def reference(part: Part, key: str) -> Reference:
         InputError: it is an address with something in it that may be secret; recipes are printed and kept.
     """
     found = _reference(part, key)
-    for own in (found.model, found.lora):
-        if own is not None:
-            address_of(own)
+    for path in (found.model, found.lora):
+        if path is not None:
+            address_of(path)
     return found
 
 
@@ -57,15 +57,15 @@ def _reference(part: Part, key: str) -> Reference:
             "`model` and `lora`",
             key,
         )
-    own = part.part(key)
-    own.check_keys(("model", "lora", "override_architecture"))
-    if "override_architecture" in own.data:
-        own.log.notes.append(
-            f"override_architecture of {shown(own.data.get('model'))} is of no meaning: covmerge goes by "
+    inner = part.part(key)
+    inner.check_keys(("model", "lora", "override_architecture"))
+    if "override_architecture" in inner.data:
+        inner.log.notes.append(
+            f"override_architecture of {shown(inner.data.get('model'))} is of no meaning: covmerge goes by "
             "the names of the tensors"
         )
-    lora = None if own.data.get("lora") is None else _path(own, "lora")
-    return Reference(_path(own, "model"), lora)
+    lora = None if inner.data.get("lora") is None else _path(inner, "lora")
+    return Reference(_path(inner, "model"), lora)
 
 
 def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dict[Reference, str]:
@@ -81,15 +81,15 @@ def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dic
     """
     found: dict[Reference, str] = {}
     taken = set(others)
-    for own in dict.fromkeys(references):
-        path = (own.lora or own.model).partition("@")[0].rstrip("/")
+    for ref in dict.fromkeys(references):
+        path = (ref.lora or ref.model).partition("@")[0].rstrip("/")
         stem = _UNFIT.sub("-", path.rpartition("/")[2]).strip("-.") or "model"
         stem = stem[: EXPERT_NAME_LENGTH - 5]
         name, number = stem, 2
         while name.lower() in taken:
             name, number = f"{stem}-{number}", number + 1
         taken.add(name.lower())
-        found[own] = name
+        found[ref] = name
     return found
 
 
@@ -148,9 +148,9 @@ def _path(part: Part, key: str) -> str:
         return value
     if not isinstance(value, Mapping):
         part.refuse(f"`{key}` is {shown(value)}; it is a path, or org/name@revision", key)
-    own = part.part(key)
-    own.check_keys(("path", "revision"))
-    path, revision = own.data.get("path"), cast("Any", own.data.get("revision"))
+    inner = part.part(key)
+    inner.check_keys(("path", "revision"))
+    path, revision = inner.data.get("path"), cast("Any", inner.data.get("revision"))
     if not isinstance(path, str) or not path or not (revision is None or isinstance(revision, str)):
-        own.refuse(f"{shown(dict(own.data))} is not {{path: PATH, revision: REVISION}}")
+        inner.refuse(f"{shown(dict(inner.data))} is not {{path: PATH, revision: REVISION}}")
     return path if revision is None else f"{path}@{revision}"

@@ -24,7 +24,7 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
     "encoder": ("encoder.*", "model.encoder.*"),
     "decoder": ("decoder.*", "model.decoder.*"),
 }
-# What is to be told from a module where the recipe leaves it out.
+# Modules to distinguish from a module, where the recipe leaves them out.
 _BESIDE = {
     "text_decoder": ("multi_modal_projector", "vision_tower"),
     "vision_tower": ("multi_modal_projector",),
@@ -45,19 +45,19 @@ def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
         RecipeError: a value that goes by name already.
     """
     of_each = {
-        name: cast("list[Any]", own) for name, own in values.items() if isinstance(own, list)
+        name: cast("list[Any]", value) for name, value in values.items() if isinstance(value, list)
     }
     if of_each:
         places = range(len(next(iter(of_each.values()))))
         return [
             by_module(
                 part,
-                {n: of_each[n][i] if n in of_each else own for n, own in values.items()},
+                {n: of_each[n][i] if n in of_each else value for n, value in values.items()},
                 elsewhere,
             )
             for i in places
         ]
-    if any(is_varied(own) and BY_NAME in own for own in values.values()):
+    if any(is_varied(value) and BY_NAME in value for value in values.values()):
         part.refuse(
             "filters beside several modules: leave them out, print the recipe (`covmerge import-mergekit`) "
             "and write them into its `by_name`",

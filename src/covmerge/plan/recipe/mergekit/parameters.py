@@ -31,25 +31,25 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
     _check(theirs, piece, around)
     method = theirs.method
     settings = {
-        name: setting(name, around, own.default, theirs.name, partial(_one, method, own))
-        for name, own in method.shared.items()
+        name: setting(name, around, spec.default, theirs.name, partial(_one, method, spec))
+        for name, spec in method.shared.items()
     }
     found = {
-        own.ours: settings[name] for name, own in method.shared.items() if own.ours is not None
+        spec.ours: settings[name] for name, spec in method.shared.items() if spec.ours is not None
     }
-    for name, own in method.each.items():
+    for name, spec in method.each.items():
         values = {
             theirs.models[source.model]: setting(
                 name,
                 [source.part.part("parameters"), *around],
-                own.default,
+                spec.default,
                 str(source.model),
-                partial(_one, method, own),
+                partial(_one, method, spec),
             )
             for source in theirs.merged(piece)
         }
-        found[str(own.ours)] = _for_each(theirs, values)
-    return _with_words(method, theirs.part, found)
+        found[str(spec.ours)] = _for_each(theirs, values)
+    return _joined_switches(method, theirs.part, found)
 
 
 def _one(method: TheirMethod, parameter: Parameter, value: object) -> Any:
@@ -70,9 +70,9 @@ def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
     if theirs.is_theirs or registry.get(theirs.method.ours).has("weight"):
         return None
     around = theirs.around(piece)
-    for own in piece.sources:
-        parts = [own.part.part("parameters"), *around]
-        if own.model == model and any("weight" in part.data for part in parts):
+    for source in piece.sources:
+        parts = [source.part.part("parameters"), *around]
+        if source.model == model and any("weight" in part.data for part in parts):
             return setting("weight", parts, 1.0, str(model), as_number)
     return None
 
@@ -80,7 +80,7 @@ def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
 def _of_ours(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> dict[str, Any]:
     """The parameters of a method of covmerge's; what belongs to mergekit's methods is left out."""
     method = registry.get(theirs.method.ours)
-    of_mergekit = {name for own in METHODS.values() for name in (*own.shared, *own.each)}
+    of_mergekit = {name for m in METHODS.values() for name in (*m.shared, *m.each)}
     found: dict[str, Any] = {}
     left_out: set[str] = set()
     of_models = [source.part.part("parameters") for source in piece.sources]
@@ -133,8 +133,8 @@ def _check(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> None:
                     f"{theirs.name} has no parameter {key!r}.{did_you_mean(key, each)}", key
                 )
     if piece.renumbers:
-        own = [source.part.part("parameters") for source in theirs.merged(piece)]
-        for part in (*own, *around):
+        parts = [source.part.part("parameters") for source in theirs.merged(piece)]
+        for part in (*parts, *around):
             for key in each:
                 _check_filters(part, key)
 
@@ -157,7 +157,7 @@ def _check_filters(part: Part, key: str) -> None:
             )
 
 
-def _with_words(method: TheirMethod, part: Part, found: dict[str, Any]) -> dict[str, Any]:
+def _joined_switches(method: TheirMethod, part: Part, found: dict[str, Any]) -> dict[str, Any]:
     """NuSLERP's two switches as the one word that they are here."""
     if method.ours != "nuslerp":
         return found

@@ -47,7 +47,7 @@ class Piece:
     @property
     def renumbers(self) -> bool:
         """Whether a layer has another number in its model than in the output."""
-        return any(own.layers is not None and own.layers[0] != self.start for own in self.sources)
+        return any(s.layers is not None and s.layers[0] != self.start for s in self.sources)
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,17 @@ class Theirs:
     def merged(self, piece: Piece) -> list[Source]:
         """The models that are merged: without the base, where that is what they are differences to."""
         one_more = self.method.base == "one_more"
-        return [own for own in piece.sources if one_more or own.model != self.base]
+        return [source for source in piece.sources if one_more or source.model != self.base]
 
     def around(self, piece: Piece) -> list[Part]:
         """The `parameters` that a piece's models have in common, from the nearest place outwards."""
-        return [own.part("parameters") for own in (piece.part, *piece.outer, self.part)]
+        return [part.part("parameters") for part in (piece.part, *piece.outer, self.part)]
 
     @cached_property
     def models(self) -> dict[Reference, str]:
         """All models that are merged, with their names."""
-        merged = [[own.model for own in self.merged(piece)] for piece in self.pieces]
-        every = self._in_order(merged) if self.modular else [own for one in merged for own in one]
+        merged = [[s.model for s in self.merged(piece)] for piece in self.pieces]
+        every = self._in_order(merged) if self.modular else [m for one in merged for m in one]
         return names_of(every, RESERVED if asks_for_tokens(self.part) else ())
 
     def _in_order(self, merged: Sequence[Sequence[Reference]]) -> list[Reference]:
@@ -172,15 +172,15 @@ def _base(part: Part, way: str) -> Reference | None:
     said = None if part.data.get("base_model") is None else reference(part, "base_model")
     modules = part.part("modules")
     places = [part] if way == "slices" else [modules.part(name) for name in modules.data]
-    slices = [own for one in places if one.data.get("slices") for own in one.parts("slices")]
+    slices = [entry for one in places if one.data.get("slices") for entry in one.parts("slices")]
     bases = [
-        said if own.data.get("base_model") is None else reference(own, "base_model")
-        for own in slices
+        said if entry.data.get("base_model") is None else reference(entry, "base_model")
+        for entry in slices
     ]
     base = bases[0] if bases and said is None else said
-    for own, named in zip(slices, bases, strict=True):
+    for entry, named in zip(slices, bases, strict=True):
         if named != base:
-            own.refuse(
+            entry.refuse(
                 f"the base of this slice is {named or 'not said'}, and that of the recipe or of the first "
                 f"slice {base or 'not said'}: one base says whose config, embeddings and buffers the "
                 "output has. Make it the same in all, or the recipe's `base_model`",
@@ -208,20 +208,20 @@ def _modules(part: Part, base: Reference | None) -> list[Piece]:
         part.refuse("`modules` has no module; each is a name with `models` or `slices`", "modules")
     found: list[Piece] = []
     for name in modules.data:
-        own = modules.part(name)
-        own.check_keys(("models", "slices", "parameters"))
+        module = modules.part(name)
+        module.check_keys(("models", "slices", "parameters"))
         whole = name == WHOLE and len(modules.data) == 1
-        way = _way(own, "models", "slices")
+        way = _way(module, "models", "slices")
         if way == "slices" and not whole:
-            own.refuse(
+            module.refuse(
                 "layers of one of several modules are not stacked anew: write `models`, which takes each "
                 "model's own layers",
                 "slices",
             )
-        outer = (own,)
+        outer = (module,)
         found += [
             replace(piece, module=None if whole else str(name), outer=outer)
-            for piece in _pieces(own, base, way)
+            for piece in _pieces(module, base, way)
         ]
     return found
 
@@ -229,9 +229,9 @@ def _modules(part: Part, base: Reference | None) -> list[Piece]:
 def _models(part: Part, base: Reference | None) -> Piece:
     nothing = Part({}, (), part.origin, part.log)
     sources: list[Source] = []
-    for own in part.parts("models"):
-        own.check_keys(("model", "parameters"))
-        sources.append(Source(reference(own, "model"), own, None))
+    for entry in part.parts("models"):
+        entry.check_keys(("model", "parameters"))
+        sources.append(Source(reference(entry, "model"), entry, None))
     if base is not None and base not in [source.model for source in sources]:
         sources.append(Source(base, nothing, None))
     return Piece(nothing, sources)
@@ -240,14 +240,14 @@ def _models(part: Part, base: Reference | None) -> Piece:
 def _slices(part: Part) -> list[Piece]:
     found: list[Piece] = []
     start = 0
-    for own in part.parts("slices"):
-        own.check_keys(("sources", "base_model", "parameters", "residual_weight"))
-        if "residual_weight" in own.data:
-            own.log.notes.append(
+    for entry in part.parts("slices"):
+        entry.check_keys(("sources", "base_model", "parameters", "residual_weight"))
+        if "residual_weight" in entry.data:
+            entry.log.notes.append(
                 "`residual_weight` changes nothing: mergekit reads it and never uses it"
             )
-        sources = [_source(source) for source in own.parts("sources")]
-        found.append(Piece(own, sources, start))
+        sources = [_source(source) for source in entry.parts("sources")]
+        found.append(Piece(entry, sources, start))
         first, end = sources[0].layers or (0, 0)
         start += end - first
     return found

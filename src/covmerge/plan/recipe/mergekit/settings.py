@@ -58,9 +58,9 @@ def filters(part: Part, parameter: str) -> Iterator[str]:
     """Return the texts that a parameter's filters look for."""
     for entry in _listed(part.data.get(parameter)):
         if isinstance(entry, Mapping):
-            own = cast("Mapping[str, object]", entry)
-            if isinstance(own.get("filter"), str):
-                yield str(own["filter"])
+            mapping = cast("Mapping[str, object]", entry)
+            if isinstance(mapping.get("filter"), str):
+                yield str(mapping["filter"])
 
 
 def _by_name(entries: Sequence[dict[str, Any]], otherwise: Any) -> Any:
@@ -80,20 +80,20 @@ def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | 
                 f"`{parameter}` has {shown(entry)} beside filters; write {{value: {shown(entry)}}}",
                 parameter,
             )
-        own = Part(
+        condition = Part(
             cast("Mapping[str, Any]", entry),
             (*part.path, parameter, number),
             part.origin,
             part.log,
         )
-        own.check_keys(("filter", "value"))
-        if "value" not in own.data:
-            own.refuse(f"a filter of `{parameter}` has no `value`")
-        text = own.data.get("filter")
+        condition.check_keys(("filter", "value"))
+        if "value" not in condition.data:
+            condition.refuse(f"a filter of `{parameter}` has no `value`")
+        text = condition.data.get("filter")
         if not (text is None or isinstance(text, str)):
-            own.refuse(f"the filter {shown(text)} is not text", "filter")
+            condition.refuse(f"the filter {shown(text)} is not text", "filter")
         match = None if text in (None, "*", "") else containing(str(text))
-        yield match, _value(own, "value", parameter, read)
+        yield match, _value(condition, "value", parameter, read)
 
 
 def _value(part: Part, key: str, parameter: str, read: Read) -> Any:

@@ -73,17 +73,17 @@ def _is_template(text: str) -> bool:
     return text in (AUTO, *TEMPLATES) or (len(text) >= 20 and "{" in text)
 
 
-def _rules(own: Part, named: Named) -> dict[str, Any]:
-    own.check_keys(("source", "tokens", "pad_to_multiple_of"))
-    source = UNION if own.data.get("source") is None else _source(own, "source", named)
+def _rules(part: Part, named: Named) -> dict[str, Any]:
+    part.check_keys(("source", "tokens", "pad_to_multiple_of"))
+    source = UNION if part.data.get("source") is None else _source(part, "source", named)
     found: dict[str, Any] = {"source": source}
-    tokens = own.part("tokens")
+    tokens = part.part("tokens")
     if tokens.data:
         found["tokens"] = {token: _row(tokens.part(token), named) for token in tokens.data}
-    multiple = unquoted(own.data.get("pad_to_multiple_of"))
+    multiple = unquoted(part.data.get("pad_to_multiple_of"))
     if multiple:
         if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
-            own.refuse(
+            part.refuse(
                 f"pad_to_multiple_of is {shown(multiple)}; it is a number of rows",
                 "pad_to_multiple_of",
             )
@@ -108,16 +108,16 @@ def _model(part: Part, key: str, named: Named) -> str:
     return found
 
 
-def _row(own: Part, named: Named) -> dict[str, Any]:
+def _row(part: Part, named: Named) -> dict[str, Any]:
     """Whose row a token gets."""
-    own.check_keys(("source", "force"))
-    force = {"force": True} if own.data.get("force") else {}
-    given: object = own.data.get("source")
+    part.check_keys(("source", "force"))
+    force = {"force": True} if part.data.get("force") else {}
+    given: object = part.data.get("source")
     if given is None:
-        own.refuse("no `source` says whose row the token gets: name a model, or remove the token")
+        part.refuse("no `source` says whose row the token gets: name a model, or remove the token")
     if not isinstance(given, Mapping) or "kind" not in given:
-        return {"of": _model(own, "source", named), **force}
-    source = own.part("source")
+        return {"of": _model(part, "source", named), **force}
+    source = part.part("source")
     kind: object = source.data["kind"]
     if kind == "zero":
         source.check_keys(("kind",))
