@@ -4,10 +4,10 @@ inputs     what an item reads, and the updates it becomes
 layer      the updates of some rows, and what methods make of them
 encode     a merged update in the form that the plan asks for
 pack       merged rows as a quantised format stores them
-look       what an inspection says of some rows
+inspect_rows  what an inspection says of some rows
 worker     one function: the operands of some rows in, what becomes of them out
 measures   what a comparison says of merged updates
-selection  what global passes look for: the reduction of the work of counting
+selection  the thresholds of global passes: the reduction of the work of counting
 global_pass  passes before the merge: thresholds over all tensors
 hashing    the hashes of the sources, taken while these are merged
 reading    the finished output, read once more file by file
@@ -27,7 +27,7 @@ devices    which device a process computes on: of several of a machine a GPU eac
 device_room  whether what is computed at once has room on a GPU
 staging    two pinned buffers through which what was read goes to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
-advice     merged updates that were blown up, in words, with what to do
+advice     merged updates that were blown up: a message with what to do
 losses     what rounding to a quantised format left of the update, by layer
 entries    items joined to tensors, tensors to totals; the methods' diagnostics, each as its own type
 ties       tied tensors that are stored twice

@@ -1,4 +1,4 @@
-"""Merged updates that were blown up, in words, with what to do about it."""
+"""Merged updates that were blown up: a message with what to do about it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more t
 
 
 def account_of_lengths(
-    entries: Mapping[str, Mapping[str, Any]], seen: Sequence[TensorDiagnostics] = ()
+    entries: Mapping[str, Mapping[str, Any]], diagnostics: Sequence[TensorDiagnostics] = ()
 ) -> MergeSummary:
     """How many times as long as all of its experts' together an update is at most, in words.
 
     Args:
         entries: of the tensors, as in covmerge.json.
-        seen: the methods' diagnostics in them; one that goes by the lengths of outputs is taken at that.
+        diagnostics: the methods', of them; one that goes by the lengths of outputs is taken at that.
     """
     outputs = {
         one.tensor: max(lengths)
-        for one in seen
+        for one in diagnostics
         if (lengths := [m.length_in_outputs for m in one.matrices]) and None not in lengths
     }
     ratios = {

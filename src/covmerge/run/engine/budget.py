@@ -39,7 +39,7 @@ _LANES_WORKSPACE = 2 * 2**30
 
 
 class Budget:
-    """Bytes that may be alive at once; whoever would exceed them waits for another to finish.
+    """Bytes that may be alive at once; a thread that would exceed them waits for another to finish.
 
     Items acquire in plan order and one item always fits, so waiting always ends.
     """
@@ -110,8 +110,8 @@ class MemoryPlan:
     def kept_above(self) -> int:
         """What each process that computes may hold before malloc has to give back what it keeps."""
         workers = self.workspace + self.in_flight
-        own = self.peak if self.workers == 1 else workers // self.workers
-        return own - _OVERHEAD + _KEPT
+        held = self.peak if self.workers == 1 else workers // self.workers
+        return held - _OVERHEAD + _KEPT
 
 
 def plan_memory(
@@ -153,12 +153,12 @@ def plan_memory(
     ]
     narrow = [items[0].is_narrow(device) for items in together]
     largest, workspace = max(moved), max(spaces)
-    beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
-    ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
+    beside = max((space for space, small in zip(spaces, narrow, strict=True) if small), default=0)
+    ahead = max((size for size, small in zip(moved, narrow, strict=True) if small), default=0)
     allowed = allowance(max_memory, processes)
     # What the process has counts against what it may have in all, and not against what is free beside it.
-    own = 0 if allowed.in_all else resident - held - counters - pinned
-    limit = allowed.size + own
+    present = 0 if allowed.in_all else resident - held - counters - pinned
+    limit = allowed.size + present
     if resident + workspace + largest > limit:
         beside, more = " beside what the process has", "Free"
         taken = f"{format_size(held)} for the output, " if held else ""
@@ -167,7 +167,7 @@ def plan_memory(
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
         raise ResourceError(
-            f"the merge needs {format_size(resident + workspace + largest - own)}{beside}, and "
+            f"the merge needs {format_size(resident + workspace + largest - present)}{beside}, and "
             f"{format_size(allowed.size)} {allowed.given}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
             f"'{plans[0].peak_item.tensor.name}'. {more} more, or merge that tensor by `average` with "
@@ -201,16 +201,16 @@ def _among(
     Raises:
         ResourceError: two of them do not fit.
     """
-    own = resident + workspace
-    fitting = min(workers, (limit - resident) // (own + largest))
+    each = resident + workspace
+    fitting = min(workers, (limit - resident) // (each + largest))
     if fitting < 2:
         raise ResourceError(
             f"{workers} workers do not fit: this process and two of them take "
-            f"{format_size(resident + 2 * (own + largest))}, and {format_size(limit)} may be taken: "
+            f"{format_size(resident + 2 * (each + largest))}, and {format_size(limit)} may be taken: "
             f"leave out {Hint('workers')}"
         )
-    in_flight = min(hands * largest, (limit - resident) // fitting - own)
+    in_flight = min(hands * largest, (limit - resident) // fitting - each)
     # What the workers hold beside is workspace to this process.
     return MemoryPlan(
-        resident, fitting * own, fitting * in_flight, lanes=1, workers=fitting, hands=hands
+        resident, fitting * each, fitting * in_flight, lanes=1, workers=fitting, hands=hands
     )

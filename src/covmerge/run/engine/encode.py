@@ -92,8 +92,8 @@ class Rows:
         return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
 
     def mask(self, expert: str) -> Tensor:
-        own = self._change.masks.get(expert)
-        return torch.zeros(self._item.shape, dtype=torch.bool) if own is None else own
+        mask = self._change.masks.get(expert)
+        return torch.zeros(self._item.shape, dtype=torch.bool) if mask is None else mask
 
     def failure(self, why: str) -> TensorError:
         return TensorError(

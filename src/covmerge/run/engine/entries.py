@@ -89,14 +89,14 @@ def diagnostics_in(
         if isinstance(merge, Merge) and "matrices" in entry:
             kind = registry.get(merge.method).diagnostics
             try:
-                own = tuple(map(kind.from_json, entry["matrices"]))
+                matrices = tuple(map(kind.from_json, entry["matrices"]))
             except ValueError as error:
                 raise InputError(
                     f"tensors.{tensor.name}.matrices of covmerge.json is not what method "
                     f"'{merge.method}' writes: {shorten(str(error))}; merge again"
                 ) from error
             experts = tuple(entry["update_norm"])
-            found.append(TensorDiagnostics(tensor.name, merge.parameters, experts, own))
+            found.append(TensorDiagnostics(tensor.name, merge.parameters, experts, matrices))
     return tuple(found)
 
 

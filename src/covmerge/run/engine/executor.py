@@ -90,20 +90,20 @@ class Executor(Protocol):
         ...
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """Read the files of the finished output once more, wherever that is done best.
 
         Args:
             sizes: bytes of each, by name.
-            look: what is done with each.
+            file_check: what is done with each.
             base: of the merge.
 
         Returns:
             What was found, by name.
 
         Raises:
-            CovmergeError: as `look` raises.
+            CovmergeError: as `file_check` raises.
         """
         ...
 

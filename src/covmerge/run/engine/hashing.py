@@ -58,7 +58,7 @@ class InStep:
     def __enter__(self) -> InStep:
         try:
             self._hashing = {
-                key: self._pool.submit(self._hash, own) for key, own in self._contents.items()
+                key: self._pool.submit(self._hash, files) for key, files in self._contents.items()
             }
         except BaseException:
             self._stop()
@@ -79,7 +79,7 @@ class InStep:
         found = {key: hashing.result() for key, hashing in self._hashing.items()}
         return in_order(
             self._contents,
-            {(key, name): one for key, own in found.items() for name, one in own.items()},
+            {(key, name): one for key, hashes in found.items() for name, one in hashes.items()},
         )
 
     def _hash(self, contents: Sequence[Content]) -> dict[str, str]:
@@ -109,7 +109,7 @@ class InStep:
 
 def to_share(contents: Contents) -> list[tuple[str, Content]]:
     """Return what is worth being hashed by several processes: what is read, with the key of its source."""
-    return [(key, content) for key, own in contents.items() for content in own if content.size]
+    return [(key, content) for key, files in contents.items() for content in files if content.size]
 
 
 def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
@@ -127,4 +127,4 @@ def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes
         known = found.get((key, content.name))
         return content.hash(at_once) if known is None else known
 
-    return {key: {one.name: taken(key, one) for one in own} for key, own in contents.items()}
+    return {key: {one.name: taken(key, one) for one in files} for key, files in contents.items()}

@@ -68,12 +68,12 @@ class Sources:
             return [read() for _, read in reads]
         with ThreadPool(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
             begun = [
-                pool.submit(read) if own else None
-                for own, (_, read) in zip(far, reads, strict=True)
+                pool.submit(read) if is_far else None
+                for is_far, (_, read) in zip(far, reads, strict=True)
             ]
             return [
-                read() if own is None else own.result()
-                for own, (_, read) in zip(begun, reads, strict=True)
+                read() if future is None else future.result()
+                for future, (_, read) in zip(begun, reads, strict=True)
             ]
 
     def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
@@ -93,10 +93,10 @@ class Inputs:
     Attributes:
         base: rows of the base; without content (on the meta device) where they were not read.
         experts: rows by expert; of an adapter the factors of its update.
-        merged: those of a merged model that is looked at.
+        merged: those of a merged model that is inspected.
         measured: by kind of statistic, by expert.
         known: by expert, what a pass over its whole tensor says of these rows.
-        sources: where whoever looks a tensor over reads it; nothing of it was read here.
+        sources: of a tensor pass, which reads the tensor itself; nothing of it was read here.
         packed: what the base stores of these rows, where the output is packed in the same way.
     """
 
@@ -112,11 +112,11 @@ class Inputs:
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
-        return {name: own.dtype for name, own in self.experts.items() if isinstance(own, Tensor)}
+        return {n: w.dtype for n, w in self.experts.items() if isinstance(w, Tensor)}
 
     def rounded_to(self) -> dict[str, torch.dtype]:
         """To which dtype the experts' weights were rounded; adapters have none of their own."""
-        return {n: rounded_to(own) for n, own in self.experts.items() if isinstance(own, Tensor)}
+        return {n: rounded_to(w) for n, w in self.experts.items() if isinstance(w, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
     reading = merging or [item for item in items if is_compared(item)]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
-    packed = next((own for item in items if (own := sources.read_packed(item))), ())
+    packed = next((stored for item in items if (stored := sources.read_packed(item))), ())
     as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
 
     def read_base() -> Tensor:
@@ -155,21 +155,20 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
         return sources.read_rows(base, first.rows)
 
     operands: Mapping[str, Operand] = reading[0].tensor.operands if reading else {}
-    own, *updates = sources.together(
+    base_rows, *updates = sources.together(
         [
             ("" if base is None or as_stored else base.source, read_base),
             *((o.source, partial(sources.read, o, first.rows)) for o in operands.values()),
         ]
     )
-    assert isinstance(own, Tensor)
+    assert isinstance(base_rows, Tensor)
     rows = dict(zip(operands, updates, strict=True))
     if not merging:
-        return Inputs(own, rows, packed=packed)
+        return Inputs(base_rows, rows, packed=packed)
     tensor = merging[0].tensor
-    look = tensor.operation
-    merged = (
-        sources.read(look.merged, first.rows) if isinstance(look, Inspect) and look.merged else None
-    )
+    operation = tensor.operation
+    of_merged = operation.merged if isinstance(operation, Inspect) else None
+    merged = sources.read(of_merged, first.rows) if of_merged else None
     measured: dict[str, dict[str, Measured]] = {}
     for item in merging:
         kind = _data_of(item)
@@ -178,7 +177,7 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
                 expert: _read_measured(kind, sources, expert, name, item)
                 for expert, name in item.tensor.statistics.items()
             }
-    return Inputs(own, rows, measured, merged, packed=packed)
+    return Inputs(base_rows, rows, measured, merged, packed=packed)
 
 
 def is_compared(item: WorkItem) -> bool:
@@ -211,7 +210,7 @@ def in_parts(
             assert stored is None or isinstance(stored, Tensor), "the plan divides tensors only"
             experts[expert] = None if stored is None else stored[part]
         measured = {
-            kind: {expert: replace(own, value=own.value[part]) for expert, own in found.items()}
+            kind: {expert: replace(stat, value=stat.value[part]) for expert, stat in found.items()}
             for kind, found in inputs.measured.items()
         }
         yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
@@ -294,7 +293,7 @@ def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.devi
     return padded
 
 
-def seen_of(
+def weights_or_update(
     stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device, *, weights: bool
 ) -> Tensor:
     """Return some rows of an expert as a method sees them, its weights or its update."""
@@ -308,8 +307,8 @@ def seen_of(
 
 def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """W_t, with the base's rows where the expert's table lacks them."""
-    own = stored.to(device).to(dtype)
-    return own if own.shape == base.shape else torch.cat([own, base[len(own) :]])
+    weights = stored.to(device).to(dtype)
+    return weights if weights.shape == base.shape else torch.cat([weights, base[len(weights) :]])
 
 
 def _square(update: Update) -> float:
@@ -363,10 +362,10 @@ def _name_what_is_not_finite(
     `in_place`: the update took the place of the stored weights.
     """
     start = 0 if item.rows is None else item.rows.start
-    own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
+    tensor = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
     read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]
     name = item.tensor.name
-    for source, values in (*read, (expert, own)):
+    for source, values in (*read, (expert, tensor)):
         bad = ~torch.isfinite(values.double())
         if in_place and source is not None and isinstance(stored, Tensor):
             # Finite weights overflow only over a base as long as half a step of the largest number.
@@ -376,12 +375,12 @@ def _name_what_is_not_finite(
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
             of_base = source is None  # what it holds is in the output whatever a rule says
-            kept = f", or leave the tensor to the base with the rule {{match: '{name}', use: base}}"
+            hint = f", or leave the tensor to the base with the rule {{match: '{name}', use: base}}"
             raise NotFiniteError(
                 name,
                 source,
                 f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
-                f"checkpoint again{'' if of_base else kept}.",
+                f"checkpoint again{'' if of_base else hint}.",
             )
     raise NotFiniteError(
         name,

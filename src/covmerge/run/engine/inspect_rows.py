@@ -32,24 +32,24 @@ _SHOWN = 64
 _HALF = 2  # bytes of a weight
 
 
-def inspect_rows(item: WorkItem, look: Inspect, inputs: Inputs, context: Context) -> Result:
+def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Context) -> Result:
     """Measure some rows of base and experts, and of a merged model where there is one.
 
     What could not be read is a fault in the statistics: the next item goes on.
     """
     stored = inputs.stored_dtypes()
     dtypes, merged_dtype = (
-        (inputs.rounded_to(), _rounded_to(inputs.merged)) if look.spectra else ({}, None)
+        (inputs.rounded_to(), _rounded_to(inputs.merged)) if inspect.spectra else ({}, None)
     )
-    result = {} if look.merged is None else {MERGED: inputs.merged}
+    result = {} if inspect.merged is None else {MERGED: inputs.merged}
     whose = "experts"
     try:
         given, _ = take_updates(item, inputs, context.dtype, context.device)
         whose = MERGED
         made, _ = take_updates(item, Inputs(inputs.base, result), context.dtype, context.device)
     except NotFiniteError as error:
-        own = error.expert is not None and whose == MERGED
-        return Result((), {"fault": error.problem, "of": error.expert, "of_merged": own})
+        of_merged = error.expert is not None and whose == MERGED
+        return Result((), {"fault": error.problem, "of": error.expert, "of_merged": of_merged})
     base = inputs.base.to(context.device).to(context.dtype)
     updates, merged = (
         {n: dense(u, inputs.base, context.dtype, context.device) for n, u in found.items()}
@@ -74,43 +74,43 @@ def inspect_rows(item: WorkItem, look: Inspect, inputs: Inputs, context: Context
     pieces: list[Json] = []
     split = {name: matrices(update, layout) for name, update in updates.items()}
     last = [matrices(update, layout) for update in merged.values()]
-    for place, own in enumerate(matrices(base, layout)):
+    for place, matrix in enumerate(matrices(base, layout)):
         parts = {name: found[place] for name, found in split.items()}
         results = [found[place] for found in last]
         piece: dict[str, Json] = {
-            "shape": list(own.shape),
-            "sums": sums_of(own, [*parts.values(), *results]).as_json(),
-            "lost": _lost(parts, own, stored, inputs.base.dtype),
+            "shape": list(matrix.shape),
+            "sums": sums_of(matrix, [*parts.values(), *results]).as_json(),
+            "lost": _lost(parts, matrix, stored, inputs.base.dtype),
         }
         if results:
             piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
-        if look.quadratics:
+        if inspect.quadratics:
             columns = [_factors(given[n], place, layout) or part for n, part in parts.items()]
             columns += [_factors(made[MERGED], place, layout) or part for part in results]
             forms = quadratics(columns, len(parts))
             piece["quadratics"] = [None if form is None else numbers(form) for form in forms]
-        if look.spectra:
+        if inspect.spectra:
             taken = {
                 n: spectrum_of(_factors(given[n], place, layout) or part)
                 for n, part in parts.items()
             }
-            errors = rounding_of(list(parts.values()), [dtypes.get(n) for n in parts], own)
+            errors = rounding_of(list(parts.values()), [dtypes.get(n) for n in parts], matrix)
             shown = zip(taken.items(), errors, strict=True)
             pairs = combinations(taken.values(), 2)
             overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
-            piece["spectra"] = {n: _ranked(s, own, error) for (n, s), error in shown}
+            piece["spectra"] = {n: _ranked(s, matrix, error) for (n, s), error in shown}
             piece["overlaps"] = overlaps
             if results:
-                (error,) = rounding_of(results, [merged_dtype], own)
+                (error,) = rounding_of(results, [merged_dtype], matrix)
                 spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
-                piece["after"] = _ranked(spectrum, own, error)
-            again = look.redo and _merged_again(look.redo, item, parts, errors)
+                piece["after"] = _ranked(spectrum, matrix, error)
+            again = inspect.redo and _merged_again(inspect.redo, item, parts, errors)
             if again is not None:
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
-            if look.attempt is not None:
+            if inspect.attempt is not None:
                 factors = [_factors(given[n], place, layout) for n in parts]
-                piece["foreseen"] = _attempted(look.attempt, item, own, parts, factors, errors)
+                piece["foreseen"] = _attempt(inspect.attempt, item, matrix, parts, factors, errors)
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
 
@@ -119,13 +119,13 @@ def _lost(
     updates: Mapping[str, Tensor],
     base: Tensor,
     stored: Mapping[str, torch.dtype],
-    own: torch.dtype,
+    base_dtype: torch.dtype,
 ) -> dict[str, Json]:
     """What half precision took of the updates of experts that are stored in it, as the base is."""
     return {
-        name: asdict(lost_when_stored(update, base, own))
+        name: asdict(lost_when_stored(update, base, base_dtype))
         for name, update in updates.items()
-        if stored.get(name) == own and own.itemsize == _HALF
+        if stored.get(name) == base_dtype and base_dtype.itemsize == _HALF
     }
 
 
@@ -140,7 +140,7 @@ def _merged_again(
     return merged.delta if method.diagnostics.from_json(merged.stats).fired else None
 
 
-def _attempted(
+def _attempt(
     merge: Merge,
     item: WorkItem,
     base: Tensor,
@@ -150,7 +150,7 @@ def _attempted(
 ) -> Json:
     """What a method tells of a matrix that it merges; on the factors where all have them."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
-    method, known = merge.procedure, [own for own in factors if own is not None]
+    method, known = merge.procedure, [factor for factor in factors if factor is not None]
     size = base_norm_for(method, item.tensor, base)
     if len(known) == len(factors) and method.factored_for(merge.parameters):
         merged = merge_factors(method, known, weights, merge.parameters, base_norm=size)
@@ -173,8 +173,8 @@ def inspect_cost(
     if not spectra:
         return elementwise
     one = svd_cost(d_out, d_in, leading(min(d_out, d_in)), itemsize)
-    kept = leading(min(d_out, d_in)) * d_in * itemsize
-    return elementwise + Cost(count * one.flops, one.workspace + count * kept, count * one.eigen)
+    vectors = leading(min(d_out, d_in)) * d_in * itemsize
+    return elementwise + Cost(count * one.flops, one.workspace + count * vectors, count * one.eigen)
 
 
 def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
@@ -204,7 +204,7 @@ def _rounded_to(update: Update) -> torch.dtype | None:
 
 def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:
     """The factors of one matrix, oriented; None where it is known as a tensor."""
-    own = update[place] if isinstance(update, tuple) else update
-    if not isinstance(own, LowRank) or layout.parts is not None:
+    matrix = update[place] if isinstance(update, tuple) else update
+    if not isinstance(matrix, LowRank) or layout.parts is not None:
         return None
-    return own.mT if layout.transposed else own
+    return matrix.mT if layout.transposed else matrix

@@ -123,10 +123,10 @@ class Layer:
         weights = _weights_of(item)
         with naming(item.tensor):
             found = [
-                merge_factors(method, own, weights, merge.parameters, ranked, measured, size)
-                for own, size in zip(factors, sizes, strict=True)
+                merge_factors(method, low_rank, weights, merge.parameters, ranked, measured, size)
+                for low_rank, size in zip(factors, sizes, strict=True)
             ]
-        found = [own.times(merge.scale) for own in found]
+        found = [merged.times(merge.scale) for merged in found]
         diagnostics = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
             return Change(found[0], diagnostics)
@@ -139,7 +139,7 @@ class Layer:
     ) -> Change | None:
         """What the same method makes if its steps do not round to half precision, to measure their loss.
 
-        None: they do not, or the tensor was looked over first, by steps that do.
+        None: they do not, or a tensor pass came first, by steps that do.
         """
         if merge.half is None or self._inputs.known:
             return None
@@ -161,11 +161,11 @@ class Layer:
         diagnostics = [result.stats for result in results]
         if merge.layout is None:
             masks = dict(zip(self._given, results[0].masks, strict=False))
-            # Of tensors of any shape, and of parts of them, only what has words is kept.
-            kept = diagnostics if method.diagnostics is not Diagnostics else []
+            # Of tensors of any shape, and of parts of them, only a method's own diagnostics are kept.
+            method_diagnostics = diagnostics if method.diagnostics is not Diagnostics else []
             if results[0].weights is not None:
-                return Change(results[0].delta, kept, masks, results[0].weights)
-            return Change(_owned(results[0], self._updates), kept, masks)
+                return Change(results[0].delta, method_diagnostics, masks, results[0].weights)
+            return Change(_owned(results[0], self._updates), method_diagnostics, masks)
         like = next(iter(self._updates.values()))
         if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
             return Change(_owned(results[0], self._updates).view_as(like), diagnostics)
@@ -178,8 +178,8 @@ class Layer:
         method = merge.procedure
         factors = self._factors(merge, method)
         if factors is not None:
-            for own in factors:
-                vectors = ranked_factors(method, own, _weights_of(item), merge.parameters)
+            for low_rank in factors:
+                vectors = ranked_factors(method, low_rank, _weights_of(item), merge.parameters)
                 yield from zip(self._given, vectors, strict=True)
             return
         for group in self._groups(item, merge, method, None):
@@ -218,9 +218,9 @@ class Layer:
         stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
         found: dict[str, tuple[LowRank, ...]] = {}
         for expert, update in self._given.items():
-            own = update if isinstance(update, tuple) else (update,)
-            factors = tuple(matrix for matrix in own if isinstance(matrix, LowRank))
-            if len(factors) == len(own) and isinstance(update, tuple) == stacked:
+            pieces = update if isinstance(update, tuple) else (update,)
+            factors = tuple(matrix for matrix in pieces if isinstance(matrix, LowRank))
+            if len(factors) == len(pieces) and isinstance(update, tuple) == stacked:
                 found[expert] = factors
             elif update is not None:
                 return None
@@ -265,7 +265,7 @@ class Layer:
         bases = self._bases(layout) if method.needs_base else [None] * len(views)
         sizes = self._base_norms(item.tensor, layout, method, len(views))
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
-        for tensors, kept, rounding, own, base, size in each:
+        for tensors, cache, rounding, low_rank, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
             yield LinearGroup(
                 updates,
@@ -280,8 +280,8 @@ class Layer:
                 thresholds=tuple(thresholds[expert] for expert in self._given)
                 if thresholds
                 else None,
-                shared=kept,
-                factors=tuple(own),
+                shared=cache,
+                factors=tuple(low_rank),
                 rounding=rounding,
                 base=base,
                 known=tuple(self._inputs.known[expert] for expert in self._given)
@@ -298,7 +298,7 @@ class Layer:
             dtypes = [self._rounded_to.get(expert) for expert in self._updates]
             base = self._bases(layout) if any(dtypes) else [None] * len(views)
             self._rounding[layout] = [
-                rounding_of(updates, dtypes, own) for updates, own in zip(views, base, strict=True)
+                rounding_of(updates, dtypes, w) for updates, w in zip(views, base, strict=True)
             ]
         return self._rounding[layout]
 
@@ -318,7 +318,7 @@ class Layer:
         # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
         base = base.to(self._context.device)
         whole = [base] if layout is None else matrices(base, layout)
-        return [base_norm_for(method, tensor, own) for own in whole]
+        return [base_norm_for(method, tensor, matrix) for matrix in whole]
 
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)
@@ -347,7 +347,7 @@ def naming(tensor: TensorPlan) -> Generator[None]:
 
 
 def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
-    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks.
+    """‖W_0‖ of a matrix as it is stored, for methods that use it; None outside the row of blocks.
 
     A few rows at a time in float64.
     """

@@ -50,9 +50,10 @@ def losses_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
         return {}
     layers: dict[str, list[Mapping[str, Any]]] = {}
     for name, entry in packed.items():
-        own = layer_name(name)
-        layers.setdefault(_OUTSIDE if own is None else f"{own.stack}{own.index}", []).append(entry)
-    rows: list[Json] = [{"layer": layer, **_loss(own)} for layer, own in layers.items()]
+        place = layer_name(name)
+        layer = _OUTSIDE if place is None else f"{place.stack}{place.index}"
+        layers.setdefault(layer, []).append(entry)
+    rows: list[Json] = [{"layer": layer, **_loss(members)} for layer, members in layers.items()]
     return {"quantised": {**_loss(list(packed.values())), "layers": rows}}
 
 
@@ -83,7 +84,7 @@ def account_of_losses(totals: Mapping[str, Any]) -> MergeSummary:
         f"{found['tensors']} tensors; of the merged update {found['kept']:.1%} is left in them, beside "
         f"noise of {found['lost']:.1%} of its norm",
     )
-    eaten = [own["layer"] for own in found["layers"] if own.get("lost", 0.0) >= _EATEN]
+    eaten = [layer["layer"] for layer in found["layers"] if layer.get("lost", 0.0) >= _EATEN]
     if not eaten:
         return MergeSummary(rows=(row,))
     warning = (

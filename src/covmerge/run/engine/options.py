@@ -185,7 +185,7 @@ class RunOptions:
             return None
         wide = (item.tensor.operation for item in plan.items if not item.is_narrow(device))
         merges = (operation for operation in wide if isinstance(operation, Merge))
-        if all(own.procedure.unit_for(own.parameters) == "element" for own in merges):
+        if all(merge.procedure.unit_for(merge.parameters) == "element" for merge in merges):
             return None
         return self.threads or torch.get_num_threads()
 
@@ -213,19 +213,19 @@ def run_options(settings: Mapping[str, Any]) -> RunOptions:
         InputError: a size or an executor that is none, an executor that does not go with the others, or
             there is no cluster whose nodes could be asked for their devices.
     """
-    own = {name: settings[name] for name in _GIVEN if name in settings}
+    options = {name: settings[name] for name in _GIVEN if name in settings}
     for name, read in (("max_memory", parse_size), ("progress", as_progress)):
-        if own.get(name) is not None:
+        if options.get(name) is not None:
             try:
-                own[name] = read(own[name])
+                options[name] = read(options[name])
             except RecipeError as error:
                 raise RecipeError(f"{Hint(name)}: {error}") from error
-    threads: object = own.get("threads")
+    threads: object = options.get("threads")
     if threads is not None and not (isinstance(threads, int) and threads >= 1):
         raise RecipeError(f"{Hint('threads')}: {threads!r} is no whole number above 0: give one")
-    if "device" in own:
-        own["device"] = str(own["device"])  # a torch.device too
-    return _with_executor(RunOptions(**own), settings.get("executor"), settings.get("address"))
+    if "device" in options:
+        options["device"] = str(options["device"])  # a torch.device too
+    return _with_executor(RunOptions(**options), settings.get("executor"), settings.get("address"))
 
 
 def _with_executor(options: RunOptions, name: str | None, address: str | None) -> RunOptions:

@@ -15,9 +15,9 @@ def largest_first(
     """Yield the largest first, and of equal ones the one that came first.
 
     Args:
-        items: taken no further than is looked ahead.
+        items: read no further ahead than `within`.
         size: of an item.
-        within: how far is looked ahead: the size of all that is passed over; None: to the end.
+        within: how far ahead items are read: the size of all that is passed over; None: to the end.
 
     Example:
         >>> list(largest_first([1, 5, 2, 4], lambda size: size))
@@ -39,7 +39,7 @@ def largest_first(
 
 
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide items among some, the largest first and each to whoever has least so far.
+    """Divide items among some, the largest first and each to the one that has least so far.
 
     Returns:
         The places of each one's items, the largest first.

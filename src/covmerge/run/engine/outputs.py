@@ -50,11 +50,11 @@ class MemoryOutput:
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
         """Copy the rows in place; nobody asks for a checksum."""
         for place, tensor in zip(places, tensors, strict=True):
-            kept, rows = self.tensors[place.part][place.tensor], place.rows
-            if kept.is_complex():
-                kept = torch.view_as_real(kept)
-            own = kept if rows is None or not kept.dim() else kept[rows.start : rows.stop]
-            own.copy_(tensor)
+            target, rows = self.tensors[place.part][place.tensor], place.rows
+            if target.is_complex():
+                target = torch.view_as_real(target)
+            block = target if rows is None or not target.dim() else target[rows.start : rows.stop]
+            block.copy_(tensor)
         return ""
 
     def read_back(self, places: Sequence[Place]) -> str:

@@ -10,7 +10,7 @@ from covmerge.base.errors import CovmergeError
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error that another process can raise; of one that does not pickle, its words."""
+    """Return an error that another process can raise; of one that does not pickle, its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -22,7 +22,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def named_error(error: BaseException) -> tuple[str, str]:
-    """Return the name of the nearest of our errors that is made of words alone, and the words.
+    """Return the name of the nearest of our errors that is made of a message alone, and the message.
 
     Example:
         >>> from covmerge.base.errors import NotFiniteError
@@ -37,7 +37,7 @@ def named_error(error: BaseException) -> tuple[str, str]:
 
 
 def error_named(kind: str, message: str) -> Exception:
-    """Return the error whose name and words another process gave."""
+    """Return the error whose name and message another process gave."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, CovmergeError):
         with suppress(TypeError):

@@ -108,11 +108,11 @@ class Processes:
         return InStep(contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by this process; the others have done all that there is for them."""
         self.close()
-        return read_files(sizes, look, base)
+        return read_files(sizes, file_check, base)
 
     def close(self) -> None:
         """End the processes."""
@@ -138,8 +138,8 @@ class Processes:
         if (done.index, done.number) == (index, len(batch) - 1):
             worker.ended.append(worker.loads.popleft())
             worker.give(stage)
-        if (done.index, done.number) not in stage.seen:
-            stage.seen.add((done.index, done.number))
+        if (done.index, done.number) not in stage.handed_on:
+            stage.handed_on.add((done.index, done.number))
             yield done
 
     def _collect(self, stage: _Stage) -> None:
@@ -217,7 +217,7 @@ class _Stage:
         lost_counts: whether one died as it handed over what it had counted.
         again: what a process had counted when it died.
         retried: the loads, by their index, that one had in hand when it died.
-        seen: what has been handed on, as index and place in the batch.
+        handed_on: what has been handed on, as index and place in the batch.
         counts: what the processes have counted, one by one.
     """
 
@@ -226,7 +226,7 @@ class _Stage:
     lost_counts: bool = False
     again: deque[_Load] = field(default_factory=deque[_Load])
     retried: set[int] = field(default_factory=set[int])
-    seen: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    handed_on: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     counts: list[bytes] = field(default_factory=list[bytes])
 
     def next(self) -> _Load | None:
@@ -244,7 +244,7 @@ class _Worker:
         device: where it computes.
         left: what it is to do first, of one that died.
         loads: what it has in hand; it does one after the other.
-        ended: what it has done of the stage that it was told of.
+        ended: what it has done of the stage that was sent to it.
         answered: whether it has ever done anything.
     """
 
@@ -274,7 +274,7 @@ class _Worker:
         return answer
 
     def end(self, stage: _Stage) -> None:
-        """End a stage that it was told of, and give what it has counted to that."""
+        """End a stage that was sent to it, and give what it has counted to that."""
         if self.ended:
             self._send(None)
             if stage.task.selections is not None:

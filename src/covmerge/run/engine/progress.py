@@ -96,7 +96,7 @@ def _called(given: object) -> object:
 
 
 class _Called:
-    """A function that is told what is done."""
+    """A function that is called with what is done."""
 
     def __init__(self, function: Advanced) -> None:
         self._function = function

@@ -53,8 +53,8 @@ def files_at_once(count: int, processes: int = 1) -> int:
     return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 
-def read_files(sizes: Mapping[str, int], look: FileCheck, base: Checkpoint) -> dict[str, Json]:
+def read_files(sizes: Mapping[str, int], check: FileCheck, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
     with ThreadPool(files_at_once(len(sizes)), "covmerge-verify") as pool:
-        found = pool.map(partial(look, base), sizes)
+        found = pool.map(partial(check, base), sizes)
         return dict(zip(sizes, found, strict=True))

@@ -201,7 +201,7 @@ class _Record:
     def result(self, number: int, begun: float, seconds: float, ranking: Span) -> RunResult:
         """Return what was done by one of the plans."""
         done = self._done[number]
-        shared = [own for other in self._done for d in other.values() for own in d.spans]
+        shared = [span for other in self._done for d in other.values() for span in d.spans]
         computing = {i: s for i, d in done.items() for s in d.spans if s.stage == "compute"}
         reading = [span for span in shared if span.stage == "read"]
         writing = [span for span in shared if span.stage == "write"]

@@ -1,4 +1,4 @@
-"""What global passes look for, while the rows go by: a magnitude for each expert of each of them."""
+"""The thresholds of global passes, while the rows go by: a magnitude for each expert of each of them."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Selections:
                     )
                     for expert in global_pass.experts
                 }
-                for global_pass in own
+                for global_pass in passes
             }
-            for own, guessed in zip(global_passes, guesses, strict=True)
+            for passes, guessed in zip(global_passes, guesses, strict=True)
         ]
 
     @property
@@ -108,12 +108,12 @@ class Selections:
         return [
             {
                 key: {expert: select.value for expert, select in experts.items()}
-                for key, experts in own.items()
+                for key, experts in selects.items()
             }
-            for own in self._selects
+            for selects in self._selects
         ]
 
     def _all(self) -> Iterator[MagnitudeSelect]:
-        for own in self._selects:
-            for experts in own.values():
+        for selects in self._selects:
+            for experts in selects.values():
                 yield from experts.values()

@@ -11,7 +11,7 @@ from covmerge.run.engine.inputs import read_inputs
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.worker import work
 
-_LOOKS = 25  # how often bytes that another machine wrote are looked for
+_LOOKS = 25  # how often bytes that another machine wrote are read
 
 
 def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:

@@ -41,8 +41,8 @@ def pinned_bytes(device: torch.device) -> int:
 def goes_ahead(items: Sequence[WorkItem]) -> bool:
     """Whether the rows of a batch are asked for on the device alone.
 
-    What is copied stays on the CPU, what is packed is held against the base there, and what is looked
-    over is read by the computation.
+    What is copied stays on the CPU, what is packed is held against the base there, and a tensor
+    pass reads its rows in the computation.
     """
     return all(
         isinstance(item.tensor.operation, Merge | Count)
@@ -86,13 +86,13 @@ class Staging:
             The inputs on the device, and when they are there; nobody may look at them before.
         """
         measured = {
-            kind: {expert: self._measured(own) for expert, own in found.items()}
+            kind: {expert: self._measured(statistic) for expert, statistic in found.items()}
             for kind, found in inputs.measured.items()
         }
         sent = replace(
             inputs,
             base=inputs.base if inputs.base.is_meta else self._tensor(inputs.base),
-            experts={expert: self._update(own) for expert, own in inputs.experts.items()},
+            experts={expert: self._update(update) for expert, update in inputs.experts.items()},
             measured=measured,
         )
         return sent, self._recorded(self._arrival())
@@ -101,7 +101,7 @@ class Staging:
         if update is None:
             return None
         if isinstance(update, tuple):
-            return tuple(self._factors(own) for own in update)
+            return tuple(self._factors(matrix) for matrix in update)
         return self._factors(update) if isinstance(update, LowRank) else self._tensor(update)
 
     def _factors(self, update: LowRank) -> LowRank:

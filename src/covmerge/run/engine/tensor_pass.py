@@ -1,4 +1,4 @@
-"""A look over a large tensor, expert by expert or of all together, for methods that must know all of it."""
+"""A first pass over a large tensor, by expert or all together, for methods that must know all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covmerge.maths.methods import Method
 from covmerge.maths.methods.registry import Known
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import WorkItem, looked_over_at_once
-from covmerge.run.engine.inputs import Sources, seen_of
+from covmerge.run.engine.inputs import Sources, weights_or_update
 from covmerge.run.engine.layer import Context, naming
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
@@ -29,20 +29,20 @@ def tensor_pass(
 ) -> dict[str, Known]:
     """Return, by expert, what its rows must know of the whole tensor."""
     assert method.tensor_pass is not None
-    look = method.tensor_pass.of
+    inspect = method.tensor_pass.of
     shape = item.shape
     experts = list(item.tensor.operands)
     if method.tensor_pass.together:
         groups = partial(_groups, item, experts, method, sources, context)
         with naming(item.tensor), method.ending_in_words(_WORK), torch_threads(1):
-            known = look(groups, shape, method.for_experts(merge.parameters, experts, experts))
+            known = inspect(groups, shape, method.for_experts(merge.parameters, experts, experts))
         return dict.fromkeys(experts, known)
 
     def of(expert: str) -> Known:
-        own = method.for_experts(merge.parameters, experts, [expert])
+        parameters = method.for_experts(merge.parameters, experts, [expert])
         groups = partial(_groups, item, [expert], method, sources, context)
         with naming(item.tensor), method.ending_in_words(_WORK):
-            return look(groups, shape, own)
+            return inspect(groups, shape, parameters)
 
     held = method.tensor_pass.entry_bytes(merge.parameters) > 0
     together = looked_over_at_once(prod(shape), len(experts), held=held)
@@ -79,16 +79,16 @@ def _groups(
         assert item.tensor.base is not None
         stored = sources.read_rows(item.tensor.base, part.rows)
         base = stored.to(context.device).to(context.dtype)
-        seen = tuple(
-            seen_of(
+        tensors = tuple(
+            weights_or_update(
                 sources.read(operand, part.rows), base, context.dtype, context.device, weights=by
             )
             for operand in operands
         )
         yield LinearGroup(
-            () if by else seen,
+            () if by else tensors,
             tuple(operand.weight for operand in operands),
-            models=seen if by else (),
+            models=tensors if by else (),
             base=base if by else None,
             streams=tuple(item.tensor.stream(name, part.first_element) for name in chosen),
         )

@@ -89,10 +89,10 @@ class Threads:
         return InStep(contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by this process."""
-        return read_files(sizes, look, base)
+        return read_files(sizes, file_check, base)
 
     def close(self) -> None:
         """See `Executor.close`; the threads end with every run."""

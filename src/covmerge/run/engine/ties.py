@@ -15,10 +15,10 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
     Raises:
         TensorError: they differ, so the config is wrong and dropping one would change the model.
     """
-    for name, kept in tied.items():
-        if not same_values(checkpoint, name, kept):
+    for name, target in tied.items():
+        if not same_values(checkpoint, name, target):
             raise TensorError(
-                f"config.json of {checkpoint.source} ties '{name}' to '{kept}', but both are stored "
+                f"config.json of {checkpoint.source} ties '{name}' to '{target}', but both are stored "
                 'and differ. If they are meant to differ, set "tie_word_embeddings": false in its '
                 "config.json."
             )

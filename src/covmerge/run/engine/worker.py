@@ -95,8 +95,8 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
     rows: Tensor | None = None
     parts: list[Mapping[str, Any]] = []
     done = 0
-    for part, own in in_parts(item, inputs, context.device):
-        result = _merged(Layer([part], own, context), part, merge, context, thresholds)
+    for part, part_inputs in in_parts(item, inputs, context.device):
+        result = _merged(Layer([part], part_inputs, context), part, merge, context, thresholds)
         if part is item:
             return result
         (merged,) = result.tensors
@@ -117,7 +117,7 @@ def _by_tensor_pass(item: WorkItem, merge: Merge, sources: Sources, context: Con
 
     def merged(part: WorkItem) -> Mapping[str, Any]:
         assert part.rows is not None
-        known = {expert: own.rows(part.rows) for expert, own in found.items()}
+        known = {expert: whole.rows(part.rows) for expert, whole in found.items()}
         inputs = replace(read_inputs([part], sources), known=known)
         result = _merged(Layer([part], inputs, context), part, merge, context, thresholds)
         (rows[part.rows.start : part.rows.stop],) = result.tensors
@@ -153,12 +153,12 @@ def _copied(item: WorkItem, inputs: Inputs) -> Result:
     return Result(result.tensors, {**result.stats, "differ": differ})
 
 
-def _equal(own: Tensor, base: Tensor) -> bool:
+def _equal(one: Tensor, base: Tensor) -> bool:
     """Whether tensors that are not floating point have the same values, in whatever dtypes."""
-    if own.dtype == base.dtype:
-        return torch.equal(own, base)
+    if one.dtype == base.dtype:
+        return torch.equal(one, base)
     wide = torch.int64  # which has no place for half of uint64's values
-    return torch.uint64 not in (own.dtype, base.dtype) and torch.equal(own.to(wide), base.to(wide))
+    return torch.uint64 not in (one.dtype, base.dtype) and torch.equal(one.to(wide), base.to(wide))
 
 
 def _count(
@@ -166,9 +166,9 @@ def _count(
 ) -> Iterator[Result]:
     """Add the magnitudes of some rows to the selections of every plan."""
     parts = in_parts(items[0], inputs, context.device) if len(items) == 1 else [(items[0], inputs)]
-    for part, own in parts:
+    for part, part_inputs in parts:
         counted = [part] if len(items) == 1 else items
-        layer = Layer(counted, own, context)
+        layer = Layer(counted, part_inputs, context)
         for item in counted:
             assert isinstance(item.tensor.operation, Count)
             count = item.tensor.operation
@@ -186,5 +186,5 @@ def _added_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 def _added(values: Sequence[Any]) -> Json:
     """Add up what parts of an item measured: numbers, or numbers by expert."""
     if isinstance(values[0], Mapping):
-        return {key: sum(own[key] for own in values) for key in cast("Any", values[0])}
+        return {key: sum(value[key] for value in values) for key in cast("Any", values[0])}
     return sum(values)

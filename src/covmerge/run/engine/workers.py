@@ -57,7 +57,7 @@ def choose_workers(
     size = global_pass_bytes(plans) + sum(map(moved_together, batches))
     flops = [sum(item.flops for item in batch) for batch in batches]
     wide = sum(
-        own for own, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)
+        work for work, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)
     )
     if in_memory:
         return Choice(1, "the result stays in this process")

@@ -1,7 +1,7 @@
 """A Ray cluster does the work of a merge: paths travel to its processes, and tensors never do.
 
 connection  where the cluster is, and Ray itself
-kept        what a process of the cluster keeps from one task to the next
+worker_cache  what a process of the cluster keeps from one task to the next
 pieces      pieces of work as tasks, some on their way at a time
 hashing     the sources' hashes, a file a piece
 reading     the finished output, a file a piece

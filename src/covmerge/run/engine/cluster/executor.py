@@ -35,13 +35,13 @@ from covmerge.run.engine.serving import check_there, cores_of, serve
 
 CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
 # Small items go to one task together, as far as every core has several: to start one takes a millisecond.
-_LOT_BYTES = 64 * 2**20
-_LOTS_A_CORE = 8
+_LOAD_BYTES = 64 * 2**20
+_LOADS_A_CORE = 8
 _AHEAD = 2  # tasks that wait for each core
 _RETRIES = 3  # of a task whose process or node was lost
 _ENDING = 60.0  # seconds that a merge which ends early waits for its tasks
-_LOOKS_EVERY = 60.0  # seconds without an answer, after which it is looked whether there can be one
-_WAIT = 0.2  # seconds between two looks at what another machine wrote
+_LOOKS_EVERY = 60.0  # seconds without an answer before a check that there can be one
+_WAIT = 0.2  # seconds between two reads of what another machine wrote
 
 _Load = Sequence[tuple[int, Batch]]
 
@@ -109,11 +109,11 @@ class Cluster:
         return ClusterHashing(self._ray, self._key, self._opening, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
         del base
-        return read_on_cluster(self._ray, self._key, self._opening, sizes, look)
+        return read_on_cluster(self._ray, self._key, self._opening, sizes, file_check)
 
     def close(self) -> None:
         """See `Executor.close`: leave the cluster, unless this process was in it before."""
@@ -283,16 +283,16 @@ def _check_device(load: _Load, device: torch.device) -> None:
 def _loads(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:
     """Put neighbours together, so that each task is worth its start and each core has several."""
     total = sum(moved_together(batch) for _, batch in batches)
-    most = min(_LOT_BYTES, total // (_LOTS_A_CORE * max(1, cores)))
+    most = min(_LOAD_BYTES, total // (_LOADS_A_CORE * max(1, cores)))
     loads: list[list[tuple[int, Batch]]] = []
     size = most
     for index, batch in batches:
-        own = moved_together(batch)
-        if size + own > most:
+        moved = moved_together(batch)
+        if size + moved > most:
             loads.append([])
             size = 0
         loads[-1].append((index, batch))
-        size += own
+        size += moved
     return loads
 
 

@@ -97,7 +97,7 @@ _CORES_A_FILE = 2  # two threads hash it
 
 
 def read_on_cluster(
-    ray: Any, key: str, opening: Any, sizes: Mapping[str, int], look: FileCheck
+    ray: Any, key: str, opening: Any, sizes: Mapping[str, int], file_check: FileCheck
 ) -> dict[str, Json]:
     """Let nodes read the files, and return what was found of each; see `Executor.read_files`.
 
@@ -106,21 +106,21 @@ def read_on_cluster(
         key: of the executor.
         opening: reference to how its processes open the sources.
         sizes: bytes of each file.
-        look: what is done with a file.
+        file_check: what is done with a file.
 
     Raises:
         ResourceError: the nodes that read a file were lost again and again.
     """
-    found = Pieces[str](ray, _read, (key, [opening], look), "read '{}'".format, _CORES_A_FILE).all(
-        sizes
-    )
+    found = Pieces[str](
+        ray, _read, (key, [opening], file_check), "read '{}'".format, _CORES_A_FILE
+    ).all(sizes)
     return {name: found[name] for name in sizes}
 
 
-def _read(key: str, opening: list[Any], look: FileCheck, name: str) -> Json | BaseException:
+def _read(key: str, opening: list[Any], file_check: FileCheck, name: str) -> Json | BaseException:
     """Read a file, in a process of the cluster."""
     try:
-        return look(WORKER_CACHE.sources(key, opening[0]).checkpoints[BASE], name)
+        return file_check(WORKER_CACHE.sources(key, opening[0]).checkpoints[BASE], name)
     except Exception as error:
         return portable(error)
 

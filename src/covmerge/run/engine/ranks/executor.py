@@ -32,7 +32,7 @@ _MOST_BYTES = 2**34  # of what a rank has counted
 
 
 class Ranks:
-    """An executor. What it yields is the work of all ranks, whoever did it.
+    """An executor. What it yields is the work of all ranks.
 
     Every rank claims items, its own share first, and then what others have not come to; what a rank
     had that is gone is claimed once more. An item of a merge may be done twice, with the same bytes. Of
@@ -74,10 +74,10 @@ class Ranks:
         return SharedHashing(self._session, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by all ranks, a share each."""
-        return lead_reading(self._session, sizes, look, base)
+        return lead_reading(self._session, sizes, file_check, base)
 
     def close(self) -> None:
         self._inner.close()
@@ -105,14 +105,14 @@ class Ranks:
         holding = self._holding(stage)
         todo = self._claimed(stage, holding)
         while True:
-            own, counted = selections.emptied(), list[int]()
-            task = replace(stage.task, selections=own)
+            counters, counted = selections.emptied(), list[int]()
+            task = replace(stage.task, selections=counters)
             with closing(self._inner.run(todo, task)) as finished:
                 for done in finished:
                     counted += [done.index] if done.number == 0 else []
                     yield done
             if counted:
-                settle(self._counts(holding.name), _packed(counted, own))
+                settle(self._counts(holding.name), _packed(counted, counters))
                 holding = self._holding(stage)
             list(self._heard(stage))  # errors of others
             if self._handed_over(stage, selections):
@@ -124,8 +124,8 @@ class Ranks:
         """Tell the others what this rank has written."""
         key = stage.batches[done.index][done.number].key
         entry = Entry(*key, done.checksum, done.stats)
-        told = {"stage": stage.number, "index": done.index, "number": done.number}
-        self._session.tell({**told, **entry.as_json()})
+        place = {"stage": stage.number, "index": done.index, "number": done.number}
+        self._session.tell({**place, **entry.as_json()})
 
     def _claimed(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
@@ -170,7 +170,7 @@ class Ranks:
                 raise CheckpointError(
                     f"the ledger of rank {who} in {self._session.folder} says what no rank does ({error})"
                 ) from error
-            if (index, number) in stage.seen:
+            if (index, number) in stage.handed_on:
                 continue
             done = Done(index, number, entry.checksum, entry.stats, ())
             if self._session.leads:
@@ -214,7 +214,7 @@ class _Stage:
         number: of the run.
         batches: by index.
         task: what they need.
-        seen: what has been handed on, as index and place in the batch.
+        handed_on: what has been handed on, as index and place in the batch.
         done: the batches of which all has been.
         holdings: how many this rank has had.
         parts: the files of what was counted, and of which batches.
@@ -223,7 +223,7 @@ class _Stage:
     number: int
     batches: Mapping[int, Batch]
     task: Task
-    seen: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    handed_on: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: set[int] = field(default_factory=set[int])
     holdings: int = 0
     parts: dict[Path, list[int]] = field(default_factory=dict[Path, list[int]])
@@ -235,9 +235,9 @@ class _Stage:
 
     def take(self, done: Done) -> Iterator[Done]:
         """Hand on what is done for the first time."""
-        if (done.index, done.number) in self.seen:
+        if (done.index, done.number) in self.handed_on:
             return
-        self.seen.add((done.index, done.number))
+        self.handed_on.add((done.index, done.number))
         if done.number == len(self.batches[done.index]) - 1:
             self.done.add(done.index)
         yield done

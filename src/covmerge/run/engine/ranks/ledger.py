@@ -19,7 +19,7 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.regular_file import open_raw, read_some
 
 _SUFFIX = ".jsonl"
-_LOOK_AGAIN = 0.5  # seconds
+_REFRESH_AFTER = 0.5  # seconds
 _MOST_AT_ONCE = 64 * 2**20  # bytes of a ledger that are read at a time
 
 
@@ -30,7 +30,7 @@ class Ledger:
         folder: of the session.
         who: this rank.
         beat: seconds.
-        others: looked at as often, however long this rank is busy with an item.
+        others: read as often, however long this rank is busy with an item.
 
     Raises:
         InputError: the folder is gone, or cannot be written to.
@@ -75,7 +75,7 @@ class Ledgers:
     """The files of all ranks of a folder, as one of them sees them.
 
     Which rank is gone is judged by this process's clock alone: one whose file has not changed for
-    `patience` seconds while it was looked at, or that has said so.
+    `patience` seconds while it was watched, or that has said so.
     """
 
     def __init__(self, folder: Path, patience: float) -> None:
@@ -86,51 +86,51 @@ class Ledgers:
         self._left: set[str] = set()
         self._alive: set[str] = set()
         self._said: dict[int | str, list[tuple[str, dict[str, Any]]]] = {}
-        self._looked = 0.0
-        self._looking = threading.Lock()  # the thread that reads ahead asks too
+        self._refreshed = 0.0
+        self._reading = threading.Lock()  # the thread that reads ahead asks too
 
     def look(self) -> None:
-        """Read what was added since the last look."""
-        with self._looking, suppress(FileNotFoundError):
-            self._looked = time.monotonic()
+        """Read what was added since the last call."""
+        with self._reading, suppress(FileNotFoundError):
+            self._refreshed = time.monotonic()
             for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
                 with suppress(FileNotFoundError):
-                    self._look_at(path.stem, path)
+                    self._read_added(path.stem, path)
 
     def glance(self) -> None:
-        """Look, unless that was a moment ago: on a network it asks for every rank's file."""
-        if time.monotonic() - self._looked > _LOOK_AGAIN:
+        """Read what was added, unless that was a moment ago: on a network it asks for every rank's file."""
+        if time.monotonic() - self._refreshed > _REFRESH_AFTER:
             self.look()
 
     def take(self, stage: int | str) -> list[tuple[str, dict[str, Any]]]:
         """Return what was said of a stage since this was last asked, each with who said it."""
-        with self._looking:
+        with self._reading:
             return self._said.pop(stage, [])
 
     def is_gone(self, who: str) -> bool:
         """Whether a rank has left, or seems to have been killed."""
-        self.glance()  # else a rank would be gone that was not looked at
+        self.glance()  # else a rank that nobody read would count as gone
         _, since = self._changed.setdefault(who, (None, time.monotonic()))
         return who in self._left or time.monotonic() - since > self._patience
 
     def was_there(self, who: str) -> bool:
-        """Whether a rank has done something, or said that it lives, since it was first looked at."""
+        """Whether a rank has done something, or said that it lives, since its file was first read."""
         return who in self._alive
 
     def all_gone(self) -> bool:
         """Whether nobody is there."""
         return all(map(self.is_gone, list(self._changed)))
 
-    def _look_at(self, who: str, path: Path) -> None:
+    def _read_added(self, who: str, path: Path) -> None:
         # Opened anew each time: on NFS that is what shows the changes of other machines.
         with open_raw(path, follow=False) as file:
             status = os.fstat(file.fileno())
-            seen = (status.st_size, status.st_mtime_ns)
+            state = (status.st_size, status.st_mtime_ns)
             before, _ = self._changed.get(who, (None, 0.0))
-            if before != seen:
+            if before != state:
                 if before is not None:
                     self._alive.add(who)
-                self._changed[who] = (seen, time.monotonic())
+                self._changed[who] = (state, time.monotonic())
             begin = self._read.get(who, 0)
             if status.st_size <= begin:
                 return

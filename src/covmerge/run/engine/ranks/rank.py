@@ -1,4 +1,4 @@
-"""Which of how many equal processes this one is, as whoever started them says it."""
+"""Which of how many equal processes this one is, as the launcher says it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rank:
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return what torchrun, Slurm or whoever sets their variables has made of this process.
+    """Return what torchrun, Slurm or another launcher that sets their variables has made of this process.
 
     Raises:
         InputError: nobody has, or the numbers make no sense.

@@ -18,42 +18,42 @@ _STAGE = "files"
 
 
 def lead_reading(
-    session: Session, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     """Let all ranks read the files, and return what was found; see `ReadFiles`.
 
     Raises:
         CovmergeError: as a rank raises over a file.
     """
-    session.open_stage(_STAGE, {"sizes": sizes, "look": look.as_json()})
-    return _share(session, sizes, look, base)
+    session.open_stage(_STAGE, {"sizes": sizes, "look": file_check.as_json()})
+    return _share(session, sizes, file_check, base)
 
 
-def help_reading(session: Session, look_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
+def help_reading(session: Session, check_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
     """Wait for the one that leads to have all files written, and read a share of them.
 
     Args:
         session: what the ranks have in common.
-        look_of: what is done with a file, by what the rank that leads says of it.
+        check_of: what is done with a file, by what the rank that leads says of it.
         base: of the merge.
 
     Raises:
         LeaderGoneError: it is all over.
         CovmergeError: as a rank raises over a file.
     """
-    told = cast("Mapping[str, Any]", session.stage(_STAGE))
-    _share(session, told["sizes"], look_of(told["look"]), base)
+    fields = cast("Mapping[str, Any]", session.stage(_STAGE))
+    _share(session, fields["sizes"], check_of(fields["look"]), base)
 
 
 def _share(
-    session: Session, sizes: Mapping[str, int], look: FileCheck, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     threads = files_at_once(len(sizes), session.rank.local)
 
     def do(name: str, _: Pace) -> Json:
-        return look(base, name)
+        return file_check(base, name)
 
-    with Sharing(session, _STAGE, sizes, do, look.check, threads) as sharing:
+    with Sharing(session, _STAGE, sizes, do, file_check.check, threads) as sharing:
         return sharing.result()
 
 

@@ -36,7 +36,7 @@ from covmerge.run.engine.ranks.rank import Rank
 
 _PLAN = "plan"
 _MOST_BYTES = 2**28  # of a plan, or of a stage
-_POLL = 0.2  # seconds between two looks
+_POLL = 0.2  # seconds between two reads of the ledgers
 _BEAT = 10.0  # seconds after which a rank says that it is there,
 _BEATS = 12  # and as often at least while others would take it for gone
 
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def was_led(self) -> bool:
-        """Whether whoever leads has been seen alive: else a killed merge may just lie here."""
+        """Whether the leader has shown that it is alive: else a killed merge may just lie here."""
         return self.ledgers.was_there(self.leader)
 
     def begin(self, plan: str, threads: int) -> None:
@@ -151,7 +151,7 @@ class Session:
             raise
 
     def wait(self) -> None:
-        """Wait a moment for others, and look what they have done.
+        """Wait a moment for others, and read what they have done.
 
         Raises:
             LeaderGoneError: the rank that leads is gone.

@@ -171,5 +171,5 @@ class Sharing(Generic[_Found]):
 
 def _short(found: Json) -> str:
     """What tells two findings apart, where that is the hash of a file."""
-    own = found.get("sha256") if isinstance(found, dict) else found
-    return f"the hash {own}"
+    digest = found.get("sha256") if isinstance(found, dict) else found
+    return f"the hash {digest}"
