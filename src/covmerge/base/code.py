@@ -1,4 +1,4 @@
-"""Which code made what is kept: what other code made is made anew, and not gone on with."""
+"""Which code made a saved result: one that other code made is made anew, not continued."""
 
 from __future__ import annotations
 

@@ -104,19 +104,19 @@ class Summary:
     something of these types, and of them nothing else.
     """
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """What `totals` of covmerge.json has."""
         return {}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Labels and what stands beside them, in the table of a merge and in its report."""
         yield from ()
 
-    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """What is worth knowing."""
         yield from ()
 
-    def warnings(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+    def warnings(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """What may make the result worse, and what to do about it."""
         yield from ()
 
@@ -140,33 +140,33 @@ class MergeSummary:
         )
 
 
-def summarise(seen: Sequence[TensorDiagnostics], always: Iterable[Summary] = ()) -> MergeSummary:
+def summarise(tensors: Sequence[TensorDiagnostics], always: Iterable[Summary] = ()) -> MergeSummary:
     """Return what all summaries say.
 
     Args:
-        seen: the diagnostics of each tensor.
+        tensors: the diagnostics of each tensor.
         always: summaries with a total also where nothing is of their types; they come first.
     """
     always = tuple(always)
-    used = (summary for one in seen for matrix in one.matrices for summary in matrix.summaries)
-    shown = {summary: _of(summary, seen) for summary in dict.fromkeys((*always, *used))}
-    speaking = {summary: seen for summary, seen in shown.items() if seen}
+    used = (summary for one in tensors for matrix in one.matrices for summary in matrix.summaries)
+    shown = {summary: _of(summary, tensors) for summary in dict.fromkeys((*always, *used))}
+    speaking = {summary: found for summary, found in shown.items() if found}
     return MergeSummary(
         {
             key: value
-            for summary, seen in shown.items()
-            for key, value in summary.totals(seen).items()
+            for summary, found in shown.items()
+            for key, value in summary.totals(found).items()
         },
-        tuple(row for summary, seen in speaking.items() for row in summary.rows(seen)),
-        tuple(note for summary, seen in speaking.items() for note in summary.notes(seen)),
-        tuple(warning for summary, seen in speaking.items() for warning in summary.warnings(seen)),
+        tuple(row for summary, found in speaking.items() for row in summary.rows(found)),
+        tuple(note for summary, found in speaking.items() for note in summary.notes(found)),
+        tuple(text for summary, found in speaking.items() for text in summary.warnings(found)),
     )
 
 
-def _of(summary: Summary, seen: Sequence[TensorDiagnostics]) -> list[TensorDiagnostics]:
+def _of(summary: Summary, diagnostics: Sequence[TensorDiagnostics]) -> list[TensorDiagnostics]:
     """The tensors with diagnostics of the types that list this summary."""
     shown = (
         replace(one, matrices=tuple(m for m in one.matrices if summary in m.summaries))
-        for one in seen
+        for one in diagnostics
     )
     return [one for one in shown if one.matrices]

@@ -1,4 +1,4 @@
-"""What a reader of an inspection, or of a merge, must not miss, in words."""
+"""What a reader of an inspection, or of a merge, must not miss, as text."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _number(path: Path) -> int | None:
 
 def _stat(path: Path, names: tuple[str, ...]) -> int:
     fields = (line.split() for line in _lines(path))
-    return sum(_digits(own[1]) or 0 for own in fields if len(own) == 2 and own[0] in names)
+    return sum(_digits(field[1]) or 0 for field in fields if len(field) == 2 and field[0] in names)
 
 
 def _digits(text: str) -> int | None:

@@ -10,7 +10,7 @@ from covmerge.base.table import Cell, Table
 from covmerge.base.text import printable
 
 _ROWS = 20
-# They are seen on white and on black.
+# They are visible on white and on black.
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#79706e")
 _BAR = "rgba(76,120,168,.35)"
 _WIDTH, _HEIGHT, _EDGE = 480, 120, 8
@@ -51,14 +51,14 @@ def lines_svg(series: Mapping[str, Sequence[float | None]], label: str) -> str:
     Returns nothing where there are no two numbers to draw a line between.
     """
     positive = [
-        v for own in series.values() for v in own if v is not None and 0.0 < v and isfinite(v)
+        v for values in series.values() for v in values if v is not None and 0.0 < v and isfinite(v)
     ]
     if len(positive) < 2:
         return ""
     low, high = log10(min(positive)), log10(max(positive))
     parts = [
-        _polyline(own, low, high, _COLOURS[place % len(_COLOURS)])
-        for place, own in enumerate(series.values())
+        _polyline(values, low, high, _COLOURS[place % len(_COLOURS)])
+        for place, values in enumerate(series.values())
     ]
     said = f"{label}: {min(positive):.2g} to {max(positive):.2g}, logarithmic"
     legend = " ".join(

@@ -73,7 +73,7 @@ def hint_form() -> Form:
 
 @dataclass(frozen=True)
 class Hint:
-    """A setting, and what to set it to; as text, in the words of whoever called covmerge.
+    """A setting, and what to set it to; as text: a flag, a recipe key or a Python argument.
 
     Attributes:
         setting: its name as an argument in Python.
@@ -127,15 +127,15 @@ def setting_named(path: Sequence[str | int], form: Form) -> str | None:
     for name, key in KEYS.items():
         parts = key.split(".")
         fits = len(path) >= len(parts) and all(
-            part in ("*", own) for part, own in zip(parts, path, strict=False)
+            part in ("*", item) for part, item in zip(parts, path, strict=False)
         )
         if fits and form != "recipe":
-            inner = [own for part, own in zip(parts, path, strict=False) if part == "*"]
+            inner = [item for part, item in zip(parts, path, strict=False) if part == "*"]
             inner += path[len(parts) :]
             if form == "python" and name == "parameters" and inner:
                 return str(inner[0])
             if form == "python":
-                return name + "".join(f"[{own!r}]" for own in inner)
+                return name + "".join(f"[{item!r}]" for item in inner)
             return " ".join([flag_of(name), ".".join(map(str, inner))]).strip()
     return None
 
@@ -143,13 +143,13 @@ def setting_named(path: Sequence[str | int], form: Form) -> str | None:
 def _as_flag(name: str, value: Value) -> str:
     flag = flag_of(name)
     if isinstance(value, Mapping):
-        told = {
-            key: quote(f"{key}={own}") if isinstance(own, list) else f"{key}={own}"
-            for key, own in value.items()
+        settings = {
+            key: quote(f"{key}={item}") if isinstance(item, list) else f"{key}={item}"
+            for key, item in value.items()
         }
-        return " ".join(f"{flag} {one}" for one in told.values())
+        return " ".join(f"{flag} {one}" for one in settings.values())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return " ".join(f"{flag} {told}" for told in value)
+        return " ".join(f"{flag} {item}" for item in value)
     return flag if value is None or value is True else f"{flag} {value}"
 
 
@@ -162,17 +162,17 @@ def _in_recipe(name: str, value: Value) -> str:
     if "*" in around and isinstance(value, Mapping):
         ((expert, value),) = value.items()
         around[around.index("*")] = expert
-    told = f"{key}: {_yaml(value)}"
+    text = f"{key}: {_yaml(value)}"
     for outer in reversed(around):
-        told = f"{outer}: {{{told}}}"
-    return told
+        text = f"{outer}: {{{text}}}"
+    return text
 
 
 def _in_python(name: str, value: Value) -> str:
     if name in IN_PYTHON:
         return IN_PYTHON[name]
     if name == "parameters" and isinstance(value, Mapping):
-        return ", ".join(f"{key}={json.dumps(told)}" for key, told in value.items())
+        return ", ".join(f"{key}={json.dumps(item)}" for key, item in value.items())
     if value is None:
         return name
     if name in LISTS and isinstance(value, str):
@@ -182,7 +182,7 @@ def _in_python(name: str, value: Value) -> str:
 
 def _yaml(value: Value) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {told}' for key, told in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}"
     if isinstance(value, str):
         return value
     return f"[{', '.join(map(str, value))}]" if isinstance(value, Sequence) else json.dumps(value)

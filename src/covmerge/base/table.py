@@ -65,7 +65,7 @@ class Table:
 
 
 class Tabular:
-    """What can be shown as a table; whoever inherits from it says which, and itself in a line."""
+    """What can be shown as a table; a subclass says which table, and says itself in a line."""
 
     def table(self) -> Table:
         """All rows."""

@@ -346,8 +346,8 @@ class LinearGroup:
                 error.times(f) for error, f in zip(self.rounding, factors, strict=False)
             ),
             factors=tuple(
-                LowRank(own.left * f, own.right)
-                for own, f in zip(self.factors, factors, strict=False)
+                LowRank(update.left * f, update.right)
+                for update, f in zip(self.factors, factors, strict=False)
             ),
             shared=None,  # what others keep there belongs to the updates as they are
         )
