@@ -78,7 +78,7 @@ def merge_layer(
             what it is merged to.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
-        base: for methods and steps that need it or look at how long it is, and beside `stored`, W_0
+        base: for methods and steps that need it or its length, and beside `stored`, W_0
             `(d_out, d_in)`.
         stored: the dtype that the weights W_0 + Δ_t were rounded to, with W_0 as `base`; without a base
             the dtype that the Δ_t were rounded to. By default that of the updates. What rounding gave to
@@ -152,11 +152,11 @@ def merge_layer(
         return _stored(delta, given)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     start = None if base is None else base.to(dense[0].device, dtype)
-    seen_models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
+    models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
     group = LinearGroup(
-        () if seen_models else dense,
+        () if models else dense,
         tuple(shares),
-        models=tuple(seen_models),
+        models=tuple(models),
         streams=_streams(dense, shares) if chosen.seeded else (),
         rounding=_rounding(chosen, dense, given, stored, start),
         expert_statistics=_measured(data or (), dense[0]),
@@ -194,14 +194,14 @@ def _say_if_rounded(updates: Sequence[Tensor]) -> None:
         return
     sigma = singular_values(updates[index])
     shape = updates[index].shape
-    seen, told = (
+    in64, in32 = (
         int((sigma > rank_tolerance(shape, dtype, None) * sigma.max()).sum())
         for dtype in (torch.float64, torch.float32)
     )
-    if seen > told:
+    if in64 > in32:
         warnings.warn(
-            f"update {index} is float64 and its entries have the digits of a narrower dtype: {seen - told} "
-            f"of its {seen} directions look like rounding of float32, and are merged as its own. Pass "
+            f"update {index} is float64 and its entries have the digits of a narrower dtype: {in64 - in32} "
+            f"of its {in64} directions look like rounding of float32, and are merged as its own. Pass "
             "stored=torch.float32 if the update was rounded to it, and base= too if the weights were; "
             "or stored=torch.float64 if it is exact",
             stacklevel=4,

@@ -91,11 +91,11 @@ def measured_equations(
     numerator = torch.zeros_like(updates[0], dtype=dtype)
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
     times = [1.0] * len(updates) if lengths is None else lengths
-    for update, own, weight, length in zip(updates, grams, weights, times, strict=True):
-        update, own = update.to(numerator.dtype), own.to(gram.dtype)
-        gram.add_(own, alpha=weight * off_diagonal)
-        numerator.addmm_(update, own, alpha=length * weight * off_diagonal)
-        rest = own.diagonal() * (weight * (1.0 - off_diagonal))
+    for update, measured, weight, length in zip(updates, grams, weights, times, strict=True):
+        update, measured = update.to(numerator.dtype), measured.to(gram.dtype)
+        gram.add_(measured, alpha=weight * off_diagonal)
+        numerator.addmm_(update, measured, alpha=length * weight * off_diagonal)
+        rest = measured.diagonal() * (weight * (1.0 - off_diagonal))
         gram.diagonal().add_(rest)
         numerator.addcmul_(update, rest, value=length)
     return NormalEquations(gram, numerator, ridge * float(gram.diagonal().mean()))

@@ -74,13 +74,13 @@ class NormalEquations(Coordinates):
             shares: a_t.
             ridge: ρ.
         """
-        for place, (own, share) in enumerate(zip(covariances, shares, strict=True)):
+        for place, (covariance, share) in enumerate(zip(covariances, shares, strict=True)):
             if self.basis is None:
-                self.numerator.add_(own.root(), alpha=share)
+                self.numerator.add_(covariance.root(), alpha=share)
             else:
-                rows = len(own.update)
+                rows = len(covariance.update)
                 block = self.numerator[:, place * rows : (place + 1) * rows]
-                block.diagonal().add_(share / sqrt(own.scale))
+                block.diagonal().add_(share / sqrt(covariance.scale))
         return replace(self, ridge=self.ridge + ridge)
 
     def within(self, values: Tensor, vectors: Tensor) -> NormalEquations:
@@ -122,11 +122,11 @@ def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
     total = update.new_zeros(d_in, d_in, dtype=dtype)
     numerator = update.new_zeros(d_out, d_in, dtype=dtype)
     for covariance in covariances:
-        add_own_(total, numerator, covariance.root(), covariance)
+        add_covariance_(total, numerator, covariance.root(), covariance)
     return NormalEquations(mirror_(total), numerator, sum(c.ridge for c in covariances))
 
 
-def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
+def add_covariance_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
     """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
 
     Args:
@@ -141,9 +141,9 @@ def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covaria
         add_gram_(lower, root, scale)
         numerator.addmm_(gram(root.mT), root, alpha=scale)
     else:
-        own = gram(root)
-        lower.add_(own, alpha=scale)
-        numerator.addmm_(root, own, alpha=scale)
+        product = gram(root)
+        lower.add_(product, alpha=scale)
+        numerator.addmm_(root, product, alpha=scale)
     if covariance.ridge:
         numerator.add_(root, alpha=covariance.ridge)
 

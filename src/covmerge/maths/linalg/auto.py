@@ -120,10 +120,10 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
 
 def cube_choice(n: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
     """The order of products in RᵀR and R(RᵀR), R `(n, d_in)`; both are wanted."""
-    own = symmetric_cost(n, d_in, device)
+    gram = symmetric_cost(n, d_in, device)
     routes = {
-        "inner": Cost(own + 2.0 * n * d_in * d_in, d_in * d_in * itemsize),
-        "outer": Cost(own + symmetric_cost(d_in, n, device) + 2.0 * n * n * d_in, n * n * itemsize),
+        "inner": Cost(gram + 2.0 * n * d_in * d_in, d_in * d_in * itemsize),
+        "outer": Cost(gram + symmetric_cost(d_in, n, device) + 2.0 * n * n * d_in, n**2 * itemsize),
     }
     return Choice("RᵀR and R(RᵀR)", routes, _cheapest(routes), "fewer FLOPs")
 
@@ -137,15 +137,15 @@ def symmetric_choice(m: int, n: int, device: str = "cpu") -> Choice:
 def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "cpu") -> Choice:
     """How the k leading singular triplets are found (see `covmerge.maths.linalg.spectral`)."""
     short, long = sorted((d_out, d_in))
-    kept = k * (d_out + d_in) * itemsize
+    triplets = k * (d_out + d_in) * itemsize
     float64 = _float64(device)
     products = float64 * (symmetric_cost(long, short, device) + 2.0 * short * long * k)
     blocks = 2 * short * min(long, 1024) * 8
     svd = (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
     svd = float64 * (svd + _OF_SVD * _COLUMN.get(device, 0.0) * short)
     routes = {
-        "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept, svd),
-        "gram": eigh_cost(short, device) + Cost(products, blocks + kept),
+        "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + triplets, svd),
+        "gram": eigh_cost(short, device) + Cost(products, blocks + triplets),
     }
     taken = "svd" if itemsize == torch.float64.itemsize else "gram"
     return Choice("k singular triplets", routes, taken, "float64: svd; float32: gram")
@@ -209,7 +209,7 @@ def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
 
 def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
     """How rows `(rows, side)` are divided where eigenvalues are cut off (see `linalg.pinv`)."""
-    # The sign, of which the square is looked at; five Cholesky factors, four of which only show something.
+    # The sign, whose square is read; five Cholesky factors, four of which only show something.
     beside = symmetric_cost(side, side, device) + 5.0 * side**3 / 3 + 4.0 * rows * side * side
     flops = steps_cost(side, device) + _float64(device) * beside
     routes = {

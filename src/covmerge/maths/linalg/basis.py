@@ -35,8 +35,8 @@ class Basis:
 
     def coordinates(self, vector: Tensor) -> Tensor:
         """Return Qᵀ · vector `(p,)`, float64."""
-        own = self.columns.mT @ vector.to(self.columns.dtype)
-        return self.mix.mT @ own.to(torch.float64)
+        along = self.columns.mT @ vector.to(self.columns.dtype)
+        return self.mix.mT @ along.to(torch.float64)
 
 
 def basis_of(blocks: Sequence[Tensor]) -> Basis:

@@ -84,7 +84,7 @@ def _scales(least: float) -> Iterator[float]:
 def inverse_root(symmetric: Tensor, *, floor: float) -> Tensor | None:
     """Return G^(−½) of a symmetric G `(n, n)` in float64; None unless all eigenvalues are above `floor`.
 
-    It is off by eps times the condition number of G, which whoever uses it looks at.
+    It is off by eps times the condition number of G, which its callers check.
 
     Example:
         >>> root = inverse_root(torch.diag(torch.tensor([4.0, 1.0])).double(), floor=0.5)
@@ -96,7 +96,7 @@ def inverse_root(symmetric: Tensor, *, floor: float) -> Tensor | None:
     if not 0.0 < floor < largest:
         return None
     floors = [max(floor, largest * least**2) for least in _LEAST]
-    shown = next((own for own in [*floors, floor] if all_above(symmetric, own)), None)
+    shown = next((bound for bound in [*floors, floor] if all_above(symmetric, bound)), None)
     lower = None if shown is None else lower_factor(symmetric)
     if shown is None or lower is None:
         return None

@@ -56,15 +56,15 @@ class Cholesky:
             return torch.cholesky_solve(solved.mT, factor).mT.to(rows.dtype)
         blocks = list(_blocks(factor, _SOLVED))
         for block in blocks:
-            own, known = solved[:, block], slice(block.start)
+            columns, known = solved[:, block], slice(block.start)
             if block.start:
-                own.addmm_(solved[:, known], factor[block, known].mT, alpha=-1.0)
-            own.copy_(solve_triangular(factor[block, block], own.mT).mT)
+                columns.addmm_(solved[:, known], factor[block, known].mT, alpha=-1.0)
+            columns.copy_(solve_triangular(factor[block, block], columns.mT).mT)
         for block in reversed(blocks):
-            own, known = solved[:, block], slice(block.stop, None)
+            columns, known = solved[:, block], slice(block.stop, None)
             if block.stop < len(factor):
-                own.addmm_(solved[:, known], factor[known, block], alpha=-1.0)
-            own.copy_(divide_triangular(own, factor[block, block]))
+                columns.addmm_(solved[:, known], factor[known, block], alpha=-1.0)
+            columns.copy_(divide_triangular(columns, factor[block, block]))
         return solved.to(rows.dtype)
 
     def square_norm_of_inverse(self) -> float:
@@ -173,12 +173,12 @@ def _factor_in_place(matrix: Tensor) -> bool:
     blocks say of this one is taken off by one product.
     """
     for block in _blocks(matrix, _BLOCK):
-        own, below = matrix[block, block], slice(block.stop, None)
+        tile, below = matrix[block, block], slice(block.stop, None)
         known = matrix[block, : block.start]
-        corner = cholesky(own if not block.start else torch.addmm(own, known, known.mT, alpha=-1.0))
+        corner = cholesky(torch.addmm(tile, known, known.mT, alpha=-1.0) if block.start else tile)
         if corner is None:
             return False
-        own.copy_(own.triu(1).add_(corner))
+        tile.copy_(tile.triu(1).add_(corner))
         if block.stop < len(matrix):
             rest = matrix[below, block]
             if block.start:

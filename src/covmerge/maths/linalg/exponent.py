@@ -26,6 +26,6 @@ def exponent_of(tensors: Iterable[Tensor]) -> int:
         largest = max(-low, high)
         if largest > 0.0 and isfinite(largest):
             limit = _LIMITS[tensor.dtype]
-            own = max(-limit, min(limit, frexp(largest)[1]))
-            exponent = own if exponent is None else max(exponent, own)
+            e = max(-limit, min(limit, frexp(largest)[1]))
+            exponent = e if exponent is None else max(exponent, e)
     return exponent or 0

@@ -70,8 +70,8 @@ def joint_directions(
     sizes = [norm(block) for block in blocks]
     if far_apart(sizes):
         units = [block / size for block, size in zip(blocks, sizes, strict=True) if size > 0.0]
-        own = [e.times(1 / size) for e, size in zip(rounding, sizes, strict=False) if size > 0.0]
-        return _within(joint_directions(units, rtol=rtol, rounding=own).left, blocks)
+        errors = [e.times(1 / size) for e, size in zip(rounding, sizes, strict=False) if size > 0.0]
+        return _within(joint_directions(units, rtol=rtol, rounding=errors).left, blocks)
     d, columns = blocks[0].shape
     if spectrum_choice(d, columns, d, blocks[0].dtype.itemsize).taken == "svd":
         left, sigma = _left_singular(torch.cat(tuple(blocks), 1))

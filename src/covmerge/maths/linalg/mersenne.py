@@ -1,4 +1,4 @@
-"""The numbers of torch's CPU generator at any place of its stream, whoever asks first.
+"""The numbers of torch's CPU generator at any place of its stream, in any order.
 
 torch draws from one Mersenne Twister (MT19937), one word for each float32 number. Who merged with it one
 tensor after the other can be followed in any order, in threads and in processes, where it is known how

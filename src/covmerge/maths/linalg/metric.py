@@ -96,8 +96,8 @@ class Metric:
         lower = half(self.covariance.to(updates[0].dtype))
         for rows in row_blocks(updates):
             block = torch.cat([update[rows] for update in updates])
-            seen = times_lower(block, lower)
-            total += seen.reshape(count, -1) @ block.reshape(count, -1).mT
+            image = times_lower(block, lower)
+            total += image.reshape(count, -1) @ block.reshape(count, -1).mT
         return (total + total.mT).cpu()
 
     def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
@@ -116,24 +116,24 @@ class Metric:
             sigma = values.clamp_min(0.0).sqrt().flip(0)
             rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
             return Spectrum(sigma[:rank], update, vectors.flip(1)[:, :rank].to(update.dtype))
-        top = truncated_svd(self._seen(update), min(update.shape), rtol=rtol, rounding=rounding)
+        top = truncated_svd(self._weighted(update), min(update.shape), rtol=rtol, rounding=rounding)
         return Spectrum(top.kept, update, top.left)
 
     def nuclear_norm(self, update: Tensor) -> float:
         """Σσ of ΔC^½."""
         if update.dtype != torch.float64 and len(update) <= update.shape[1]:
             return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
-        return nuclear_norm(self._seen(update))
+        return nuclear_norm(self._weighted(update))
 
     def _outputs(self, update: Tensor) -> Tensor:
         """ΔCΔᵀ `(d_out, d_out)`, float64."""
         if self.factor is not None:
-            return float64_gram(self._seen(update))
+            return float64_gram(self._weighted(update))
         whole = update.to(torch.float64)
         found = times_lower(whole, half(self.covariance)) @ whole.mT
         return found + found.mT
 
-    def _seen(self, update: Tensor) -> Tensor:
+    def _weighted(self, update: Tensor) -> Tensor:
         """ΔC^½, up to a rotation of its columns, in Δ's dtype."""
         if self.factor is None:
             return update @ self.root.to(update.dtype)

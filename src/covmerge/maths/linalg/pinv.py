@@ -127,12 +127,12 @@ def pinv_by_projector(
         ([[0.5, 0.0]], 1)
     """
     exact = system.to(torch.float64)
-    kept = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
-    lower = None if kept is None else lower_factor(kept.filled(exact))
-    if kept is None or lower is None:
+    projection = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
+    lower = None if projection is None else lower_factor(projection.filled(exact))
+    if projection is None or lower is None:
         return None
-    within = rows.to(torch.float64) @ kept.matrix
-    return torch.cholesky_solve(within.mT, lower).mT.to(rows.dtype), kept.rank
+    within = rows.to(torch.float64) @ projection.matrix
+    return torch.cholesky_solve(within.mT, lower).mT.to(rows.dtype), projection.rank
 
 
 def kept_projector(
@@ -180,8 +180,8 @@ def kept_eigenpairs(
     values, vectors = eigh(system.to(torch.float64))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     _, end = numerical_rank(sigma, shape, rtol=sqrt(rtol), rounding=rounding)
-    kept = values > end**2
-    return values[kept], vectors[:, kept]
+    above = values > end**2
+    return values[above], vectors[:, above]
 
 
 def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
@@ -232,7 +232,7 @@ def largest_singular_values(matrices: Tensor) -> Tensor:
 
 
 def _lengths(columns: Tensor) -> Tensor:
-    """Without a look at the values, which on a device would be waited for."""
+    """Does not read the values, for which a device would have to finish."""
     return columns.square().sum(-2, keepdim=True).sqrt()
 
 

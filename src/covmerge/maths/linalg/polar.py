@@ -68,7 +68,7 @@ def polar(
         [[1.0, 1.0]]
     """
     if goes_by_products(matrix):
-        known = [float(own.max()) for own in (errors, doubts) if own is not None and own.numel()]
+        known = [float(e.max()) for e in (errors, doubts) if e is not None and e.numel()]
         quick = polar_by_products(matrix, rtol=rtol, errors=max(known, default=0.0))
         if quick is not None:
             return quick
@@ -140,13 +140,13 @@ def _root(
     if not all_above(gram, floor):
         if errors > known and all_above(gram, least(floor=known**2)):
             return None  # of full rank, but one of the directions may be made of errors
-        kept = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
-        if kept is None:
+        projection = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
+        if projection is None:
             return None
         gram, within, rank, floor = (
-            kept.filled(gram),
-            kept.matrix,
-            kept.rank,
+            projection.filled(gram),
+            projection.matrix,
+            projection.rank,
             least(floor=errors**2),
         )
     root = inverse_root(gram, floor=floor)

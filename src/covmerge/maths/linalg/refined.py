@@ -89,19 +89,19 @@ def leading_pairs(
             return None
         image = gram @ span
         theta, turn = (found.flip(-1) for found in eigh(span.mT @ image))
-        kept = k if cut is None else cut(theta)
-        if not 0 < kept < b:
+        count = k if cut is None else cut(theta)
+        if not 0 < count < b:
             return None
-        last = float(theta[kept - 1])
-        gap, step = last - rest.largest - off, last - float(theta[kept])
+        last = float(theta[count - 1])
+        gap, step = last - rest.largest - off, last - float(theta[count])
         if gap < _CLEAR * off or not step > 0.0:
             return None
         span, image = span @ turn, image @ turn
         residual = image.sub_(span * theta)
-        error = float(lengths(residual[:, :kept], axis=0).max()) / gap
+        error = float(lengths(residual[:, :count], axis=0).max()) / gap
         if error**2 * last <= _MIXED * step:
-            pairs = LeadingPairs(theta, span[:, :kept], rest.least - off)
-            return _sharp(gram, pairs, residual[:, :kept], rest, gap)
+            pairs = LeadingPairs(theta, span[:, :count], rest.least - off)
+            return _sharp(gram, pairs, residual[:, :count], rest, gap)
         span += rest.correction(residual, theta, gap)
     return None
 
@@ -133,8 +133,8 @@ def _sharp(
     gram: Tensor, pairs: LeadingPairs, residual: Tensor, rest: _Rest, gap: float
 ) -> LeadingPairs | None:
     """Correct the pairs alone, which mix no further with others, as far as that goes."""
-    kept = pairs.vectors.shape[1]
-    vectors, values, before = pairs.vectors, pairs.values[:kept], inf
+    count = pairs.vectors.shape[1]
+    vectors, values, before = pairs.vectors, pairs.values[:count], inf
     while True:
         error = float(lengths(residual, axis=0).max()) / gap
         if error <= _ENOUGH or error > before / 4.0:
@@ -148,7 +148,7 @@ def _sharp(
         before = error
     if not error <= _SHARP:
         return None
-    return replace(pairs, vectors=vectors, values=torch.cat([values, pairs.values[kept:]]))
+    return replace(pairs, vectors=vectors, values=torch.cat([values, pairs.values[count:]]))
 
 
 def _orthonormal(columns: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The k-th smallest magnitude of a vector that is seen block by block, exactly."""
+"""The k-th smallest magnitude of a vector that is read block by block, exactly."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ class MagnitudeSelect:
         self.settled = rank == 0
         self.below = self.up_to = 0
         self._guesses = 1  # that may be tried beside one that was wrong
-        self._look_everywhere()
+        self._count_everywhere()
         if near is not None and not self.settled:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
             off = -int(log2(torch.finfo(dtype).eps)) - bits
-            self._look(max(0, guess - 2**off), off + 1, _FLOAT32_DIGITS - bits)
+            self._count_next(max(0, guess - 2**off), off + 1, _FLOAT32_DIGITS - bits)
 
     @property
     def value(self) -> float:
-        """The magnitude that was looked for."""
+        """The magnitude of that rank."""
         return self.beside(0)
 
     def beside(self, steps: int) -> float:
@@ -159,29 +159,29 @@ class MagnitudeSelect:
         if found in (0, len(below) - 1):  # the guess was wrong
             if self._low == 0 and (len(below) - 2) << self._shift >= self._every:
                 raise ValueError(f"rank {self._rank} is at none of all magnitudes of {self._float}")
-            self._look_beside(above=found > 0)
+            self._count_beside(above=found > 0)
             return
         self.below, self.up_to = int(below[found - 1]), int(below[found])
         self._low += (found - 1) << self._shift
         self.settled = self._shift == 0
-        self._look(self._low, self._shift)
+        self._count_next(self._low, self._shift)
 
-    def _look_beside(self, *, above: bool) -> None:
+    def _count_beside(self, *, above: bool) -> None:
         """Look next to where a guess was wrong, and after that everywhere: most are wrong by little."""
         if self._guesses == 0:
-            self._look_everywhere()
+            self._count_everywhere()
             return
         self._guesses -= 1
         digit = (len(self._counts) - 2).bit_length() - 1
         width = digit + self._shift
-        self._look(max(0, self._low + (2**width if above else -(2**width))), width, digit)
+        self._count_next(max(0, self._low + (2**width if above else -(2**width))), width, digit)
 
-    def _look_everywhere(self) -> None:
+    def _count_everywhere(self) -> None:
         width = torch.finfo(self._float).bits - 1  # the sign bit is dropped
         self._every = 2**width
-        self._look(0, width)
+        self._count_next(0, width)
 
-    def _look(self, low: int, width: int, digit: int = _DIGIT) -> None:
+    def _count_next(self, low: int, width: int, digit: int = _DIGIT) -> None:
         """Count 2^width bit patterns from `low` on next, in 2^digit ranges of equal size."""
         digit = min(width, digit)
         self._low, self._shift = low, width - digit
@@ -207,7 +207,7 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
 def search(vector: Vector, count: int, ranks: Sequence[int]) -> list[MagnitudeSelect]:
     """Find the magnitudes of some ranks, counted from 1; a sample of many values gives a guess.
 
-    It is seen twice, for the sample and to count, as long as the guess is good; half precision once.
+    It is read twice, for the sample and to count, as long as the guess is good; half precision once.
 
     Args:
         vector: values of one dtype.
@@ -244,13 +244,13 @@ def place_behind(vector: Vector, magnitude: float, number: int) -> int:
     """
     if number == 0:
         return 0
-    seen = passed = 0
+    counted = passed = 0
     for block in vector():
         places = (block.reshape(-1).abs() == magnitude).nonzero()
-        if seen + len(places) >= number:
-            return passed + int(places[number - seen - 1]) + 1
-        seen, passed = seen + len(places), passed + block.numel()
-    raise ValueError(f"{seen} values of magnitude {magnitude:g}, not {number}")
+        if counted + len(places) >= number:
+            return passed + int(places[number - counted - 1]) + 1
+        counted, passed = counted + len(places), passed + block.numel()
+    raise ValueError(f"{counted} values of magnitude {magnitude:g}, not {number}")
 
 
 def _searched(
@@ -260,11 +260,11 @@ def _searched(
     found = [
         MagnitudeSelect(rank, dtype, near=guess) for rank, guess in zip(ranks, near, strict=True)
     ]
-    while looking := [one for one in found if not one.settled]:
+    while searching := [one for one in found if not one.settled]:
         for block in vector():
-            for one in looking:
+            for one in searching:
                 one.add(block)
-        for one in looking:
+        for one in searching:
             one.end_pass()
     return found
 

@@ -121,7 +121,7 @@ def rank_tolerance(
 def with_equals(sigma: Tensor, k: int) -> int:
     """Return k, or as many more as singular values, descending, go on that equal the k-th.
 
-    Those that equal zero are none of them: whoever asks for k beyond the rank gets k.
+    Those that equal zero are none of them: who asks for k beyond the rank gets k.
 
     Example:
         >>> with_equals(torch.tensor([2.0, 1.0, 1.0, 0.5]), 2)
@@ -385,13 +385,13 @@ def leading_directions(
     top = truncated_svd(matrix, k, rtol=rtol)
     if not residual(top) <= ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
-    left, right, kept, rank = top.left, top.right, top.kept, top.rank
+    left, right, sigma, rank = top.left, top.right, top.kept, top.rank
     if errors is not None:
-        known = kept.square() > _made(right, errors)
-        left, right, kept = left[:, known], right[known], kept[known]
+        known = sigma.square() > _made(right, errors)
+        left, right, sigma = left[:, known], right[known], sigma[known]
         rank -= int((~known).sum())
     isometry = (left @ right).to(matrix.dtype)
-    return LeadingDirections(isometry, top.sigma, len(right), rank, kept, right)
+    return LeadingDirections(isometry, top.sigma, len(right), rank, sigma, right)
 
 
 def _made(right: Tensor, errors: Tensor) -> Tensor:

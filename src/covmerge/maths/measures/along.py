@@ -1,6 +1,6 @@
 r"""What a merged update keeps of an expert along the expert's own update, predicted from weights alone.
 
-Of W̄ − W_0 only what lies in the direction of Δ_t is looked at:
+Of W̄ − W_0 only what lies in the direction of Δ_t counts:
 
     1 − (1 − ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖²)²
 

@@ -47,11 +47,11 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
         _times(update, 1.0 / (size or 1.0)) for update, size in zip(updates, sizes, strict=True)
     ]
     found: list[Tensor | None] = []
-    for own, size in zip(units[:experts], sizes, strict=False):
+    for unit, size in zip(units[:experts], sizes, strict=False):
         if size == 0.0:
             found.append(None)
             continue
-        form = _form(units, own)
+        form = _form(units, unit)
         place = len(found)
         relative = torch.tensor(sizes, dtype=torch.float64) / size
         scaled = form / form[place, place] * torch.outer(relative, relative)
@@ -71,24 +71,24 @@ def kept(form: Tensor, expert: int, weights: Tensor) -> float:
         >>> kept(torch.tensor([[1.0, 0.5], [0.5, 0.25]]), 0, torch.tensor([0.5, 0.0]))
         0.75
     """
-    seen = form @ weights
-    return float(2.0 * seen[expert] - weights @ seen)
+    image = form @ weights
+    return float(2.0 * image[expert] - weights @ image)
 
 
-def _form(units: Sequence[Update], own: Update) -> Tensor:
+def _form(units: Sequence[Update], expert: Update) -> Tensor:
     """Return Tr[Δ_t Ĉ_s Δ_uᵀ] of all t and u, through the smaller side of Δ_s."""
-    if isinstance(own, LowRank):  # Ĉ = Aᵀ(BᵀB)A
-        seen = [_product(unit, own.right.mT) for unit in units]
-        weighed = [left @ (own.left.mT @ own.left) for left in seen]
-    elif own.shape[0] <= own.shape[1]:
-        seen = weighed = [_product(unit, own.mT) for unit in units]
+    if isinstance(expert, LowRank):  # Ĉ = Aᵀ(BᵀB)A
+        plain = [_product(unit, expert.right.mT) for unit in units]
+        weighed = [left @ (expert.left.mT @ expert.left) for left in plain]
+    elif expert.shape[0] <= expert.shape[1]:
+        plain = weighed = [_product(unit, expert.mT) for unit in units]
     else:
-        gram = own.mT @ own
-        seen = [unit.dense() if isinstance(unit, LowRank) else unit for unit in units]
-        weighed = [left @ gram for left in seen]
+        gram = expert.mT @ expert
+        plain = [unit.dense() if isinstance(unit, LowRank) else unit for unit in units]
+        weighed = [left @ gram for left in plain]
     form = torch.empty(len(units), len(units), dtype=torch.float64)
     for t, left in enumerate(weighed):
-        for u, right in enumerate(seen[: t + 1]):
+        for u, right in enumerate(plain[: t + 1]):
             form[t, u] = form[u, t] = dot(left, right)
     return form
 

@@ -69,8 +69,8 @@ def overall(layers: Iterable[float | None]) -> float | None:
         >>> overall([0.5, -7.0, None, 1.0]), overall([None])
         (0.5, None)
     """
-    kept = [max(0.0, value) for value in layers if value is not None]
-    return fmean(kept) if kept else None
+    values = [max(0.0, value) for value in layers if value is not None]
+    return fmean(values) if values else None
 
 
 def _unit(update: Tensor) -> Tensor:

@@ -117,10 +117,10 @@ def rounding_of(
         >>> [round(error.edge, 3) for error in found], round(found[0].energy, 4)
         ([0.045, 0.0, 0.0], 0.0509)
     """
-    own = 0.0 if base is None else _width(base)
+    width = 0.0 if base is None else _width(base)
     return tuple(
-        Rounding() if dtype is None else _rounding(update, _coarser(dtype, update.dtype), base, own)
-        for update, dtype in zip(updates, stored, strict=True)
+        Rounding() if dtype is None else _rounding(u, _coarser(dtype, u.dtype), base, width)
+        for u, dtype in zip(updates, stored, strict=True)
     )
 
 
@@ -172,10 +172,10 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, own: float) -> Rounding:
+def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, of_base: float) -> Rounding:
     changed = float(update.count_nonzero()) / max(1, update.numel())
     eps, before, width = torch.finfo(dtype).eps, 0 if base is None else _BEFORE, _width(update)
-    edge = eps * sqrt(changed / 12.0) * hypot(own + width, sqrt(before) * width)
+    edge = eps * sqrt(changed / 12.0) * hypot(of_base + width, sqrt(before) * width)
     earlier = before * eps**2 / 12.0 * square_norm(update)
     return Rounding(edge, _energy(base, update, dtype), earlier, min(eps, _SUMS))
 

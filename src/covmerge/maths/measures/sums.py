@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.types import Json
 from covmerge.maths.linalg.lapack import lengths
 
-# Elements that are looked at together: what is made of all experts' rows stays in the cache of a core,
+# Elements that are read together: what is made of all experts' rows stays in the cache of a core,
 # and counts of so many are exact in float32.
 _BLOCK = 2**13
 _SMALLEST = 1e-28  # float32 has squares to 1e-38: of what is 1e-5 of the usual
@@ -160,14 +160,14 @@ def _sums_of(base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype) -> Sum
     single = [torch.zeros(count, dtype=torch.float64) for _ in range(3)]
     along_base, *losses = single
     total = torch.zeros((), dtype=torch.float64)
-    for own, rows in _blocks(base, updates, dtype):
+    for block, rows in _blocks(base, updates, dtype):
         signs = rows.sign()
         changed = signs.abs()
         for found, left in zip(pairs, (rows, changed, signs), strict=True):
             found += (left @ left.mT).cpu()
-        total += torch.dot(own, own).cpu()
-        along_base += (rows @ own).cpu()
-        for lost, values in zip(losses, (rows, rows + own), strict=True):
+        total += torch.dot(block, block).cpu()
+        along_base += (rows @ block).cpu()
+        for lost, values in zip(losses, (rows, rows + block), strict=True):
             error = values.to(torch.bfloat16).to(values.dtype).sub_(values)
             lost += lengths(error, axis=1).cpu().double().square()
     dots, touched, agreed = pairs
@@ -189,12 +189,12 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The base's elements `(n,)` and the updates' `(T, n)`, some at a time."""
     flat = [update.reshape(-1) for update in updates]
-    own = base.reshape(-1)
+    weights = base.reshape(-1)
     size = _BLOCK if flat[0].device.type == "cpu" else _BLOCK_OF_DEVICE
-    for start in range(0, own.numel(), size):
+    for start in range(0, weights.numel(), size):
         part = slice(start, start + size)
         yield (
-            own[part].to(flat[0]).to(dtype),
+            weights[part].to(flat[0]).to(dtype),
             torch.stack([update[part] for update in flat]).to(dtype),
         )
 

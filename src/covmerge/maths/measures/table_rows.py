@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covmerge.base.types import Json
 
-_BLOCK = 2**18  # elements that are looked at together, in float64
+_BLOCK = 2**18  # elements that are read together, in float64
 # Weight decay is applied step by step, each rounded; so many roundings in float32 are taken for its own.
 _STEPS = 64
 
@@ -64,8 +64,8 @@ def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> Tabl
     step = max(1, _BLOCK // max(1, base.shape[1]))
     found = TableRows(0, 0, 0, 0)
     for start in range(0, len(base), step):
-        own = slice(start, start + step)
-        found += _of_block(base[own].double(), update[own].double(), stored)
+        rows = slice(start, start + step)
+        found += _of_block(base[rows].double(), update[rows].double(), stored)
     return found
 
 

@@ -241,21 +241,21 @@ def _estimated(
     """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
     energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
     pairs = zip(energies, changed.norms, strict=True)
-    told = [t for t, (energy, size) in enumerate(pairs) if energy > BLIND * size**2]
-    found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
+    informative = [t for t, (energy, size) in enumerate(pairs) if energy > BLIND * size**2]
+    found = heterogeneity_gate([changed.norms[t] for t in informative], tau=tau, statistic=gate)
     if found.fired and normalize:
-        told = [t for t in told if eps <= DROWNED * energies[t]]
-        found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
-    return changed.only(told) if len(told) < len(changed.updates) else changed, found
+        informative = [t for t in informative if eps <= DROWNED * energies[t]]
+        found = heterogeneity_gate([changed.norms[t] for t in informative], tau=tau, statistic=gate)
+    return changed.only(informative) if len(informative) < len(changed.updates) else changed, found
 
 
 def _average_of_the_rest(changed: Active, active: Active) -> Tensor | None:
     """Σ w_tΔ_t / T over the experts that are in no sum, T of all that changed the layer."""
-    kept = {id(update) for update in active.updates}
+    summed = {id(update) for update in active.updates}
     rest = [
         (update, weight / len(changed.updates))
         for update, weight in zip(changed.updates, changed.weights, strict=True)
-        if id(update) not in kept
+        if id(update) not in summed
     ]
     return stack_weighted(*zip(*rest, strict=True)) if rest else None
 
@@ -318,9 +318,9 @@ def _amplifies_rounding(
     if not any(energies):
         return False
     entries, made = active.updates[0].numel(), 0.0
-    for own, energy in zip(covariances, energies, strict=True):
-        apart = own.update - pre.merged.to(own.update.dtype)
-        made += own.scale**2 * energy / entries * _square_norm_of_product(apart, own.update)
+    for expert, energy in zip(covariances, energies, strict=True):
+        apart = expert.update - pre.merged.to(expert.update.dtype)
+        made += expert.scale**2 * energy / entries * _square_norm_of_product(apart, expert.update)
     return made * pre.factor.square_norm_of_inverse() > AMPLIFIED**2 * sum(energies)
 
 

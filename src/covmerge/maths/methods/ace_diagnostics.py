@@ -23,17 +23,17 @@ _LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
 class _Gate(Summary):
     """Where the gate fired, and whether the pole of the paper's γ was all that made it."""
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        return {"gate_fired": _names(seen, lambda m: m.fired)}
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+        return {"gate_fired": _names(diagnostics, lambda m: m.fired)}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        names = _names(seen, lambda m: m.fired)
-        fired = [matrix.fired for one in seen for matrix in one.matrices]
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        names = _names(diagnostics, lambda m: m.fired)
+        fired = [matrix.fired for one in diagnostics for matrix in one.matrices]
         where = f": {some(names)}" if names else ""
         yield "γ gate", f"fired in {sum(map(bool, fired))} of {len(fired)} matrices{where}"
 
-    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        names = _names(seen, lambda m: m.at_pole)
+    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
+        names = _names(diagnostics, lambda m: m.at_pole)
         if names:
             yield (
                 f"ACE's gate fired in {counted(len(names), 'tensor')} ({some(names, 2)}) whose "
@@ -45,13 +45,13 @@ class _Gate(Summary):
 class _Ridge(Summary):
     """Where ε has more of an expert's covariance than the expert."""
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        return {"ridge_dominates": _names(seen, lambda m: m.outweighed)}
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+        return {"ridge_dominates": _names(diagnostics, lambda m: m.outweighed)}
 
-    def warnings(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+    def warnings(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         wanted = {
             one.tensor: _SHARE * one.parameters["eps"] / max(m.ridge_share or 0.0 for m in lost)
-            for one in seen
+            for one in diagnostics
             if (lost := [m for m in _of(one) if m.outweighed])
         }
         if wanted:
@@ -72,8 +72,8 @@ class _Ridge(Summary):
 class _LeftOut(Summary):
     """Where directions of the inputs were left out, as rounding of stored weights."""
 
-    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        names = _names(seen, lambda m: m.below_rounding > 0)
+    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
+        names = _names(diagnostics, lambda m: m.below_rounding > 0)
         if names:
             yield (
                 f"ACE solved {counted(len(names), 'tensor')} ({some(names, 2)}) without the directions of "
@@ -162,9 +162,9 @@ def _of(one: TensorDiagnostics) -> tuple[AceDiagnostics, ...]:
     return cast("tuple[AceDiagnostics, ...]", one.matrices)
 
 
-def _names(seen: Sequence[TensorDiagnostics], is_so: Callable[[AceDiagnostics], bool]) -> list[str]:
+def _names(stats: Sequence[TensorDiagnostics], has: Callable[[AceDiagnostics], bool]) -> list[str]:
     """The tensors with a matrix that is so."""
-    return [one.tensor for one in seen if any(map(is_so, _of(one)))]
+    return [one.tensor for one in stats if any(map(has, _of(one)))]
 
 
 def _rounded_down(value: float) -> float:

@@ -46,10 +46,10 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     done = 0
     for group in groups():
         base, (model,) = inputs_of(group, parameters["arithmetic"])
-        own = _importance(base, model).reshape(-1)
-        found = own.new_empty(prod(shape)) if found is None else found
-        found[done : done + len(own)] = own
-        done += len(own)
+        block = _importance(base, model).reshape(-1)
+        found = block.new_empty(prod(shape)) if found is None else found
+        found[done : done + len(block)] = block
+        done += len(block)
     assert found is not None
     return _least(found)
 

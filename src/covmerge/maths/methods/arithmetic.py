@@ -47,7 +47,7 @@ def each(value: _T | list[_T], group: LinearGroup) -> list[_T]:
 
 def weights_of(weight: float | list[float], group: LinearGroup) -> list[float]:
     """Return each expert's factor: the parameter times the expert's weight."""
-    return [own * w for own, w in zip(each(weight, group), group.weights, strict=True)]
+    return [factor * w for factor, w in zip(each(weight, group), group.weights, strict=True)]
 
 
 def inputs_of(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, Sequence[Tensor]]:

@@ -172,11 +172,11 @@ class _Alike:
         sizes = active.norms
         given = [w * size for w, size in zip(active.weights, sizes, strict=True)]
         weights = tuple(w * sum(sizes) / sum(given) for w in active.weights)
-        own = [w * size for w, size in zip(weights, sizes, strict=True)]
-        counts = torch.tensor(own, dtype=torch.float64)
+        weighted = [w * size for w, size in zip(weights, sizes, strict=True)]
+        counts = torch.tensor(weighted, dtype=torch.float64)
         alike = float(counts @ _cosines(active.updates, sizes).square() @ counts)
         energy = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
-        return cls(weights, max(1.0, sum(own) ** 2 / alike), energy / alike)
+        return cls(weights, max(1.0, sum(weighted) ** 2 / alike), energy / alike)
 
 
 def _regression(active: Active, alike: _Alike) -> Tensor:

@@ -120,21 +120,21 @@ def auto_measured(group: LinearGroup) -> Merged:
     changed = [bool(update.any()) for update in group.updates]
     nothing = group.updates[0].new_zeros(()).expand_as(group.updates[0])
     each = zip(group.updates, heard, strict=True)
-    known = replace(group, updates=tuple(u if own else nothing for u, own in each))
+    known = replace(group, updates=tuple(u if has_data else nothing for u, has_data in each))
     unchanged = changed.count(False)
-    unheard = sum(own and not there for own, there in zip(changed, heard, strict=True))
+    unheard = sum(update and not data for update, data in zip(changed, heard, strict=True))
     counted = Counted.of(known)
     if counted is None:  # data says nothing of what was changed, if anything was
         diagnostics = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
         return Merged(stack_average(group), diagnostics)
-    told: list[float] = []
+    used_shares: list[float] = []
 
     def covariances() -> Iterator[Tensor]:
         sizes = counted.of_all(counted.active.norms)
-        shares = counted.of_all([float(own) for own in counted.shares])
-        for update, size, own, share in zip(known.updates, sizes, grams, shares, strict=True):
-            inputs, used = _covariance(update, size, own, share)
-            told.append(used)
+        shares = counted.of_all([float(share) for share in counted.shares])
+        for update, size, measured, share in zip(known.updates, sizes, grams, shares, strict=True):
+            inputs, used = _covariance(update, size, measured, share)
+            used_shares.append(used)
             yield inputs
 
     bounds = counted.of_all(counted.bounds)
@@ -142,11 +142,11 @@ def auto_measured(group: LinearGroup) -> Merged:
     fused = solve_ridge(normal)[0]
     del normal  # the sums are not held beside the spectra
     inputs = fused.new_zeros(grams[0].shape)
-    for own, weight in zip(grams, group.weights, strict=True):
-        inputs.add_(own, alpha=weight)
+    for measured, weight in zip(grams, group.weights, strict=True):
+        inputs.add_(measured, alpha=weight)
     rtol = rank_tolerance(group.shape, fused.dtype, None, group.rounding)
     diagnostics = EqualisedMeasured(
-        unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(told)
+        unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(used_shares)
     )
     found = equalise(counted, fused, Metric.of(_shrunk(inputs)), diagnostics, rtol=rtol)
     return Merged(fused, diagnostics) if found is None else found
@@ -159,10 +159,10 @@ def _covariance(
     inputs, d_in = _shrunk(measured), len(measured)
     if share == 0.0:
         return inputs, 0.0
-    told = gram(update * (sqrt(d_in) / size))
-    used = share_of_inputs(told, d_in)
+    update_gram = gram(update * (sqrt(d_in) / size))
+    used = share_of_inputs(update_gram, d_in)
     mean = float(inputs.diagonal().mean())
-    return inputs.add_(told, alpha=share * used * mean), used
+    return inputs.add_(update_gram, alpha=share * used * mean), used
 
 
 def _shrunk(measured: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ _LESS = 0.9
 class _Inputs(Summary):
     """Whether data reached what was changed."""
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+        return {"inputs_known": int(sum(facts(diagnostics, "inputs_known")))}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        known = facts(seen, "inputs_known")
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        known = facts(diagnostics, "inputs_known")
         text = f"known in {int(sum(known))} of {len(known)} matrices"
         yield (
             "experts' inputs",
@@ -47,11 +47,11 @@ class _Less(Summary):
     label: str
     why: str
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        return {self.total: {expert: [*names] for expert, names in self._found(seen).items()}}
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+        return {self.total: {e: [*names] for e, names in self._found(diagnostics).items()}}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        found = self._found(seen)
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+        found = self._found(diagnostics)
         if found:
             where = (
                 f"'{expert}' in {counted(len(names), 'tensor')} ({some(names, 2)})"
@@ -59,13 +59,13 @@ class _Less(Summary):
             )
             yield self.label, f"{'; '.join(where)}: {self.why}"
 
-    def _found(self, seen: Sequence[TensorDiagnostics]) -> dict[str, list[str]]:
+    def _found(self, diagnostics: Sequence[TensorDiagnostics]) -> dict[str, list[str]]:
         """The tensors, by expert."""
         found: dict[str, list[str]] = {}
-        for one in seen:
+        for one in diagnostics:
             for place, expert in enumerate(one.experts):
-                own = [getattr(matrix, self.fact) for matrix in one.matrices]
-                if any(0.0 < values[place] < _LESS for values in own if values):
+                per_matrix = [getattr(matrix, self.fact) for matrix in one.matrices]
+                if any(0.0 < values[place] < _LESS for values in per_matrix if values):
                     found.setdefault(expert, []).append(one.tensor)
         return found
 
@@ -125,7 +125,7 @@ class EqualisedMeasured(Diagnostics):
             and the others none.
         towards_least_squares: a, how far it went to least squares; None where ‖W₀‖ was not known.
         unheard: experts whose data did not reach the layer.
-        updates_told: ψ_t of every expert, how much its update's word counts beside its inputs, 0 of one
+        updates_told: ψ_t of every expert, how much its update counts beside its inputs, 0 of one
             that did not change the layer.
     """
 
@@ -160,8 +160,8 @@ class EqualisedMeasured(Diagnostics):
     @property
     def told_beside_inputs(self) -> float | None:
         """The mean of ψ_t over the experts that changed the layer."""
-        own = [share for share in self.updates_told if share]
-        return fmean(own) if own else None
+        shares = [share for share in self.updates_told if share]
+        return fmean(shares) if shares else None
 
     @property
     def length_in_outputs(self) -> float | None:
@@ -172,7 +172,7 @@ class EqualisedMeasured(Diagnostics):
         """What a report tells of one matrix, by headings."""
         share, away = self.directions_in_use, self.towards_least_squares
         less, cut = (
-            [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
+            [e for e, value in zip(experts, values, strict=False) if 0.0 < value < _LESS]
             for values in (self.shares, self.bounds)
         )
         return {

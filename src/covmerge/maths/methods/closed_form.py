@@ -65,15 +65,15 @@ class Active:
     unchanged: int
     d_in: int
 
-    def only(self, kept: Sequence[int]) -> Active:
+    def only(self, places: Sequence[int]) -> Active:
         """Return some of them, their weights brought to mean 1 again."""
-        mean = fmean(self.weights[t] for t in kept) if kept else 1.0
+        mean = fmean(self.weights[t] for t in places) if places else 1.0
         return replace(
             self,
-            updates=tuple(self.updates[t] for t in kept),
-            weights=tuple(self.weights[t] / mean for t in kept),
-            norms=tuple(self.norms[t] for t in kept),
-            rounding=tuple(self.rounding[t] for t in kept),
+            updates=tuple(self.updates[t] for t in places),
+            weights=tuple(self.weights[t] / mean for t in places),
+            norms=tuple(self.norms[t] for t in places),
+            rounding=tuple(self.rounding[t] for t in places),
         )
 
     def unit_grams(self, *, exact: bool) -> list[Covariance]:
@@ -108,7 +108,7 @@ class Active:
 
     def _rounding_in(self, covariances: Sequence[Covariance]) -> Rounding:
         pairs = zip(covariances, self.rounding, strict=True)
-        return Rounding.together(error.times(sqrt(own.scale)) for own, error in pairs)
+        return Rounding.together(error.times(sqrt(covariance.scale)) for covariance, error in pairs)
 
 
 def default_cut_off(d_in: int) -> float:
@@ -122,14 +122,14 @@ def active_experts(group: LinearGroup) -> Active:
     Scaling all weights together must change nothing, though ridges do not scale with them.
     """
     norms = [norm(update) for update in group.updates]
-    kept = [t for t, size in enumerate(norms) if size > 0.0]
-    mean = fmean(group.weights[t] for t in kept) if kept else 1.0
+    used = [t for t, size in enumerate(norms) if size > 0.0]
+    mean = fmean(group.weights[t] for t in used) if used else 1.0
     return Active(
-        updates=tuple(group.updates[t] for t in kept),
-        weights=tuple(group.weights[t] / mean for t in kept),
-        norms=tuple(norms[t] for t in kept),
-        rounding=tuple(group.rounding[t] for t in kept) if group.rounding else (EXACT,) * len(kept),
-        unchanged=len(norms) - len(kept),
+        updates=tuple(group.updates[t] for t in used),
+        weights=tuple(group.weights[t] / mean for t in used),
+        norms=tuple(norms[t] for t in used),
+        rounding=tuple(group.rounding[t] for t in used) if group.rounding else (EXACT,) * len(used),
+        unchanged=len(norms) - len(used),
         d_in=group.shape[1],
     )
 

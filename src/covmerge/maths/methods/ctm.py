@@ -147,7 +147,7 @@ def ctm(
     diagnostics = Compressed(len(group.updates) - len(changed))
     if not changed:
         return Merged(torch.zeros_like(like), diagnostics)
-    apart = known.told_apart(targets.updates)
+    apart = known.separated(targets.updates)
     bases = tucker2(
         [apart[t] for t in changed],
         core_rank,
@@ -160,7 +160,7 @@ def ctm(
         diagnostics = replace(
             diagnostics, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None
         )
-    cores = cores_of(resolution(group, rank_rtol).told_apart(group.updates), left, right)
+    cores = cores_of(resolution(group, rank_rtol).separated(group.updates), left, right)
     merged = merge_inside(
         LinearGroup(cores, group.weights, rounding=group.rounding),
         inner,

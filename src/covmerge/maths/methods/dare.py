@@ -50,8 +50,8 @@ def sparsified(group: LinearGroup, *, drop: float, rescale: bool, seed: int) -> 
     """Δ̃_t = (1 − m_t) ⊙ Δ_t [/ (1 − p)], m_t ~ Bernoulli(p), one expert after the other."""
     factor = 1.0 / (1.0 - drop) if rescale else 1.0
     for update, stream in zip(group.updates, group.streams, strict=True):
-        kept = at_least(stream.uniform(seed, tuple(update.shape)), drop)
-        yield kept.to(update.device, update.dtype).mul_(factor).mul_(update)
+        mask = at_least(stream.uniform(seed, tuple(update.shape)), drop)
+        yield mask.to(update.device, update.dtype).mul_(factor).mul_(update)
 
 
 def _draw_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -53,11 +53,11 @@ class DcDiagnostics(Diagnostics):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    kept = kept_together(d_out, d_in, count)
-    triplets = triplets_cost(d_out, d_in, count, itemsize, kept)
-    products = 2.0 * kept * kept * (2 * (d_out + d_in) + kept)
+    side = kept_together(d_out, d_in, count)
+    triplets = triplets_cost(d_out, d_in, count, itemsize, side)
+    products = 2.0 * side * side * (2 * (d_out + d_in) + side)
     # A core and its temporaries; the blocks of all experts, which are as many entries, and theirs.
-    cores = 5 * kept * kept * itemsize
+    cores = 5 * side * side * itemsize
     return Cost(triplets.flops + products, triplets.workspace + cores, triplets.eigen)
 
 
@@ -170,12 +170,12 @@ def dc_merge(
         # By one product each, so that opposite updates have exactly opposite cores.
         core = ((joined.left.mT @ part.left) * sigma) @ (part.right @ joined.right.mT)
         limits.append(_least_that_votes(core, density, resolved))
-        blocks.append(torch.cat([core[own, own].flatten() for own in places]))
+        blocks.append(torch.cat([core[place, place].flatten() for place in places]))
     merged = merge_agreeing(blocks, [1.0] * len(blocks), thresholds=limits)
     left, start = torch.empty_like(joined.left), 0
-    for own in places:
-        side = own.stop - own.start
-        left[:, own] = joined.left[:, own] @ merged[start : start + side**2].view(side, side)
+    for place in places:
+        side = place.stop - place.start
+        left[:, place] = joined.left[:, place] @ merged[start : start + side**2].view(side, side)
         start += side**2
     turning = sum(without_order(part.kept) for part in found.parts) if len(places) > 1 else 0
     diagnostics = DcDiagnostics(

@@ -102,8 +102,8 @@ def della(
     for update, stream in zip(group.updates, group.streams, strict=True):
         probability = keep_probability(update, density=density, window=window)
         numbers = stream.uniform(seed, tuple(update.shape)).to(update.device)
-        kept = (probability - numbers).clamp_min_(0.0).sign_()
-        vectors.append(kept.mul_(update).div_(probability))
+        mask = (probability - numbers).clamp_min_(0.0).sign_()
+        vectors.append(mask.mul_(update).div_(probability))
     return Merged(merge_agreeing(vectors, group.weights).mul_(scale))
 
 

@@ -64,7 +64,7 @@ def emr(group: LinearGroup) -> Merged:
     s = sgn Σ w_t Δ_t,  u = s ⊙ max_t |Δ_t| over the t with sgn Δ_t = s;
     expert t runs with W₀ + γ_t m_t ⊙ u,  m_t = [Δ_t ⊙ s > 0]  (EMR, Elect, Mask and Rescale)
 
-    This is one model per expert, not one for all: whoever runs it must know the task. W₀ + u is the
+    This is one model per expert, not one for all: its user must know the task. W₀ + u is the
     unified model, the masks come beside it, and γ_t from `rescalers` once all tensors are merged.
 
     Args:
@@ -116,27 +116,27 @@ def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
     tensors = [tensor for tensor in per_tensor if tensor.size]
     factors: list[float] = []
     for expert in range(len(per_tensor[0].expert_mass)):
-        own = sum(tensor.expert_mass[expert] / tensor.size for tensor in tensors)
-        kept = sum(tensor.kept_mass[expert] / tensor.size for tensor in tensors)
-        factors.append(own / kept if kept > 0 else 1.0)
+        whole = sum(tensor.expert_mass[expert] / tensor.size for tensor in tensors)
+        masked = sum(tensor.kept_mass[expert] / tensor.size for tensor in tensors)
+        factors.append(whole / masked if masked > 0 else 1.0)
     return factors
 
 
-def rescalers_of(seen: Sequence[TensorDiagnostics]) -> dict[str, float]:
+def rescalers_of(diagnostics: Sequence[TensorDiagnostics]) -> dict[str, float]:
     """Return γ_t by expert, from the diagnostics in a merge; of tensors of other methods nothing."""
     masked = [
         (one.experts, masses)
-        for one in seen
+        for one in diagnostics
         if (masses := [m for m in one.matrices if isinstance(m, Masses)])
     ]
-    experts = list(dict.fromkeys(expert for own, _ in masked for expert in own))
-    per_tensor = [_of_tensor(blocks, own, experts) for own, blocks in masked]
+    experts = list(dict.fromkeys(expert for names, _ in masked for expert in names))
+    per_tensor = [_of_tensor(blocks, names, experts) for names, blocks in masked]
     return dict(zip(experts, rescalers(per_tensor), strict=True)) if masked else {}
 
 
-def _of_tensor(blocks: Sequence[Masses], own: Sequence[str], experts: Sequence[str]) -> Masses:
+def _of_tensor(blocks: Sequence[Masses], names: Sequence[str], experts: Sequence[str]) -> Masses:
     """Add up the row blocks of a tensor; an expert that lacks it adds nothing."""
-    places = {expert: place for place, expert in enumerate(own)}
+    places = {expert: place for place, expert in enumerate(names)}
 
     def total(per_block: Sequence[Sequence[float]]) -> tuple[float, ...]:
         return tuple(

@@ -67,7 +67,7 @@ class Counted:
     def of_active(cls, group: LinearGroup, active: Active, used: Sequence[float]) -> Counted:
         """The same where those that changed the layer are known, one at least, and ω_t."""
         bounds = _bounds(active)
-        sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
+        sizes = [size * bound for size, bound in zip(active.norms, bounds, strict=True)]
         share_of_each = torch.tensor(used, dtype=torch.float64)
         return cls(group, active, bounds, _shares(sizes), share_of_each)
 
@@ -81,7 +81,7 @@ class Counted:
     def in_sum(self) -> list[float]:
         """w_tb_t."""
         pairs = zip(self.weights, self.bounds, strict=True)
-        return [float(weight) * own for weight, own in pairs]
+        return [float(weight) * bound for weight, bound in pairs]
 
     def towards_safest(self) -> float | None:
         """Return a, how far a merged update goes to R; None where the base is not known.
@@ -91,7 +91,7 @@ class Counted:
         base_norm = self.group.base_norm
         if base_norm is None:
             return None
-        sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
+        sizes = [size * bound for size, bound in zip(self.active.norms, self.bounds, strict=True)]
         energies = torch.tensor(sizes, dtype=torch.float64).square()
         together = sqrt(float((self.shares * self.weights * energies).sum()))
         return -expm1(-log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4))
@@ -121,7 +121,7 @@ class Counted:
         """What there is to say of how they count."""
         return replace(
             before,
-            shares=self.of_all([float(own) for own in self.shares]),
+            shares=self.of_all([float(share) for share in self.shares]),
             bounds=self.of_all(self.bounds),
             unlike_experts=alike.experts,
             uneven_use=self.uneven,
@@ -210,7 +210,7 @@ def flattening(
 def equalise(
     counted: Counted,
     fused: Tensor,
-    seen: Metric,
+    metric: Metric,
     diagnostics: EqualisedMeasured,
     *,
     rtol: float,
@@ -220,7 +220,7 @@ def equalise(
     Args:
         counted: the experts, each of which lends λ, q and a its part.
         fused: R `(d_out, d_in)`, of the updates' dtype.
-        seen: C₀.
+        metric: C₀.
         diagnostics: what is known before.
         rtol: where the numerical rank of R ends.
 
@@ -228,12 +228,12 @@ def equalise(
         None where C₀ sees nothing of R.
     """
     active = counted.active
-    alike = Likeness.of(seen.dots(active.updates), counted.shares)
-    spectrum = seen.spectrum(fused, rtol=rtol, rounding=EXACT)
+    alike = Likeness.of(metric.dots(active.updates), counted.shares)
+    spectrum = metric.spectrum(fused, rtol=rtol, rounding=EXACT)
     diagnostics = counted.diagnostics(diagnostics, alike)
     if not len(spectrum.sigma):
         return None
-    whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
+    whole = metric.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
     found = flattening(counted, alike, spectrum.sigma, whole, diagnostics)
     merged, diagnostics = spectrum.lifted(found.lift * found.scale, found.unseen), found.diagnostics
     away = counted.towards_safest()
@@ -267,4 +267,4 @@ def _bounds(active: Active) -> list[float]:
     counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
     usual = float((counts * logs).sum() / counts.sum())
     times = (logs - usual).exp() / _LONG
-    return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]
+    return [float(bound) for bound in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]

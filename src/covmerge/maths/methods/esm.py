@@ -74,18 +74,18 @@ def _sides(parameters: Parameters) -> Sides:
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side = min(d_out, d_in)
-    kept = min(max(d_out, count), count * side)
+    directions = min(max(d_out, count), count * side)
     each = svd_cost(d_out, d_in, side, itemsize)
     energies = FLOAT64 * 2.0 * side * (d_in * d_in + d_in * side + side * (d_out + d_in))
-    sides = svd_cost(d_out, kept, kept, 8), svd_cost(kept, d_in, kept, 8)
+    sides = svd_cost(d_out, directions, directions, 8), svd_cost(directions, d_in, directions, 8)
     flops = count * (each.flops + energies + eigh_cost(side).flops)
-    flops += sum(own.flops for own in sides) + 2.0 * FLOAT64 * kept * d_out * d_in
+    flops += sum(one.flops for one in sides) + 2.0 * FLOAT64 * directions * d_out * d_in
     # A Gram matrix in float64, what is left of its product, U, UᵀΔ and their update's triplets.
-    own = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
-    held = 4 * kept * (d_out + d_in) * 8
-    last = max(own.workspace for own in sides) + d_out * d_in * 8
-    eigen = count * (each.eigen + eigh_cost(side).eigen) + sum(own.eigen for own in sides)
-    return Cost(flops, held + max(each.workspace, own, last), eigen)
+    one_update = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
+    held = 4 * directions * (d_out + d_in) * 8
+    last = max(one.workspace for one in sides) + d_out * d_in * 8
+    eigen = count * (each.eigen + eigh_cost(side).eigen) + sum(one.eigen for one in sides)
+    return Cost(flops, held + max(each.workspace, one_update, last), eigen)
 
 
 @register(
@@ -205,10 +205,10 @@ def esm(
     ]
     scales = [_over_mean(_over_mean(part.energy) ** energy_power) for part in parts]
     each = list(zip(parts, scales, factors, strict=True))
-    left = torch.cat([part.left * own for part, own, _ in each], dim=1)
-    right = torch.cat([part.right * (own * factor)[:, None] for part, own, factor in each])
-    off_left = torch.cat([part.off * own for part, own, _ in each])
-    off_right = torch.cat([part.floor * factor * own for part, own, factor in each])
+    left = torch.cat([part.left * stretch for part, stretch, _ in each], dim=1)
+    right = torch.cat([part.right * (stretch * factor)[:, None] for part, stretch, factor in each])
+    off_left = torch.cat([part.off * stretch for part, stretch, _ in each])
+    off_right = torch.cat([part.floor * factor * stretch for part, stretch, factor in each])
     if power:
         columns = _over_mean(right.square().sum(dim=0).sqrt()) ** power
         right *= columns
@@ -238,9 +238,9 @@ def _essential(
     energy, turn = values.flip(0), vectors.flip(1)
     largest = float(found.sigma[0]) ** 2 * float(gram.diagonal().double().sum())
     end = max(energy_rtol * float(energy[0]), len(energy) * _EXACT * largest)
-    seen = int((energy > end).sum())
-    kept = with_equals(energy[:seen].sqrt(), min(k, seen))
-    energy, turn = energy[:kept], turn[:, :kept]
+    rank = int((energy > end).sum())
+    count = with_equals(energy[:rank].sqrt(), min(k, rank))
+    energy, turn = energy[:count], turn[:, :count]
     return _Essential(
         left=found.left.to(torch.float64) @ turn,
         right=turn.mT @ root,

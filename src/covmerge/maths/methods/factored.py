@@ -92,7 +92,7 @@ def merge_factors(
         parameters: as `method.resolve` returns them.
         thresholds: per update, what a global pass has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
-        base_norm: ‖W_0‖, where the method looks at it and it is known.
+        base_norm: ‖W_0‖, where the method uses it and it is known.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.
@@ -104,13 +104,13 @@ def merge_factors(
         >>> merge_factors(average, [a, a], [1.0, 1.0], {}).delta.dense()[0].round().tolist()
         [1.0, 1.0]
     """
-    check_shapes([own.value for own in measured], "gram", updates[0].shape, method=method.name)
+    check_shapes([gram.value for gram in measured], "gram", updates[0].shape, method=method.name)
     reduced = _reduce(method.sides_for(parameters), updates, weights)
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
         expert_statistics=tuple(
-            replace(own, value=_turned(own.value, reduced.right)) for own in measured
+            replace(gram, value=_turned(gram.value, reduced.right)) for gram in measured
         ),
         base_norm=base_norm,
     )
@@ -148,12 +148,12 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
         ones_out if left is None else left.coordinates(ones_out),
         ones_in if right is None else right.coordinates(ones_in),
     )
-    own = lefts if left is None else left.blocks[: len(lefts)]
-    other = rights if right is None else right.blocks
-    # Small, and float64 lets their rank be seen.
+    outputs = lefts if left is None else left.blocks[: len(lefts)]
+    inputs = rights if right is None else right.blocks
+    # Small, and float64 shows their rank.
     factors = tuple(
         LowRank(b.to(torch.float64) * out, a.mT.to(torch.float64) * into)
-        for b, a, out, into in zip(own, other, outer, inner, strict=True)
+        for b, a, out, into in zip(outputs, inputs, outer, inner, strict=True)
     )
     cores = tuple(each.dense() for each in factors)
     return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)

@@ -90,11 +90,11 @@ def free(
     merged = torch.zeros_like(updates[0])
     largest = 0.0
     for update, weight in zip(updates, group.weights, strict=True):
-        kept = _filtered(update, mask)
-        size = float(kept.abs().mean())
+        filtered = _filtered(update, mask)
+        size = float(filtered.abs().mean())
         # What rounding leaves of an update without high frequencies is not one to align.
         if size > torch.finfo(update.dtype).eps * float(update.abs().mean()):
-            merged.add_(kept, alpha=weight / size)
+            merged.add_(filtered, alpha=weight / size)
             largest = max(largest, size)
     return Merged(merged.mul_(scale * largest))
 

@@ -64,13 +64,13 @@ class Whole:
     def _some(self, wanted: Sequence[Made]) -> list[Tensor]:
         experts = sorted({place for made in wanted for place in made.experts})
         found: list[Tensor] = []
-        for own, base, models in self.blocks(experts):
+        for part, base, models in self.blocks(experts):
             known = dict(zip(experts, models, strict=True))
             for number, made in enumerate(wanted):
-                block = made.of(own, base, [known[place] for place in made.experts]).reshape(-1)
+                block = made.of(part, base, [known[place] for place in made.experts]).reshape(-1)
                 if len(found) <= number:
                     found.append(block.new_empty(self.numel))
-                found[number][own] = block
+                found[number][part] = block
         return found
 
 

@@ -50,7 +50,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
 
 
-def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptEntries:
+def _kept_entries(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptEntries:
     """What S keeps of one expert."""
     one = {name: _only(parameters[name]) for name in ("density", "gamma", "epsilon", "drawn")}
     seed: int = parameters["seed"]
@@ -59,7 +59,7 @@ def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptE
         in_order = _in_order(one["drawn"], seed, prod(shape))
         for group in groups():
             base, (model,) = inputs_of(group, parameters["arithmetic"])
-            yield Rows(model - base, in_order or partial(_own_numbers, group, 0, seed))
+            yield Rows(model - base, in_order or partial(_expert_numbers, group, 0, seed))
 
     return keep(
         blocks,
@@ -77,7 +77,7 @@ def _only(value: Any) -> Any:
     return cast("list[Any]", value)[0] if isinstance(value, list) else value
 
 
-def _own_numbers(group: LinearGroup, expert: int, seed: int, shape: tuple[int, ...]) -> Tensor:
+def _expert_numbers(group: LinearGroup, expert: int, seed: int, shape: tuple[int, ...]) -> Tensor:
     """An expert's random numbers, of its own stream."""
     return group.streams[expert].uniform(seed, shape)
 
@@ -93,7 +93,7 @@ def _tensor_pass_bytes(parameters: Parameters) -> float:
     return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
 
 
-def _looks(parameters: Parameters) -> int:
+def _reads(parameters: Parameters) -> int:
     """For a sample and to count, or for random numbers; for lengths two more."""
     sparsify, density = parameters["sparsify"], _only(parameters["density"])
     if sparsify == "none" or density >= 1 or (density <= 0 and sparsify != "bernoulli"):
@@ -122,7 +122,7 @@ def _looks(parameters: Parameters) -> int:
     cost=_cost,
     unit=_unit,
     sees="weights",
-    tensor_pass=TensorPass(_kept, _tensor_pass_bytes, looks=_looks),
+    tensor_pass=TensorPass(_kept_entries, _tensor_pass_bytes, looks=_reads),
 )
 def generalized_task_arithmetic(
     group: LinearGroup,
@@ -223,11 +223,11 @@ def generalized_task_arithmetic(
     for t, model in enumerate(models):
         update = model - base
         if group.known:
-            kept: KeptEntries = group.known[t]
+            entries: KeptEntries = group.known[t]
         else:
             in_order = _in_order(places[t], seed, update.numel())
-            whole = [Rows(update, in_order or partial(_own_numbers, group, t, seed))]
-            kept = keep(
+            whole = [Rows(update, in_order or partial(_expert_numbers, group, t, seed))]
+            entries = keep(
                 partial(iter, whole),
                 update.shape,
                 sparsify,
@@ -236,15 +236,15 @@ def generalized_task_arithmetic(
                 epsilon=widths[t],
                 rescale=rescale,
             )
-        added.append(kept.of(update).mul_(factors[t]))
+        added.append(entries.of(update).mul_(factors[t]))
     if consensus:
         elected = (_sum(added) >= 0).to(base.dtype).mul_(2).sub_(1)
         total = torch.zeros_like(base, dtype=wide(base.dtype))
         divisor = torch.zeros_like(total)
-        for own, factor in zip(added, factors, strict=True):
+        for update, factor in zip(added, factors, strict=True):
             # 1 where the sign is the elected one; booleans would take several times as long.
-            agreed = own.sign().mul_(elected).clamp_min_(0)
-            total.add_(own.mul_(agreed))
+            agreed = update.sign().mul_(elected).clamp_min_(0)
+            total.add_(update.mul_(agreed))
             divisor.add_(agreed.mul_(factor))
         total, divisor = total.to(base.dtype), divisor.to(base.dtype)
         divisor.masked_fill_(divisor == 0, 1)

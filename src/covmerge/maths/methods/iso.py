@@ -75,9 +75,9 @@ class Flattened(Diagnostics):
 class UnsureTasks(Summary):
     """Tensors whose task directions rounding of stored weights may have turned, by `turned_by`."""
 
-    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """Where they may be off by more than a thousandth."""
-        found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in seen}
+        found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in diagnostics}
         unsure = {name: off for name, off in found.items() if off > _UNSURE}
         if unsure:
             yield (
@@ -132,7 +132,7 @@ def _cost_with_tasks(
     d_out: int, d_in: int, count: int, itemsize: int, *, common_fraction: float = 0.8
 ) -> Cost:
     side = min(d_out, d_in)
-    kept = max(side, count)
+    directions = max(side, count)
     common = _cost_of_sum(d_out, d_in, count, itemsize)
     c, s = _dimensions(side, count, common_fraction)
     each = leading_cost(d_out, d_in, s, itemsize)
@@ -141,10 +141,10 @@ def _cost_with_tasks(
         rest = leading_cost(d_out - c, d_in, s, itemsize)
         each = replace(each, flops=rest.flops, eigen=rest.eigen)
         project = 2.0 * d_out * (d_out - c) * d_in
-    together = polar_cost(d_out, d_in, kept, itemsize, apart=c)
+    together = polar_cost(d_out, d_in, directions, itemsize, apart=c)
     # The vectors of the sum live throughout, those of the tasks from one to the next.
     whole = side * (d_out + d_in) * itemsize
-    task = (kept * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
+    task = (directions * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
     return Cost(
         common.flops + count * (project + each.flops) + together.flops,
         max(common.workspace, whole + max(task, together.workspace)),

@@ -51,10 +51,10 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     """The mean itself: each of its steps is as long as the whole."""
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     base, experts = next((base, models) for _, base, models in whole.blocks())
-    models = [Made((t,), lambda own, base, models: models[0]) for t in range(len(experts))]
+    models = [Made((t,), lambda part, base, models: models[0]) for t in range(len(experts))]
     place: int | None = parameters["base_place"]
     if place is not None:
-        models.insert(place, Made((), lambda own, base, models: base))
+        models.insert(place, Made((), lambda part, base, models: base))
 
     def in_turn() -> Iterator[Tensor]:
         for model in models:

@@ -54,12 +54,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     basis = joint_cost(d_out, d_in, count, itemsize)
     within = elect_cost(rank, d_in, count, itemsize)
     products = 2.0 * d_out * rank * d_in * (FLOAT64 * count + 1)
-    # U in both dtypes and the components live on; one update and its own are in float64 at a time.
+    # U in both dtypes and the components live on; one update and its components are in float64 at a time.
     held = d_out * rank * (8 + itemsize) + count * rank * d_in * itemsize
-    own = (d_out + rank) * d_in * 8
+    one_update = (d_out + rank) * d_in * 8
     return Cost(
         basis.flops + products + within.flops,
-        max(basis.workspace, held + max(own, within.workspace)),
+        max(basis.workspace, held + max(one_update, within.workspace)),
         basis.eigen,
     )
 
@@ -84,7 +84,7 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     """Write the updates, transposed for `concat: outputs`, in their joint singular directions."""
     known = resolution(group, rank_rtol)
     given = [update.mT if concat == "outputs" else update for update in group.updates]
-    like, updates = given[0], known.told_apart(given)
+    like, updates = given[0], known.separated(given)
     changed = [update for update in updates if update.any()]
     unchanged = len(updates) - len(changed)
     if not changed:

@@ -38,7 +38,7 @@ def called(method: str, parameters: Mapping[str, Any]) -> str:
     if method != DELTA:
         return method
     wanted = _kind(parameters)
-    return next((f"mergekit's {n}" for n, own in SETTINGS.items() if _kind(own) == wanted), method)
+    return next((f"mergekit's {n}" for n, s in SETTINGS.items() if _kind(s) == wanted), method)
 
 
 def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:

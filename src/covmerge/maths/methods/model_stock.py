@@ -41,9 +41,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     count = len(next(whole.blocks())[2])
-    offsets = [Made((t,), lambda own, base, models: models[0] - base) for t in range(count)]
+    offsets = [Made((t,), lambda part, base, models: models[0] - base) for t in range(count)]
     products = [
-        Made(pair, lambda own, base, models: (models[0] - base) * (models[1] - base))
+        Made(pair, lambda part, base, models: (models[0] - base) * (models[1] - base))
         for pair in combinations(range(count), 2)
     ]
     sizes = [lengths(offset, axis=-1) for offset in whole.gathered(offsets)]

@@ -64,14 +64,14 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     def end(base: Tensor, model: Tensor) -> Tensor:
         return (model - base if parameters["around"] == "base" else model).reshape(-1)
 
-    alone = [Made((t,), lambda own, base, models: end(base, models[0])) for t in everyone]
-    found = [lengths(own.view(1, -1), axis=-1, keep=True) for own in whole.gathered(alone)]
+    alone = [Made((t,), lambda part, base, models: end(base, models[0])) for t in everyone]
+    found = [lengths(vector.view(1, -1), axis=-1, keep=True) for vector in whole.gathered(alone)]
     sizes = torch.cat(found)
 
     def units(base: Tensor, models: Sequence[Tensor]) -> Tensor:
         return torch.stack([end(base, model) for model in models]) / (sizes + eps)
 
-    mean = Made(everyone, lambda own, base, models: (units(base, models) * column).sum(0))
+    mean = Made(everyone, lambda part, base, models: (units(base, models) * column).sum(0))
     (middle,) = whole.gathered([mean])
     size = lengths(middle)
     if size < eps:
@@ -80,14 +80,14 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     products = [
         Made(
             (t,),
-            lambda own, base, models, t=t: end(base, models[0]) / (sizes[t] + eps) * middle[own],
+            lambda part, base, models, t=t: end(base, models[0]) / (sizes[t] + eps) * middle[part],
         )
         for t in everyone
     ]
-    along = torch.cat([own.view(1, -1).sum(-1, keepdim=True) for own in whole.gathered(products)])
+    along = torch.cat([p.view(1, -1).sum(-1, keepdim=True) for p in whole.gathered(products)])
     rest = Made(
         everyone,
-        lambda own, base, models: ((units(base, models) - along * middle[own]) * column).sum(0),
+        lambda part, base, models: ((units(base, models) - along * middle[part]) * column).sum(0),
     )
     (tangent,) = whole.gathered([rest])
     return _Way(sizes, size, along, lengths(tangent) + eps)

@@ -43,11 +43,11 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     def end(base: Tensor, model: Tensor) -> Tensor:
         return model - base if parameters["around"] == "base" else model
 
-    ends = [Made((t,), lambda own, base, models: end(base, models[0])) for t in (0, 1)]
-    first, second = (_length(own) for own in whole.gathered(ends))
+    ends = [Made((t,), lambda part, base, models: end(base, models[0])) for t in (0, 1)]
+    first, second = (_length(vector) for vector in whole.gathered(ends))
     both = Made(
         (0, 1),
-        lambda own, base, models: (end(base, models[0]) / first) * (end(base, models[1]) / second),
+        lambda part, base, models: (end(base, models[0]) / first) * (end(base, models[1]) / second),
     )
     (product,) = whole.gathered([both])
     return Numbers((_cosine(product),))

@@ -114,15 +114,15 @@ def ram(
     changed = updates.abs() > epsilon
     count = changed.sum(dim=0, keepdim=True)
     alone, shared = count == 1, count > 1
-    kept = updates.mul_(changed)
-    own = kept * alone
+    changes = updates.mul_(changed)
+    unique = changes * alone
     if boost:
         if group.known:
             (ratio,) = group.known[0]
         else:
             ratio = _ratio(*_counted(changed, count), epsilon, most)
-        own = own * (1 + boost * ratio).unsqueeze(-1)  # in float32 at least, and so is what follows
-    merged = own.add_(kept.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
+        unique = unique * (1 + boost * ratio).unsqueeze(-1)  # float32 at least, as what follows
+    merged = unique.add_(changes.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
     return (base + merged.view(base.shape)).to(group.models[0].dtype)
 
 

@@ -71,23 +71,23 @@ class Groups(Protocol):
     """A tensor in blocks of rows, each time from the first."""
 
     def __call__(self, experts: Sequence[int] | None = None) -> Iterator[LinearGroup]:
-        """Yield the part of the one expert that is looked over, or of those at these places (None: all)."""
+        """Yield the part of the one expert that is read, or of those at these places (None: all)."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorPass:
-    """A look over a whole tensor before its rows are merged, of a method that sees a tensor.
+    """A pass over a whole tensor before its rows are merged, of a method that sees a tensor.
 
     With it a large tensor is read twice or more and merged row by row, so that it is held of one expert at
-    most, or of as many tensors as the look makes; the result is, bit for bit, that of the whole.
+    most, or of as many tensors as the pass makes; the result is, bit for bit, that of the whole.
 
     Attributes:
         of: `(groups, shape, parameters)` -> what its rows must know of the whole.
         entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
-        together: whether it looks at all experts, once; else at each expert by itself.
+        together: whether it reads all experts, once; else each expert by itself.
         applies: whether it tells all that is needed, with these parameters.
-        looks: how often it reads what it looks at, as far as the parameters tell.
+        looks: how often it reads its input, as far as the parameters say.
     """
 
     of: Callable[[Groups, Sequence[int], Parameters], Known]
@@ -354,7 +354,7 @@ class Method(Declared):
                 f"method '{self.name}' merges {self.experts_text}, and there are {len(group.weights)}: "
                 "choose another method"
             )
-        sizes = [list(own.shape) for own in group.tensors]
+        sizes = [list(tensor.shape) for tensor in group.tensors]
         try:
             with self.ending_in_words(f"updates of {sizes}"):
                 if self._scales(parameters):
@@ -418,7 +418,7 @@ class Method(Declared):
 
     def _beyond(self, group: LinearGroup, what: str, parameters: Parameters) -> TensorError:
         """Say that finite updates are beyond this method, and which would be within it."""
-        sizes = ", ".join(f"{norm(own):.3g}" for own in group.tensors)
+        sizes = ", ".join(f"{norm(tensor):.3g}" for tensor in group.tensors)
         if self.scales_with(parameters):
             why = (
                 "these norms, weights or parameters are too far apart, or the result is too large "

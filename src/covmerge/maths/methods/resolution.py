@@ -33,7 +33,7 @@ class Resolution:
     rounding: tuple[Rounding, ...]
     given: bool = False
 
-    def told_apart(self, updates: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def separated(self, updates: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the updates; where their sizes are far apart, in float64 and within their own ranks.
 
         The rounding of a large update would decide how the directions of a small one lie.

@@ -42,35 +42,35 @@ class _Selected:
 
     Attributes:
         shares: w_t.
-        kept: which entries are, laid out flat; None: all.
+        mask: which entries are kept, laid out flat; None: all.
         width: entries of a row.
     """
 
     shares: Tensor
-    kept: Tensor | None
+    mask: Tensor | None
     width: int
 
     def rows(self, rows: range) -> tuple[Tensor, Tensor | None]:
         """The shares, and which entries of some rows are kept."""
-        if self.kept is None:
+        if self.mask is None:
             return self.shares, None
-        return self.shares, self.kept[rows.start * self.width : rows.stop * self.width]
+        return self.shares, self.mask[rows.start * self.width : rows.stop * self.width]
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
-    kept = None
+    mask = None
     if parameters["select_topk"] < 1:
-        kept = _most_varied_of(whole, parameters["select_topk"])
+        mask = _most_varied_of(whole, parameters["select_topk"])
     count = len(next(whole.blocks())[2])
 
-    def square(own: slice, base: Tensor, models: Sequence[Tensor]) -> Tensor:
+    def square(part: slice, base: Tensor, models: Sequence[Tensor]) -> Tensor:
         update = (models[0] - base).reshape(-1)
-        return (update if kept is None else update * kept[own].to(update.dtype)).square()
+        return (update if mask is None else update * mask[part].to(update.dtype)).square()
 
     squares = whole.gathered([Made((t,), square) for t in range(count)])
-    energy = torch.cat([own.view(1, -1).mean(dim=1) for own in squares])
-    return _Selected(_shares(energy), kept, prod(shape[1:]))
+    energy = torch.cat([squared.view(1, -1).mean(dim=1) for squared in squares])
+    return _Selected(_shares(energy), mask, prod(shape[1:]))
 
 
 def _entry_bytes(parameters: Parameters) -> float:
@@ -140,11 +140,11 @@ def sce(
     updates = torch.stack([model - base for model in models])
     if not updates.numel():
         return group.models[0].clone()
-    shares, kept = group.known[0] if group.known else (None, None)
-    if kept is None and shares is None and select_topk < 1:
-        kept = _largest(_variance(updates, _exponent([updates])), select_topk)
-    if kept is not None:
-        updates = updates * kept.view(base.shape).to(updates.dtype)
+    shares, mask = group.known[0] if group.known else (None, None)
+    if mask is None and shares is None and select_topk < 1:
+        mask = _largest(_variance(updates, _exponent([updates])), select_topk)
+    if mask is not None:
+        updates = updates * mask.view(base.shape).to(updates.dtype)
     elected = (updates.sum(dim=0) >= 0).to(base.dtype) * 2 - 1
     agreed = updates.sign() == elected
     if shares is None:
@@ -168,10 +168,10 @@ def _most_varied_of(whole: Whole, share: float) -> Tensor:
     ]
     exponent = _exponent(largest)
     found: Tensor | None = None
-    for own, base, models in whole.blocks():
+    for part, base, models in whole.blocks():
         block = _variance(torch.stack([model - base for model in models]), exponent).reshape(-1)
         found = block.new_empty(whole.numel) if found is None else found
-        found[own] = block
+        found[part] = block
     assert found is not None
     return _largest(found, share)
 
@@ -193,14 +193,14 @@ def _largest(variance: Tensor, share: float) -> Tensor:
     """Whether an entry's variance is among the largest, laid out flat."""
     flat = variance.reshape(-1)
     count = int(torch.count_nonzero(flat) * share)
-    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    mask = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     if count:
         exact = torch.promote_types(flat.dtype, torch.float32)  # NumPy has no bfloat16
         ordered = np.partition(flat.to(exact).cpu().numpy(), len(flat) - count)
         least = float(ordered[len(flat) - count])
         del ordered
-        kept = flat >= least
-        if int(kept.sum()) > count:  # of equal ones those that torch takes
-            kept.zero_()
-            kept[torch.topk(flat, count).indices] = True
-    return kept
+        mask = flat >= least
+        if int(mask.sum()) > count:  # of equal ones those that torch takes
+            mask.zero_()
+            mask[torch.topk(flat, count).indices] = True
+    return mask

@@ -81,28 +81,28 @@ class KeptEntries:
         if self.mask is not None:
             return replace(self, mask=self.mask[rows.start : rows.stop])
         start = rows.start * self.width
-        limits = (own._replace(stop=own.stop - start) for own in self.limits if own.stop > start)
+        limits = (one._replace(stop=one.stop - start) for one in self.limits if one.stop > start)
         return replace(self, limits=tuple(limits))
 
     def of(self, update: Tensor) -> Tensor:
         """Return what is left of the tensor, or of the rows that this belongs to."""
-        own = update if self.dtype is None else update.to(self.dtype)
-        left = self._left(own)
+        tensor = update if self.dtype is None else update.to(self.dtype)
+        left = self._left(tensor)
         return (left if self.factor is None else left * self.factor).to(update.dtype)
 
-    def _left(self, own: Tensor) -> Tensor:
+    def _left(self, tensor: Tensor) -> Tensor:
         if self.mask is not None:
-            kept = unpack(self.mask, own.shape).to(own.device)
-            return kept.to(own.dtype).mul_(own)
-        count = own.numel()
+            mask = unpack(self.mask, tensor.shape).to(tensor.device)
+            return mask.to(tensor.dtype).mul_(tensor)
+        count = tensor.numel()
         if self.limits[0].stop >= count:
-            return _between(own, self.limits[0])
-        flat, parts, start = own.reshape(-1), list[Tensor](), 0
+            return _between(tensor, self.limits[0])
+        flat, parts, start = tensor.reshape(-1), list[Tensor](), 0
         for limits in self.limits:
             stop = int(min(limits.stop, count))
             parts.append(_between(flat[start:stop], limits))
             start = stop
-        return torch.cat(parts).view(own.shape)
+        return torch.cat(parts).view(tensor.shape)
 
 
 EVERYTHING, NOTHING = KeptEntries(), KeptEntries(limits=(Limits(inf, inf, inf),))
@@ -157,12 +157,12 @@ def keep(
     most = int(density * count)
     if how == "magnitude":
         limits = _largest(_vector(blocks), count, max(1, most))
-        kept = KeptEntries(limits, width=prod(shape[1:]))
+        entries = KeptEntries(limits, width=prod(shape[1:]))
     elif how == "band":
         first = max(0, count - most - int(gamma * count))
-        kept = KeptEntries(_band(_vector(blocks), count, first, most), width=prod(shape[1:]))
+        entries = KeptEntries(_band(_vector(blocks), count, first, most), width=prod(shape[1:]))
     elif how == "bernoulli":
-        kept = _by_chance(blocks, lambda own, dtype: torch.full_like(own, density, dtype=dtype))
+        entries = _by_chance(blocks, lambda u, dtype: torch.full_like(u, density, dtype=dtype))
     else:
         if not (density - epsilon > 0 and density + epsilon < 1):
             raise RecipeError(
@@ -170,8 +170,8 @@ def keep(
                 "choose a smaller epsilon"
             )
         ranked = partial(keep_probabilities, density=density, epsilon=epsilon)
-        kept = _by_chance(blocks, lambda own, dtype: ranked(own, dtype=dtype))
-    return _rescaled(kept, blocks, count) if rescale else kept
+        entries = _by_chance(blocks, lambda u, dtype: ranked(u, dtype=dtype))
+    return _rescaled(entries, blocks, count) if rescale else entries
 
 
 def keep_probabilities(
@@ -235,8 +235,8 @@ def _between(values: Tensor, limits: Limits) -> Tensor:
     """Zeros in place of what is not kept."""
     if values.dtype == torch.float64:
         sizes = values.abs().float()
-        kept = (sizes >= limits.least) & (sizes <= limits.most)
-        return kept.to(values.dtype).mul_(values)
+        within = (sizes >= limits.least) & (sizes <= limits.most)
+        return within.to(values.dtype).mul_(values)
     left = drop_below(values, limits.least)
     return left if limits.most == inf else drop_above(left, limits.most)
 
@@ -253,19 +253,19 @@ def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor])
     return KeptEntries(mask=masks[0] if len(masks) == 1 else torch.cat(masks), dtype=dtype)
 
 
-def _rescaled(kept: KeptEntries, blocks: Blocks, count: int) -> KeptEntries:
+def _rescaled(entries: KeptEntries, blocks: Blocks, count: int) -> KeptEntries:
     """What is kept, times ‖Δ‖₁ / ‖Δ ⊙ M‖₁; both sums are taken over the whole, as of one tensor."""
-    sizes = _whole(blocks, count, kept.dtype)
+    sizes = _whole(blocks, count, entries.dtype)
     whole, done, start = sizes.sum(), 0, 0
     for update, _ in blocks():
         part = sizes[done : done + update.numel()].view_as(update)
-        own = kept.rows(range(start, start + len(part))) if part.dim() else kept
-        part.copy_(own.of(part))
+        rows = entries.rows(range(start, start + len(part))) if part.dim() else entries
+        part.copy_(rows.of(part))
         done, start = done + part.numel(), start + (len(part) if part.dim() else 0)
     rest = sizes.sum()
     if whole < _NO_LENGTH or rest < _NO_LENGTH:
-        return kept
-    return replace(kept, factor=whole / rest)
+        return entries
+    return replace(entries, factor=whole / rest)
 
 
 def _whole(blocks: Blocks, count: int, dtype: torch.dtype | None) -> Tensor:

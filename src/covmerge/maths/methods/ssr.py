@@ -154,21 +154,21 @@ def ssr(
     if len(heard) == 1:
         return Merged(group.updates[heard[0]].clone(), diagnostics)
     factors = _factors(group, heard, rank_rtol)
-    root = _root([own.right for own in factors])
+    root = _root([factor.right for factor in factors])
     system = root.new_zeros(root.shape[1], root.shape[1])
     numerator = root.new_zeros(len(like), root.shape[1])
-    for t, own in zip(heard, factors, strict=True):
-        seen = grams[t].to(root.dtype) @ root
-        system.addmm_(root.mT, seen, alpha=group.weights[t])
-        routed = own.right.to(root.dtype) @ seen
-        numerator.addmm_(own.left.to(root.dtype), routed, alpha=group.weights[t])
+    for t, factor in zip(heard, factors, strict=True):
+        image = grams[t].to(root.dtype) @ root
+        system.addmm_(root.mT, image, alpha=group.weights[t])
+        routed = factor.right.to(root.dtype) @ image
+        numerator.addmm_(factor.left.to(root.dtype), routed, alpha=group.weights[t])
     values, vectors = eigh(system)
     values.clamp_min_(0.0)
-    damped = values + ridge * values.sum() / sum(own.rank for own in factors)
-    kept = damped > _ROUNDED * damped[-1]
-    along = vectors[:, kept]
-    delta = ((numerator @ along) / damped[kept]) @ (root @ along).mT
-    return Merged(delta.to(like.dtype), replace(diagnostics, rank=int(kept.sum())))
+    damped = values + ridge * values.sum() / sum(factor.rank for factor in factors)
+    large = damped > _ROUNDED * damped[-1]
+    along = vectors[:, large]
+    delta = ((numerator @ along) / damped[large]) @ (root @ along).mT
+    return Merged(delta.to(like.dtype), replace(diagnostics, rank=int(large.sum())))
 
 
 def _factors(group: LinearGroup, experts: Sequence[int], rank_rtol: float | None) -> list[LowRank]:

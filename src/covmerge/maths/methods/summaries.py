@@ -12,35 +12,35 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 
 
-def facts(seen: Sequence[TensorDiagnostics], name: str) -> list[float]:
+def facts(diagnostics: Sequence[TensorDiagnostics], name: str) -> list[float]:
     """All numbers of one name."""
-    found = (getattr(matrix, name) for one in seen for matrix in one.matrices)
+    found = (getattr(matrix, name) for one in diagnostics for matrix in one.matrices)
     return [number for number in found if number is not None]
 
 
 class Unchanged(Summary):
     """Experts that did not change a matrix, and left its sums: `unchanged` is how many."""
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """How many updates in all."""
-        return {"unchanged_updates": sum(facts(seen, "unchanged"))}
+        return {"unchanged_updates": sum(facts(diagnostics, "unchanged"))}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Return the row."""
-        count = sum(facts(seen, "unchanged"))
+        count = sum(facts(diagnostics, "unchanged"))
         yield "unchanged", f"{count} updates were zero and left the sums" if count else "none"
 
 
 class Jitter(Summary):
     """What a Cholesky factorisation needed on the diagonal: `jitter`."""
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """The largest."""
-        return {"largest_jitter": max(facts(seen, "jitter"), default=0.0)}
+        return {"largest_jitter": max(facts(diagnostics, "jitter"), default=0.0)}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Return the row, where something was factorised."""
-        found = facts(seen, "jitter")
+        found = facts(diagnostics, "jitter")
         if found:
             largest = max(found)
             yield "jitter", f"{largest:.1e} at most" if largest else "none was needed"
@@ -58,9 +58,9 @@ class Counted(Summary):
     fact: str
     text: str
 
-    def notes(self, seen: Sequence[TensorDiagnostics]) -> Iterator[str]:
+    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """The note, where anything was counted."""
-        found = {one.tensor: sum(facts([one], self.fact)) for one in seen}
+        found = {one.tensor: sum(facts([one], self.fact)) for one in diagnostics}
         found = {name: count for name, count in found.items() if count}
         if found:
             names, total = some(list(found), 2), sum(found.values())
@@ -85,14 +85,14 @@ class Median(Summary):
     form: str = ".2f"
     least: float = -inf
 
-    def totals(self, seen: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
+    def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """The median."""
-        found = facts(seen, self.fact)
+        found = facts(diagnostics, self.fact)
         return {self.fact: median(found) if found else None}
 
-    def rows(self, seen: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
+    def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Return the median with the range."""
-        found = facts(seen, self.fact)
+        found = facts(diagnostics, self.fact)
         if not found or median(found) <= self.least:
             return
         middle, least, most = (

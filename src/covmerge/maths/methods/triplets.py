@@ -82,11 +82,11 @@ def kept_together(d_out: int, d_in: int, count: int) -> int:
     return max(min(d_out, d_in), count)
 
 
-def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, kept: int) -> Cost:
-    """Cost of `kept` triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
-    each = leading_cost(d_out, d_in, max(1, kept // count), itemsize)
-    together = polar_cost(d_out, d_in, kept, itemsize)
-    held = kept * (d_out + d_in) * itemsize
+def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, total: int) -> Cost:
+    """Cost of `total` triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
+    each = leading_cost(d_out, d_in, max(1, total // count), itemsize)
+    together = polar_cost(d_out, d_in, total, itemsize)
+    held = total * (d_out + d_in) * itemsize
     return Cost(
         count * each.flops + together.flops,
         max(each.workspace + held, together.workspace),

@@ -37,8 +37,8 @@ class TsvDiagnostics(Diagnostics):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = False) -> Cost:
-    kept = count * min(d_out, d_in) if lossless else kept_together(d_out, d_in, count)
-    return triplets_cost(d_out, d_in, count, itemsize, kept)
+    total = count * min(d_out, d_in) if lossless else kept_together(d_out, d_in, count)
+    return triplets_cost(d_out, d_in, count, itemsize, total)
 
 
 @register(

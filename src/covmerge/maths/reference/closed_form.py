@@ -78,19 +78,19 @@ def ace(
     if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
 
-    def fires(told: Sequence[Tensor]) -> bool:
+    def fires(updates: Sequence[Tensor]) -> bool:
         threshold = tau if tau is not None else {"paper": 0.3, "scale_free": 1.0}[gate]
-        return normalize and gamma(told, gate) > threshold
+        return normalize and gamma(updates, gate) > threshold
 
-    told = [entry for entry in changed if energy(entry[0]) > 0.01 * length(entry[0]) ** 2]
-    if fires([d for d, _, _ in told]):
-        told = [entry for entry in told if eps <= 200 * energy(entry[0])]
-    kept = [id(d) for d, _, _ in told]
-    rest = [w * d / len(changed) for d, w, _ in changed if id(d) not in kept]
-    if not told:
+    known = [entry for entry in changed if energy(entry[0]) > 0.01 * length(entry[0]) ** 2]
+    if fires([d for d, _, _ in known]):
+        known = [entry for entry in known if eps <= 200 * energy(entry[0])]
+    summed = [id(d) for d, _, _ in known]
+    rest = [w * d / len(changed) for d, w, _ in changed if id(d) not in summed]
+    if not known:
         return total(rest)
-    deltas = [d for d, _, _ in told]
-    weights = mean_one(deltas, [w for _, w, _ in told])
+    deltas = [d for d, _, _ in known]
+    weights = mean_one(deltas, [w for _, w, _ in known])
     T, (d_out, d_in) = len(deltas), deltas[0].shape
     one_out = torch.ones(d_out, 1, dtype=torch.float64)
     one_in = torch.ones(d_in, 1, dtype=torch.float64)
@@ -119,7 +119,7 @@ def ace(
     if eps:
         merged = numerator @ inverse(system)  # Eq. 14
         scales = [w / tr for w, tr in zip(weights, traces, strict=True)]
-        inputs = told_inputs(merged, deltas, centred, scales, [e for _, _, e in told], total(reg))
+        inputs = clear_inputs(merged, deltas, centred, scales, [e for _, _, e in known], total(reg))
         merged = merged if inputs is None else within(inputs)
     else:  # the limit of a vanishing ridge, within the inputs of which the sums tell
         merged = within(leading(total(reg), d_in * torch.finfo(torch.float64).eps).U)
@@ -131,7 +131,7 @@ def ace(
         rtol = max(d_out, d_in) * torch.finfo(torch.float64).eps if rank_rtol is None else rank_rtol
         k = max(1, int(k_frac * min(d_out, d_in)))
         if rank_rtol is None:  # the fused update has no more directions than the updates
-            k = min(k, joint_rank(deltas, [e for _, _, e in told], tolerance(group, None)))
+            k = min(k, joint_rank(deltas, [e for _, _, e in known], tolerance(group, None)))
         top = leading(merged + residual, rtol).first(k)
         merged = merged + top.S.mean() * top.U @ top.Vh  # Eqs. 18, 19
     return total([merged, *rest])
@@ -190,19 +190,19 @@ def equalised(
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
     b = bounds([length(d) for d, _ in changed])
-    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
+    changed = [(f * d, w) for f, (d, w) in zip(b, changed, strict=True)]
     s = shares([length(d) for d, _ in changed])
-    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
+    scales = [f * w for f, (_, w) in zip(s, changed, strict=True)]
     w = [x * sum(s) / sum(scales) for _, x in changed]
     L = root(C0)
-    seen = [d @ L for d, _ in changed]
-    sizes = [max(length(x), 1e-150) for x in seen]
+    images = [d @ L for d, _ in changed]
+    sizes = [max(length(x), 1e-150) for x in images]
     same = [
         [
             1.0 if i == j else float((x * y).sum() / sizes[i] / sizes[j]) ** 2
-            for j, y in enumerate(seen)
+            for j, y in enumerate(images)
         ]
-        for i, x in enumerate(seen)
+        for i, x in enumerate(images)
     ]
     alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
     N = sum(s) ** 2 / alike
@@ -212,15 +212,15 @@ def equalised(
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(R.shape)
     omega = [share_used(d) for d, _ in changed]
-    middle = sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
-    spread = [own * (x - middle) ** 2 for own, x in zip(s, omega, strict=True)]
+    middle = sum(share * x for share, x in zip(s, omega, strict=True)) / sum(s)
+    spread = [share * (x - middle) ** 2 for share, x in zip(s, omega, strict=True)]
     eta = sum(spread) / sum(s) / middle / (1 - middle) if middle < 1 else 0.0
     q = (0.75 - phi / 4) * (1 - N**-2) * (1 - min(1.0, eta))
     lift = (top.S**2 + tau**2) ** (-q / 2)
     unseen = tau**-q
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
-    whole = svd(weighted(seen, w))[1].sum()
-    M = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    whole = svd(weighted(images, w))[1].sum()
+    M = whole * sum(share**2 for share in s) / alike / (top.S * lift).sum() * power @ R
     if group.base_norm is None:
         return M
     if group.base_norm == 0:
@@ -243,19 +243,19 @@ def bounds(norms: Sequence[float]) -> list[float]:
     if len(n) == 1:
         return [1.0]
     pairs = [[u**0.25 / (1 + 0.01 * (u / t) ** 2) for u in n] for t in n]
-    c = [sum(own[:t] + own[t + 1 :]) for t, own in enumerate(pairs)]
-    g = max(norms) * exp(sum(own * log(t) for own, t in zip(c, n, strict=True)) / sum(c))
+    c = [sum(row[:t] + row[t + 1 :]) for t, row in enumerate(pairs)]
+    g = max(norms) * exp(sum(f * log(t) for f, t in zip(c, n, strict=True)) / sum(c))
     return [((1 + 2**-4) / (1 + (n / (2 * g)) ** 4)) ** 0.25 for n in norms]
 
 
 def root(C0: Tensor) -> Tensor:
     """L with LLᵀ = C₀, brought to trace d."""
     U, S, _ = svd(C0)
-    kept = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
-    return U @ torch.diag((S * kept / S.mean()).sqrt())
+    above = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
+    return U @ torch.diag((S * above / S.mean()).sqrt())
 
 
-def told_inputs(
+def clear_inputs(
     merged: Tensor,
     deltas: Sequence[Tensor],
     roots: Sequence[Tensor],
@@ -268,12 +268,12 @@ def told_inputs(
     To first order Σ s_t(Δ_t − W̄)Δ_tᵀE_t(Σ C_t)⁻¹ is in W̄, on the inputs that are in any update.
     """
     D = torch.vstack([s**0.5 * root for s, root in zip(scales, roots, strict=True)])
-    own = svd(system)[1][: min(D.shape)]
+    sigma = svd(system)[1][: min(D.shape)]
     made = sum(
         s**2 * e.energy / d.numel() * length((d - merged) @ d.T) ** 2
         for d, s, e in zip(deltas, scales, errors, strict=True)
     )
-    if float(made * (own**-2).sum()) <= 100 * sum(e.energy for e in errors):
+    if float(made * (sigma**-2).sum()) <= 100 * sum(e.energy for e in errors):
         return None
     known = zip(errors, scales, strict=True)
     rounding = Rounding.together(e.times(s**0.5) for e, s in known)
@@ -301,8 +301,8 @@ def gamma(deltas: Sequence[Tensor], gate: str) -> float:
 def joint_rank(deltas: Sequence[Tensor], errors: Sequence[Rounding], rtol: float) -> int:
     """The dimension of the row space of all updates, each of norm 1."""
     units = [d.T / length(d) for d in deltas]
-    own = [e.times(1 / length(d)) for d, e in zip(deltas, errors, strict=True)]
-    return max(1, len(together(units, rtol, own)[1]))
+    scaled = [e.times(1 / length(d)) for d, e in zip(deltas, errors, strict=True)]
+    return max(1, len(together(units, rtol, scaled)[1]))
 
 
 def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:

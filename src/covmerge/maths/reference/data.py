@@ -94,16 +94,16 @@ def spectral_filter(
     """λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ) with the h that `choose` gives of √Λ."""
     weights = mean_one(group.updates, group.weights)
     each = zip(deltas_of(group), weights, roundings(group, rtol), strict=True)
-    kept = [(d, w, e) for d, w, e in each if d.any()]
-    if not kept:
+    changed = [(d, w, e) for d, w, e in each if d.any()]
+    if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
-    s = [w / length(d) ** 2 for d, w, _ in kept]
-    D = total(a * d @ d.T @ d for a, (d, _, _) in zip(s, kept, strict=True))
-    stacked = torch.vstack([a**0.5 * d for a, (d, _, _) in zip(s, kept, strict=True)])
-    rounding = Rounding.together(e.times(a**0.5) for a, (_, _, e) in zip(s, kept, strict=True))
+    s = [w / length(d) ** 2 for d, w, _ in changed]
+    D = total(a * d @ d.T @ d for a, (d, _, _) in zip(s, changed, strict=True))
+    stacked = torch.vstack([a**0.5 * d for a, (d, _, _) in zip(s, changed, strict=True)])
+    rounding = Rounding.together(e.times(a**0.5) for a, (_, _, e) in zip(s, changed, strict=True))
     cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
     found = leading(stacked, cutoff**0.5, rounding)
-    theta = total(w * d for d, w, _ in kept) / (len(kept) if start == "mean" else 1)
+    theta = total(w * d for d, w, _ in changed) / (len(changed) if start == "mean" else 1)
     h = choose(found.S)
     Q, L = found.Vh[: len(h)].T, found.S[: len(h)] ** 2
     return scale * (theta - theta @ Q @ torch.diag(h) @ Q.T + D @ Q @ torch.diag(h / L) @ Q.T)
@@ -137,7 +137,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     As docs/auto-measured.md has it.
     """
     heard = [bool(m.value.any()) for m in group.expert_statistics]
-    deltas = [d * own for d, own in zip(deltas_of(group), heard, strict=True)]
+    deltas = [d * known for d, known in zip(deltas_of(group), heard, strict=True)]
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
         return average(group)
@@ -198,7 +198,7 @@ def esm(
 ) -> Tensor:
     """α σ̄_U σ̄_V polar([U_1s_1 …]) polar([s_1U_1ᵀΔ̂_1; …]c), U_t of Δ_tG_tΔ_tᵀ  (ESM)."""
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
-    deltas, data = deltas_of(group), [own.value.double() for own in group.expert_statistics]
+    deltas, data = deltas_of(group), [m.value.double() for m in group.expert_statistics]
     heard = [t for t, d in enumerate(deltas) if d.any() and data[t].any()]
     share = max(1, group.shape[0] // max(1, len(heard)))
     mean = sum(length(deltas[t]) for t in heard) / max(1, len(heard))
@@ -209,16 +209,16 @@ def esm(
     for t in heard:
         known = leading(deltas[t], rtol, errors[t])
         d = known.U @ torch.diag(known.S) @ known.Vh
-        own, lam = principal(d, data[t], len(known.S), energy_rtol)
+        axes, lam = principal(d, data[t], len(known.S), energy_rtol)
         k = with_equals(lam.sqrt(), min(share, len(lam)))
-        own, lam = own[:, :k], lam[:k]
+        axes, lam = axes[:, :k], lam[:k]
         if k:
             s = (lam / lam.mean()) ** energy_power
             s = s / s.mean()
             f = group.weights[t] * (length(deltas[t]) / mean) ** power
-            U.append(own * s)
-            V.append(f * s[:, None] * (own.T @ d))
-            turned = torch.diag(0.5 * known.edge / known.S) @ known.U.T @ own
+            U.append(axes * s)
+            V.append(f * s[:, None] * (axes.T @ d))
+            turned = torch.diag(0.5 * known.edge / known.S) @ known.U.T @ axes
             off_U.append(s * (turned**2).sum(0).sqrt())
             off_V.append(s * f * known.end)
     if not U:
@@ -239,8 +239,8 @@ def principal(d: Tensor, G: Tensor, rank: int, rtol: float) -> tuple[Tensor, Ten
     U, L, _ = svd(d @ G @ d.T)
     largest = float(svd(d)[1][0]) ** 2 * float(G.trace()) * rank * torch.finfo(torch.float64).eps
     end = max(rtol * float(L[0]), largest)
-    kept = int((L[:rank] > end).sum())
-    return U[:, :kept], L[:kept]
+    count = int((L[:rank] > end).sum())
+    return U[:, :count], L[:count]
 
 
 def flat_range(A: Tensor, rtol: float, errors: Tensor) -> tuple[Tensor, float]:

@@ -14,8 +14,8 @@ from covmerge.maths.reference.algebra import deltas_of, total, weighted
 def threshold(delta: Tensor, density: float) -> float:
     """The (N − ⌊density·N⌋)-th smallest of N magnitudes; 0 where that is none."""
     ordered = delta.abs().flatten().sort().values
-    N, kept = delta.numel(), int(density * delta.numel())
-    return 0.0 if kept == N else float(ordered[N - kept - 1])
+    N, count = delta.numel(), int(density * delta.numel())
+    return 0.0 if count == N else float(ordered[N - count - 1])
 
 
 def trimmed(delta: Tensor, limit: float) -> Tensor:
@@ -56,8 +56,8 @@ def ties_of(
 ) -> Tensor:
     """Trim, elect, merge  (TIES, Algorithm 1)."""
     limits = thresholds or [threshold(d, density) for d in deltas]
-    kept = [trimmed(d, limit) for d, limit in zip(deltas, limits, strict=True)]
-    return disjoint(kept, weights, merge)
+    left = [trimmed(d, limit) for d, limit in zip(deltas, limits, strict=True)]
+    return disjoint(left, weights, merge)
 
 
 def dare(group: LinearGroup, drop: float, rescale: bool, seed: int) -> list[Tensor]:

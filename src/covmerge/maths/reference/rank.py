@@ -161,9 +161,9 @@ def together(
     if not far_apart(sizes):
         found = leading(torch.hstack(list(blocks)), rtol, Rounding.together(errors), shape=shape)
         return found.U, found.S
-    kept = [(b / s, e.times(1 / s)) for b, s, e in zip(blocks, sizes, errors, strict=True) if s > 0]
-    units, own = zip(*kept, strict=True)
-    span, _ = together(units, rtol, own)
+    unit = [(b / s, e.times(1 / s)) for b, s, e in zip(blocks, sizes, errors, strict=True) if s > 0]
+    units, off = zip(*unit, strict=True)
+    span, _ = together(units, rtol, off)
     found = leading(span.T @ torch.hstack(list(blocks)), 0.0)
     return span @ found.U, found.S
 

@@ -48,7 +48,7 @@ def inside(
     return {"tsv_m": tsv_m, "iso_c": iso_c}[inner](group, scale=scale, rank_rtol=rank_rtol)
 
 
-def told_apart(deltas: list[Tensor], rtol: float, errors: Sequence[Rounding]) -> list[Tensor]:
+def separated(deltas: list[Tensor], rtol: float, errors: Sequence[Rounding]) -> list[Tensor]:
     """Each within its own numerical rank, where their sizes are far apart."""
     if not far_apart([length(d) for d in deltas]):
         return deltas
@@ -73,7 +73,7 @@ def knots(
     del trim  # `group.thresholds` follow it
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
     deltas = [d if concat == "inputs" else d.T for d in deltas_of(group)]
-    deltas = told_apart(deltas, rtol, errors)
+    deltas = separated(deltas, rtol, errors)
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
@@ -169,8 +169,8 @@ def ctm(
         return torch.zeros_like(deltas[0])
     balanced = norm_balance(group, strength=strength)
     E = [errors[t].times(length(balanced[t]) / length(deltas[t])) for t in changed]
-    U, V = bases(told_apart([balanced[t] for t in changed], rtol, E), core_rank, rtol, E)
-    deltas = told_apart(deltas, rtol, errors)
+    U, V = bases(separated([balanced[t] for t in changed], rtol, E), core_rank, rtol, E)
+    deltas = separated(deltas, rtol, errors)
     cores = replace(group, updates=tuple(U.T @ d @ V for d in deltas), factors=(), thresholds=None)
     merged = inside(
         cores,

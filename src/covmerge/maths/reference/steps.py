@@ -93,10 +93,10 @@ def svc(group: LinearGroup, merged: Tensor, *, alpha: float = 0.1) -> Tensor:
         U = found.U[:, r:end]
         total = 0.0
         for d, nothing in experts:
-            own = U.T @ d
-            energy = float((own**2).sum())
+            along = U.T @ d
+            energy = float((along**2).sum())
             carried = energy > (end - r) * nothing
-            total += max(alpha, float((U.T @ merged * own).sum()) / energy if carried else 0.0)
+            total += max(alpha, float((U.T @ merged * along).sum()) / energy if carried else 0.0)
         sigma = torch.diag(found.S[r:end])
         calibrated += len(experts) / total * U @ sigma @ found.Vh[r:end]
         r = end

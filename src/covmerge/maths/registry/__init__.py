@@ -2,7 +2,7 @@
 
 declared   a function whose keyword arguments are its parameters, with ranges
 packages   what installed packages announce by entry points, and whose code a function is
-table      functions by name; packages are looked through when names are asked for
+table      functions by name; packages are searched when a name is asked for
 """
 
 from covmerge.maths.registry.declared import Declared, Parameter, Parameters, PerExpert

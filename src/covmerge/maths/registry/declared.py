@@ -210,7 +210,7 @@ class Declared:
         try:
             return self._model(**given).model_dump()
         except ValidationError as error:
-            problems = "; ".join(f"{where}: {what}" for _, where, what in _told(error, given))
+            problems = "; ".join(f"{where}: {what}" for _, where, what in _problems(error, given))
             raise RecipeError(f"{self.kind} '{self.name}': {problems}") from error
 
     def check(self, parameter: str, value: object) -> None:
@@ -226,12 +226,12 @@ class Declared:
         try:
             self._model(**{parameter: value})
         except ValidationError as error:
-            for name, _, what in _told(error, {parameter: value}):
+            for name, _, what in _problems(error, {parameter: value}):
                 if name == parameter:
                     raise ValueError(what) from error
 
 
-def _told(error: ValidationError, given: Parameters) -> list[tuple[str, str, str]]:
+def _problems(error: ValidationError, given: Parameters) -> list[tuple[str, str, str]]:
     """The parameters in which something is wrong, each with where and what."""
     found: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     for problem in error.errors():
@@ -256,6 +256,6 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return "list of these"
     if "enum" in schema:
         return " | ".join(map(repr, schema["enum"]))
-    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
     return " ".join([str(schema.get("type", "any")), *bounds])

@@ -63,8 +63,8 @@ def announced(group: str) -> dict[str, tuple[Announced, ...]]:
     found: dict[str, tuple[Announced, ...]] = {}
     for entry in entry_points(group=group):
         dist = entry.dist
-        own = ("an unknown package", "") if dist is None else (dist.name, dist.version)
-        found[entry.name] = (*found.get(entry.name, ()), Announced(entry.name, entry, *own))
+        source = ("an unknown package", "") if dist is None else (dist.name, dist.version)
+        found[entry.name] = (*found.get(entry.name, ()), Announced(entry.name, entry, *source))
     return found
 
 
@@ -115,8 +115,8 @@ def origin_of(
     module = next((m for m in found if m is not None and getattr(m, "__file__", None)), None)
     file = None if module is None else module.__file__
     code = digest_of_code(_code(function)) if module is None else digest(module)
-    own = _distribution(package, file) if by is None else (by.distribution, by.version)
-    return Origin(kind, name, function.__module__, *own, code)
+    source = _distribution(package, file) if by is None else (by.distribution, by.version)
+    return Origin(kind, name, function.__module__, *source, code)
 
 
 @cache

@@ -76,7 +76,7 @@ class Table(Generic[_D]):
         """
         if isinstance(given, str):
             return given
-        known = [*((n, own.kernel) for n, own in self._declared.items()), *self._passed.items()]
+        known = [*((n, entry.kernel) for n, entry in self._declared.items()), *self._passed.items()]
         found = next((name for name, function in known if function is given), None)
         if found is not None:
             return found
@@ -186,7 +186,7 @@ class Table(Generic[_D]):
     def _nearest(self, name: str, known: Collection[str]) -> str:
         """What a name may have meant: what others call so, or the nearest that is known."""
         plain = re.sub(r"[-_. ]+", "_", name.lower()).strip("_")
-        called = next((own for own in sorted(known) if own.lower() == plain), None)
+        called = next((each for each in sorted(known) if each.lower() == plain), None)
         if called is not None:
             return f" Did you mean '{called}'?"
         if plain in self._other_names:
@@ -201,9 +201,9 @@ class Table(Generic[_D]):
 
     def _load(self, what: str, by: Announced) -> None:
         before = dict(self._declared)
-        own = before.get(by.name)
-        if own is not None and not by.holds(own.kernel):
-            origin = origin_of(self._kind.kind, by.name, own.kernel, None)
+        present = before.get(by.name)
+        if present is not None and not by.holds(present.kernel):
+            origin = origin_of(self._kind.kind, by.name, present.kernel, None)
             raise _clash(what, "covmerge itself" if origin is None else str(origin), str(by))
         try:
             by.load(what)

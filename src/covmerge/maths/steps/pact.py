@@ -104,10 +104,10 @@ def pact(
     factors: list[LowRank] = []
     for t, basis in enumerate(_protected(group, core, own)):
         update = group.updates[t]
-        kept = _off(update, basis)
+        remaining = _off(update, basis)
         filled = basis.shape[1] == basis.shape[0]
-        nothing = filled or norm(kept) <= _NOTHING_LEFT * rtol * norm(update)
-        made.append(torch.zeros_like(update) if nothing else kept)
+        nothing = filled or norm(remaining) <= _NOTHING_LEFT * rtol * norm(update)
+        made.append(torch.zeros_like(update) if nothing else remaining)
         if group.factors:
             adapter = group.factors[t]
             right = _off(adapter.right, basis)
@@ -139,5 +139,5 @@ def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
     for t in range(len(relied)):
         others = sum((relied[s] for s in range(len(relied)) if s != t), torch.zeros_like(relied[t]))
         values, vectors = eigh(others)
-        kept = vectors[:, values > _ROUNDED**2]
-        yield (frame @ kept).to(group.updates[t].dtype)
+        basis = vectors[:, values > _ROUNDED**2]
+        yield (frame @ basis).to(group.updates[t].dtype)

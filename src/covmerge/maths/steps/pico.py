@@ -105,5 +105,5 @@ def pico(
     return replace(
         group,
         updates=tuple(map(shrunk, group.updates)),
-        factors=tuple(LowRank(shrunk(own.left), own.right) for own in group.factors),
+        factors=tuple(LowRank(shrunk(adapter.left), adapter.right) for adapter in group.factors),
     )

@@ -105,11 +105,11 @@ def svc(
 
 def _carried(top: TruncatedSvd, update: Tensor, sizes: list[int], nothing: float) -> Tensor:
     """s_r of one expert, float64, by directions of one singular value; 0 where it has `nothing`."""
-    own = (top.left.mT @ update).to(torch.float64)
-    shared = top.kept * (top.right * own).sum(1)
+    along = (top.left.mT @ update).to(torch.float64)
+    shared = top.kept * (top.right * along).sum(1)
     shared, energy = (
         torch.stack([part.sum() for part in torch.split(values, sizes)])
-        for values in (shared, own.square().sum(1))
+        for values in (shared, along.square().sum(1))
     )
     has = energy > nothing * energy.new_tensor(sizes)
     return torch.where(has, shared / torch.where(has, energy, 1.0), 0.0)

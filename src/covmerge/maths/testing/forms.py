@@ -74,7 +74,7 @@ def _rows(group: LinearGroup, rows: slice) -> LinearGroup:
         models=tuple(map(cut, group.models)),
         streams=tuple(Stream(f"tensor/expert{t}", first) for t in range(len(group.tensors))),
         expert_statistics=tuple(
-            replace(own, value=cut(own.value)) for own in group.expert_statistics
+            replace(measured, value=cut(measured.value)) for measured in group.expert_statistics
         ),
         base=None if group.base is None else cut(group.base),
     )

@@ -27,9 +27,9 @@ def _as_declared(law: str, declared: bool | None, off: float, limit: float) -> N
     """Hold a distance against what is declared of it."""
     if declared is None:
         return
-    kept = off < limit
+    holds = off < limit
     expect(
-        kept == declared,
+        holds == declared,
         f"`{law}` is declared {declared}, and the results differ by {off:.2g} of their norm "
         f"(kept below {limit:g})" + ("" if declared else ": declare it"),
     )
