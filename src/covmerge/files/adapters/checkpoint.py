@@ -69,7 +69,7 @@ _LOST_BIASES = (
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
-# What files of weights are seen as.
+# What files of weights are read as.
 StoredAs = Callable[[FileCheckpoint], Checkpoint]
 
 
@@ -116,8 +116,8 @@ class AdapterCheckpoint(View):
             for name, factors in contents.wrapped.items()
         }
         unknown |= {
-            name: FactorHeader(name, own.shape or (0, 0), 0, own.dtype, own.elements)
-            for name, own in self.folds.missing.items()
+            name: FactorHeader(name, layer.shape or (0, 0), 0, layer.dtype, layer.elements)
+            for name, layer in self.folds.missing.items()
         }
         made = {
             name: FactorHeader(name, shape, rank, dtype, rank * sum(shape))
@@ -138,10 +138,10 @@ class AdapterCheckpoint(View):
 
     def keeps_ties(self, name: str) -> bool:
         """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
-        own = self._contents.folded.get(name)
-        factors = own is not None or name in self._contents.updates
+        layer = self._contents.folded.get(name)
+        factors = layer is not None or name in self._contents.updates
         of_all = self._config is not None and self._config.keeps_ties and factors
-        return of_all or (own is not None and own.kind.keeps_ties)
+        return of_all or (layer is not None and layer.kind.keeps_ties)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""
@@ -216,8 +216,8 @@ class AdapterCheckpoint(View):
             if (architecture := self._config.architecture) is not None:
                 named = named._of_gguf(base, of_base or {}, architecture)
             return named if conv1d is None else named._oriented(conv1d)
-        own = (*self._contents.updates.values(), *self._contents.folded.values())
-        found, missing = updates_of_base(own, base, self.source)
+        changes = (*self._contents.updates.values(), *self._contents.folded.values())
+        found, missing = updates_of_base(changes, base, self.source)
         updates = {n: update for n, update in found.items() if isinstance(update, Update)}
         folded = {n: layer for n, layer in found.items() if isinstance(layer, Folded)}
         notes = (
@@ -242,8 +242,8 @@ class AdapterCheckpoint(View):
         """
         if not self._contents.folded:
             return self
-        own = self._contents
-        folds = Folds(self._stored, self._config, own.folded, own.replaced, base, names, conv1d)
+        held = self._contents
+        folds = Folds(self._stored, self._config, held.folded, held.replaced, base, names, conv1d)
         notes = (*self._notes, *folds.notes)
         return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
 
@@ -268,23 +268,23 @@ class AdapterCheckpoint(View):
     def _unwrapped(
         self, base: Mapping[str, TensorHeader], config: AdapterConfig
     ) -> AdapterCheckpoint:
-        own = self._contents
-        updates, wrapped = find_parameters(own.wrapped, base, config)
-        if twice := updates.keys() & own.replaced.keys():
+        contents = self._contents
+        updates, wrapped = find_parameters(contents.wrapped, base, config)
+        if twice := updates.keys() & contents.replaced.keys():
             raise CheckpointError(
                 f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "
                 "damaged, fetch it again"
             )
-        found = replace(own, updates={**own.updates, **updates}, wrapped=wrapped)
+        found = replace(contents, updates={**contents.updates, **updates}, wrapped=wrapped)
         return AdapterCheckpoint(self._stored, found, config, self._notes)
 
     def _of_gguf(
         self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any], architecture: str
     ) -> AdapterCheckpoint:
-        own = self._contents
-        found = named_by_base(own.updates, base, of_base, architecture, self.source)
+        contents = self._contents
+        found = named_by_base(contents.updates, base, of_base, architecture, self.source)
         return AdapterCheckpoint(
-            self._stored, replace(own, updates=found), self._config, self._notes
+            self._stored, replace(contents, updates=found), self._config, self._notes
         )
 
     def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
@@ -388,7 +388,7 @@ def open_adapter_folder(
     Args:
         source: as the user wrote it.
         store: the folder.
-        stored_as: what its files are seen as.
+        stored_as: what its files are read as.
 
     Raises:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
@@ -421,7 +421,7 @@ def open_adapter_file(
     Args:
         source: as the user wrote it.
         given: the file.
-        stored_as: what it is seen as.
+        stored_as: what it is read as.
 
     Raises:
         CheckpointError: the file is malformed, or an adapter of a kind that is not read.
@@ -464,9 +464,9 @@ def open_adapter_memory(tensors: Mapping[str, Tensor], config: object) -> Adapte
         CheckpointError: the adapter is damaged, or of a kind that is not read.
     """
     given: Any = config
-    told: Any = given if isinstance(config, Mapping) else given.to_dict()
+    settings: Any = given if isinstance(config, Mapping) else given.to_dict()
     # PEFT writes sets as lists, and sorts keys.
-    fields = json.loads(json.dumps(told, default=list, sort_keys=True))
+    fields = json.loads(json.dumps(settings, default=list, sort_keys=True))
     stored = MemoryCheckpoint(tensors, settings=fields)
     return _as_adapter(stored, AdapterConfig(stored.source, fields), "the adapter in memory")
 
@@ -555,9 +555,9 @@ def _as_adapter(
     notes: tuple[str, ...] = (),
 ) -> AdapterCheckpoint:
     """See tensors as the adapter that they are by its configuration."""
-    own = {name: header for name, header in stored.headers.items() if header.module is None}
-    contents = read_names(own, config, stored.source)
-    trained = {name: name for name in stored.headers if name not in own}
+    headers = {name: header for name, header in stored.headers.items() if header.module is None}
+    contents = read_names(headers, config, stored.source)
+    trained = {name: name for name in stored.headers if name not in headers}
     contents = replace(contents, replaced={**contents.replaced, **trained})
     if (
         not contents.updates
@@ -597,7 +597,7 @@ def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
     for name, value in fields.items():
         part, dot, field = name.rpartition(".")
         parts.setdefault(part + dot, {"peft_type": "LORA"})[field] = value
-    return {part: AdapterConfig(where, own) for part, own in parts.items()}
+    return {part: AdapterConfig(where, settings) for part, settings in parts.items()}
 
 
 def _metadata(file: StoredFile) -> dict[str, str]:

@@ -42,11 +42,11 @@ _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
 # Inits that leave the base as it was; what PEFT writes for any other refers to a changed base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica", *LORA_INITS)
-# How Unsloth packs the factors B of a stack of experts, and by which it told of it.
+# How Unsloth packs the factors B of a stack of experts, and the names by which it says so.
 _RANK_MAJOR = "rank_major"  # PEFT's: terms of all experts one after another
 _PACKED_BY_EXPERT = ("grouped_by_expert", "expert_major")
 _LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
-# The models whose experts Unsloth packed by expert before 2026.9.6, when it told of nothing.
+# The models whose experts Unsloth packed by expert before 2026.9.6, when it did not say so.
 _ONCE_BY_EXPERT = frozenset(
     {
         *("deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
@@ -181,8 +181,8 @@ class AdapterConfig:
             )
 
     def _notes_on_layout(self) -> Iterator[str]:
-        told = any(self.fields.get(name) is not None for name in (_LAYOUT, _LAYOUTS))
-        if self._is_of_old_unsloth and not told:
+        stated = any(self.fields.get(name) is not None for name in (_LAYOUT, _LAYOUTS))
+        if self._is_of_old_unsloth and not stated:
             yield (
                 f"{self.where} is of Unsloth and does not say how its experts' factors lie. They were "
                 f'taken as {_PACKED_BY_EXPERT[0]}, as Unsloth had them before 2026.9.6. "{_LAYOUT}": '
@@ -240,7 +240,7 @@ class AdapterConfig:
         Raises:
             CheckpointError: the configuration names a layout that is neither.
         """
-        found = next((own for own in self._layouts(parameter) if own is not None), None)
+        found = next((layout for layout in self._layouts(parameter) if layout is not None), None)
         if found is None:
             return self._is_of_old_unsloth
         if found not in (_RANK_MAJOR, *_PACKED_BY_EXPERT):

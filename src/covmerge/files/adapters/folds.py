@@ -51,7 +51,7 @@ class Folded:
     @property
     def dtype(self) -> torch.dtype:
         """The widest in which a part is stored."""
-        found = [own.dtype for own in self.parts.values() if own.dtype.is_floating_point]
+        found = [part.dtype for part in self.parts.values() if part.dtype.is_floating_point]
         wide = next((d for d in found if d == torch.float64), None)
         return wide or next(
             (d for d in found if d == torch.float32), found[0] if found else torch.float32
@@ -60,7 +60,7 @@ class Folded:
     @property
     def elements(self) -> int:
         """Numbers of all parts."""
-        return sum(own.numel for own in self.parts.values())
+        return sum(part.numel for part in self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class _Place:
     """Where the base has a layer.
 
     Attributes:
-        own: the layer.
+        layer: whose weight it is.
         weight: its weight.
         bias: its bias, if there is one.
         turned: the weight is stored as `(d_in, d_out)`, or `(rows, d)` of an embedding.
     """
 
-    own: Folded
+    layer: Folded
     weight: _Stored
     bias: _Stored | None
     turned: bool
@@ -142,12 +142,12 @@ class Folds:
         self.ranks: dict[str, tuple[int, tuple[int, int], torch.dtype]] = {}
         self.missing: dict[str, Folded] = {}
         self._read_whole = lru_cache(maxsize=2)(self._whole)
-        for name, own in folded.items():
+        for name, layer in folded.items():
             found = None if base is None or names is None else names.get(name)
             if found is None or base is None:
-                self.missing[name] = own
+                self.missing[name] = layer
             else:
-                self._places[name] = self._placed(own, base, found, conv1d)
+                self._places[name] = self._placed(layer, base, found, conv1d)
         self._widest = self._find_widest()
         for name, place in self._places.items():
             self._take(name, place)
@@ -160,10 +160,10 @@ class Folds:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know: that the updates are those of this base."""
-        places = [place for place in self._places.values() if place.own.kind.needs_base]
+        places = [place for place in self._places.values() if place.layer.kind.needs_base]
         if not places or self._base is None:
             return ()
-        kinds = ", ".join(sorted({place.own.kind.name for place in places}))
+        kinds = ", ".join(sorted({place.layer.kind.name for place in places}))
         return (
             f"{self._stored.source} ({kinds}): what {len(places)} of its layers become depends on the "
             f"base's weights, and was computed from {self._base.source}",
@@ -183,16 +183,16 @@ class Folds:
         dtype = self.headers[name].dtype
         if name in self._biases:
             place = self._biases[name]
-            bias = place.own.kind.bias
+            bias = place.layer.kind.bias
             assert bias is not None
             value = bias(self._layer(place)).to(dtype)
             return value if rows is None else value[rows.start : rows.stop].clone()
         place = self._places[name]
         if rows is None:
             return self._whole(name)
-        if place.turned or not place.own.kind.by_rows:
+        if place.turned or not place.layer.kind.by_rows:
             return self._read_whole(name)[rows.start : rows.stop].clone()
-        value = _new_rows(self._layer(place, slice(rows.start, rows.stop)), place.own.kind)
+        value = _new_rows(self._layer(place, slice(rows.start, rows.stop)), place.layer.kind)
         return value.to(dtype).view(len(rows), *place.weight.shape[1:])
 
     def factors(self, name: str) -> LowRank:
@@ -202,7 +202,7 @@ class Folds:
             CheckpointError: as `read`.
         """
         place = self._places[name]
-        factors = place.own.kind.factors
+        factors = place.layer.kind.factors
         assert factors is not None
         found = factors(self._layer(place))
         if not place.turned:
@@ -214,16 +214,16 @@ class Folds:
         if name in self._biases:
             return 4 * elements
         place = self._places[name]
-        apart = place.own.kind.by_rows and not place.turned
-        return place.own.elements + 4 * (elements if apart else place.weight.header.numel)
+        apart = place.layer.kind.by_rows and not place.turned
+        return place.layer.elements + 4 * (elements if apart else place.weight.header.numel)
 
     def _take(self, name: str, place: _Place) -> None:
-        kind, layer = place.own.kind, self._layer(place)
+        kind, layer = place.layer.kind, self._layer(place)
         check_shapes(kind, layer)
-        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
+        dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
         if kind.factors is not None and kind.rank is not None:
             shape = (place.weight.shape[0], prod(place.weight.shape[1:]))
-            self.ranks[name] = (kind.rank(layer), shape, place.own.dtype)
+            self.ranks[name] = (kind.rank(layer), shape, place.layer.dtype)
         elif kind.update is not None or kind.weight is not None:
             self.headers[name] = TensorHeader(name, place.weight.shape, dtype)
         if kind.bias is None or not kind.has_bias(layer):
@@ -238,37 +238,37 @@ class Folds:
             self.headers[bias] = TensorHeader(bias, place.bias.shape, dtype)
 
     def _placed(
-        self, own: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
+        self, layer: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
     ) -> _Place:
-        weight = self._stored_as(own.name, base, name)
+        weight = self._stored_as(layer.name, base, name)
         assert weight is not None
         flat = len(weight.shape) == 2
         by_config = flat and self._config is not None and self._config.transposed
-        turned = own.table or (by_config if conv1d is None else name in conv1d)
-        _check(own, weight.header, turned=turned)
-        named, bias = (n.removesuffix(".weight") + _BIAS for n in (own.name, name))
-        return _Place(own, weight, self._stored_as(named, base, bias), turned)
+        turned = layer.table or (by_config if conv1d is None else name in conv1d)
+        _check(layer, weight.header, turned=turned)
+        named, bias = (n.removesuffix(".weight") + _BIAS for n in (layer.name, name))
+        return _Place(layer, weight, self._stored_as(named, base, bias), turned)
 
     def _stored_as(self, name: str, base: Checkpoint, in_base: str) -> _Stored | None:
         """Return the tensor that an update is of."""
-        if (own := self._replaced.get(name)) is not None:
-            return _Stored(self._stored.headers[own], self._stored)
+        if (whole := self._replaced.get(name)) is not None:
+            return _Stored(self._stored.headers[whole], self._stored)
         return _Stored(base.headers[in_base], base) if in_base in base.headers else None
 
     def _find_widest(self) -> tuple[int, int]:
         shapes = [place.shape for place in self._places.values() if len(place.shape) > 1]
         if not shapes:
             return 0, 0
-        return max(own[0] for own in shapes), max(own[1] for own in shapes)
+        return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
     def _whole(self, name: str) -> Tensor:
         place = self._places[name]
-        value = _new_rows(self._layer(place), place.own.kind).to(self.headers[name].dtype)
+        value = _new_rows(self._layer(place), place.layer.kind).to(self.headers[name].dtype)
         value = value.view(place.shape)
         return value.T.contiguous() if place.turned else value
 
     def _layer(self, place: _Place, rows: slice = slice(None)) -> Layer:
-        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
+        dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
 
         def of_base(rows: slice) -> Tensor:
             whole = place.turned or rows == slice(None)
@@ -285,10 +285,10 @@ class Folds:
 
         return Layer(
             where=self._stored.source,
-            name=place.own.module,
+            name=place.layer.module,
             shape=place.shape,
-            parts=place.own.parts,
-            config=place.own.config,
+            parts=place.layer.parts,
+            config=place.layer.config,
             read=part,
             base=of_base,
             base_bias=base_bias,
@@ -310,15 +310,15 @@ def _computed_in(*stored: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in stored else torch.float32
 
 
-def _check(own: Folded, header: TensorHeader, *, turned: bool) -> None:
+def _check(layer: Folded, header: TensorHeader, *, turned: bool) -> None:
     if not header.dtype.is_floating_point:
         raise CheckpointError(
-            f"'{own.up}' changes '{header.name}', which is {header.dtype} in the base: give the base in a "
-            "floating-point dtype"
+            f"'{layer.up}' changes '{header.name}', which is {header.dtype} in the base: give the base in "
+            "a floating-point dtype"
         )
-    flat = len(header.shape) < 2 and not (own.kind.vectors and header.shape)
+    flat = len(header.shape) < 2 and not (layer.kind.vectors and header.shape)
     if flat or (turned and len(header.shape) != 2) or not header.numel:
         raise CheckpointError(
-            f"'{own.up}' changes '{header.name}', which is of shape {list(header.shape)} in the base, and "
-            "no layer's weight: pass the base that the adapter was trained on"
+            f"'{layer.up}' changes '{header.name}', which is of shape {list(header.shape)} in the base, "
+            "and no layer's weight: pass the base that the adapter was trained on"
         )

@@ -1,4 +1,4 @@
-"""LoRA adapters in GGUF, as llama.cpp's convert_lora_to_gguf.py writes them, seen as PEFT's."""
+"""LoRA adapters in GGUF, as llama.cpp's convert_lora_to_gguf.py writes them, read as PEFT's."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class GgufFactors(View):
         self._names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {
-                name: TensorHeader(name, _shape(stored.headers[own]), stored.headers[own].dtype)
-                for name, own in self._names.items()
+                name: TensorHeader(name, _shape(stored.headers[old]), stored.headers[old].dtype)
+                for name, old in self._names.items()
             }
         )
         alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")
@@ -80,7 +80,7 @@ class GgufFactors(View):
             )
         self.architecture = str(metadata.get("general.architecture"))
         # llama.cpp's scale is alpha over the rank of each; an alpha of 0 is none.
-        ranks = {name.removeprefix(PREFIX): own.shape[0] for name, own in self._downs()}
+        ranks = {name.removeprefix(PREFIX): header.shape[0] for name, header in self._downs()}
         self.fields: Mapping[str, Any] = {
             "peft_type": "LORA",
             "r": next(iter(ranks.values()), 1),
@@ -117,9 +117,9 @@ def named_by_base(
     names = _names(updates, base, architecture, where)
     found: dict[str, Update] = {}
     for name, update in updates.items():
-        own = names.get(name, name)
+        target = names.get(name, name)
         order = _order(name, update.shape[0], config, architecture, where)
-        found[own] = replace(update, name=own, order=order, written=name)
+        found[target] = replace(update, name=target, order=order, written=name)
     return found
 
 
@@ -137,7 +137,7 @@ def _names(
     blocks = [int(name.split(".")[1]) for name in updates if name.startswith("blk.")]
     table = package.get_tensor_name_map(known[architecture], max(blocks, default=0) + 1)
     pairs = ((table.get_name(name, try_suffixes=(".weight",)), name) for name in base)
-    return {own: name for own, name in pairs if own is not None}
+    return {in_gguf: name for in_gguf, name in pairs if in_gguf is not None}
 
 
 def _order(
@@ -148,15 +148,15 @@ def _order(
     if architecture != "llama" or side is None:
         return None
     inner = config.get("text_config")
-    own = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
-    heads = own.get(_HEADS[side]) or own.get("num_attention_heads")
+    settings = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    heads = settings.get(_HEADS[side]) or settings.get("num_attention_heads")
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
             f"{where}: the order of the {rows} rows of '{name}' goes by the heads, of which the base has "
             f"{shorten(heads)}: pass the base with its config.json, or {_STEP}"
         )
     order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-    return tuple(int(own) for own in order)
+    return tuple(int(row) for row in order)
 
 
 def _peft_name(header: TensorHeader, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Adapters of mlx-lm, seen as PEFT's: scale · (lora_a lora_b)ᵀ is lora_alpha / r · B A."""
+"""Adapters of mlx-lm, read as PEFT's: scale · (lora_a lora_b)ᵀ is lora_alpha / r · B A."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TurnedFactors(View):
             _peft_name(h, rank, stored.source): name for name, h in stored.headers.items()
         }
         self.headers = MappingProxyType(
-            {name: _turned(name, stored.headers[own]) for name, own in self._names.items()}
+            {name: _turned(name, stored.headers[old]) for name, old in self._names.items()}
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

@@ -240,8 +240,8 @@ def read_names(
         parts = {part: name for part, name in parts.items() if part != OF_BIAS}
         if not parts:
             continue
-        if (own := reader.folded(module, parts, shared)) is not None:
-            folded[own.name] = own
+        if (layer := reader.folded(module, parts, shared)) is not None:
+            folded[layer.name] = layer
         elif (found := reader.wrapped(module, parts)) is not None:
             wrapped[module] = found
         else:
@@ -352,7 +352,7 @@ class _Reader:
         self._config = config
         self._where = where
         self._modules = modules
-        ends = [(own.get("table_down"), own.get("table_up")) for own in modules.values()]
+        ends = [(parts.get("table_down"), parts.get("table_up")) for parts in modules.values()]
         self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
         self._attention = {
             module.removesuffix(".base_layer.out_proj")
@@ -372,17 +372,17 @@ class _Reader:
         self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
     ) -> Folded | None:
         """Return the layer of a module whose update is no product of factors, if it is one."""
-        own = {part: self._stored[name] for part, name in parts.items()}
+        headers = {part: self._stored[name] for part, name in parts.items()}
         config, owner = self._configured(_unwrapped(module))
-        kind = self._kind(own, config)
+        kind = self._kind(headers, config)
         if kind is None:
             return None
         name = f"{_unwrapped(module)}.{kind.leaf}"
         if self._config is not None and kind is not TRAINABLE_TOKENS:
             self._config.check_target(owner)
-        table = "table_down" in own or "table_up" in own
+        table = "table_down" in headers or "table_up" in headers
         names = {"table_down": "down", "table_up": "up"}
-        found = {names.get(part, part): header for part, header in own.items()}
+        found = {names.get(part, part): header for part, header in headers.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
         return Folded(

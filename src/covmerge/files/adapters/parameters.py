@@ -99,15 +99,15 @@ def find_parameters(
         modules[factors.owner][module] = factors
     updates: dict[str, Update] = {}
     missing: dict[str, Wrapped] = {}
-    for owner, own in modules.items():
-        levels = list(own.values())
+    for owner, by_module in modules.items():
+        levels = list(by_module.values())
         named = (
             tensors.find(owner, leaf, config.rank(f"{owner}.{leaf}"))
             for leaf in levels[0].parameters
         )
         parameters = [parameter for parameter in named if parameter is not None]
         if not parameters:
-            missing |= own
+            missing |= by_module
             continue
         found, transposed = _pair(owner, levels, parameters, config.where)
         held = sum(factors.numel for factors in levels)

@@ -138,7 +138,7 @@ class _Names:
         regions = ["", *(region for region, parts in _REGIONS.items() if part in parts)]
         # Kohya's scripts name SDXL's layers as single files do, also over a folder of diffusers.
         stems = [stem, flat_diffusers_name(stem)] if part in _OF_UNET else [stem]
-        known = [self._known.get((region, own or ""), ()) for region in regions for own in stems]
+        known = [self._known.get((region, key or ""), ()) for region in regions for key in stems]
         found = list(dict.fromkeys(name for names in known for name in names))
         shapes = {name: _matrix(self._base[name].shape) for name in found}
         found = [n for n in found if update.shape is None or shapes[n] == update.shape]

@@ -77,8 +77,8 @@ class Patterns:
         if not fields or not asked:
             return
         for field, found in self._ask(fields, asked).items():
-            kept = self._found.setdefault(field, {})
-            kept |= {
+            matches = self._found.setdefault(field, {})
+            matches |= {
                 name: None if match is None else (match[0], match[1])
                 for name, match in zip(asked, found, strict=True)
             }

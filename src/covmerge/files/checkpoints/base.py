@@ -86,7 +86,7 @@ class Quantisation:
         packed: the tensors that are stored packed, by their plain names.
         settings: what says the format: `quantization_config`, or what a GGUF file says.
         unused: stored tensors that mean nothing for plain weights: scales of activations.
-        derived: whether it is seen under other names, or with other rows.
+        derived: whether its tensors have other names or rows than the stored ones.
     """
 
     stored: Checkpoint
@@ -106,9 +106,9 @@ class Kind(Protocol):
         form: whose names an adapter's file has.
         quantisation: how it is stored, where that is quantised.
         untied: names of tensors that its config ties, with the stored ones that they are tied to, where it
-            is seen untied.
+            is read untied.
         shared: names of tensors in memory that are one with another, with the name of that.
-        order: by layer, the layer of the stored model, where it is seen as a stack of slices.
+        order: by layer, the layer of the stored model, where it is read as a stack of slices.
         is_source: whether it is a source of its own, and does not only stand for a base.
         decides: whether its weights decide the result.
         is_held: whether its tensors are in the memory of this process.
@@ -342,7 +342,7 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
         raise CheckpointError(
             f"{where}: '{name}' is a {type(value).__name__}, not a tensor: pass a state dict"
         )
-    # A subclass with a dispatch of its own (quantised, distributed) only looks like its shape, and a
+    # A subclass with a dispatch of its own (quantised, distributed) only reports its shape, and a
     # nested tensor, whose layout is strided too, has none.
     other = "NestedTensor" if value.is_nested else type(value).__name__
     odd = value.is_nested or _dispatch(type(value)) is not _dispatch(Tensor)

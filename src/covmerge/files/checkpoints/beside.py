@@ -67,18 +67,18 @@ def _check_no_part(
         read = opened(StoredFile(store, name))
     except CheckpointError:
         return  # no tensors that covmerge reads
-    own = set(read.headers)
+    names = set(read.headers)
     read.close()
     # A copy in another precision has the same names, one under its authors' names has other modules.
-    if own & headers.keys() or not _modules(own) & _modules(headers):
+    if names & headers.keys() or not _modules(names) & _modules(headers):
         return
     # An adapter has its own place in a merge; scales and directions of activations are named by modules.
-    if adapter_reader().looks_like_adapter(own) or own <= modules_of(headers):
+    if adapter_reader().looks_like_adapter(names) or names <= modules_of(headers):
         return
     raise CheckpointError(
-        f"{store}: {name} holds {len(own)} tensors of the model that its other files lack "
-        f"({some(sorted(own), 3, quoted=True)}), and the output would lack them. Merge that file by itself "
-        "(pass the files in place of the folders), and the rest after it was moved out of the folder"
+        f"{store}: {name} holds {len(names)} tensors of the model that its other files lack "
+        f"({some(sorted(names), 3, quoted=True)}), and the output would lack them. Merge that file by "
+        "itself (pass the files in place of the folders), and the rest after it was moved out of the folder"
     )
 
 
@@ -90,7 +90,7 @@ def modules_of(names: Collection[str]) -> set[str]:
         ['h', 'h.0']
     """
     parts = (name.split(".") for name in names)
-    return {".".join(own[:deep]) for own in parts for deep in range(1, len(own))}
+    return {".".join(path[:deep]) for path in parts for deep in range(1, len(path))}
 
 
 def _modules(names: Collection[str]) -> set[str]:

@@ -39,18 +39,18 @@ def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
     count = layer_count(config)
     found = dict(config)
     for key, part in list(language_parts(config)):
-        own = dict(part)
+        new = dict(part)
         for name, value in part.items():
             if name in _COUNTS and value == count:
-                own[name] = len(order)
+                new[name] = len(order)
             elif "layer" in name and isinstance(value, list):
                 listed = cast("list[Any]", value)
                 if len(listed) == count:
-                    own[name] = [listed[index] for index in order]
+                    new[name] = [listed[index] for index in order]
         if key:
-            found[key] = own
+            found[key] = new
         else:
-            found |= own
+            found |= new
     return found
 
 
@@ -98,15 +98,15 @@ def with_vocabulary(
     others = None if special is None else dict(language_parts(special))
     found = dict(config)
     for key, part in list(language_parts(config)):
-        own = dict(part)
-        if own.get(_SIZE) == old and old is not None:
-            own[_SIZE] = size
+        new = dict(part)
+        if new.get(_SIZE) == old and old is not None:
+            new[_SIZE] = size
         if others is not None:
             other = others.get(key, others[""])
-            own = {name: value for name, value in own.items() if not name.endswith(_SPECIAL)}
-            own |= {name: value for name, value in other.items() if name.endswith(_SPECIAL)}
+            new = {name: value for name, value in new.items() if not name.endswith(_SPECIAL)}
+            new |= {name: value for name, value in other.items() if name.endswith(_SPECIAL)}
         if key:
-            found[key] = own
+            found[key] = new
         else:
-            found = own
+            found = new
     return found

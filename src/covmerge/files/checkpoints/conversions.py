@@ -165,22 +165,22 @@ def _alike(
     same = ours.rule.sources == theirs.rule.sources and all(
         len(ours.names[index]) == len(theirs.names.get(index, ())) for index in ours.names
     )
-    if not same or any(base[own] != expert[other] for own, other in pairs):
+    if not same or any(base[name] != expert[other] for name, other in pairs):
         return {}
-    return {own: Whole(other, expert[other]) for own, other in pairs}
+    return {name: Whole(other, expert[other]) for name, other in pairs}
 
 
 def _grouped(shapes: Mapping[str, Shape], rules: Sequence[Rule]) -> dict[str, _Group]:
     """Return tensors by the name that the first of what becomes of them has in memory."""
     groups: dict[str, _Group] = {}
     for name, renamed in _renamed(sorted(shapes, key=_by_number), rules):
-        to, index, own = renamed, 0, None
+        to, index, converter = renamed, 0, None
         for rule in rules:
             if rule.by is not None and (found := rule.applied(to)):
-                (to, index), own = found, rule
+                (to, index), converter = found, rule
                 break
-        group = groups.setdefault(to, _Group(own))
-        if group.rule is not own or (own is None and group.names):
+        group = groups.setdefault(to, _Group(converter))
+        if group.rule is not converter or (converter is None and group.names):
             group.rule, group.names[-1] = None, [name]  # of two ways, which is meant, nothing says
         group.names.setdefault(index, []).append(name)
     return {to: group for to, group in groups.items() if -1 not in group.names}
@@ -328,8 +328,8 @@ def _undone(operation: Sequence[Any], before: Slots, after: Slots) -> Slots:
     kind, dim, other = _operation(operation)
     if kind == "MergeModulelist":
         return [
-            [only(cut(slot[0], 0, i, i + 1)) for i in range(len(own))]
-            for own, slot in zip(before, after, strict=True)
+            [only(cut(slot[0], 0, i, i + 1)) for i in range(len(old))]
+            for old, slot in zip(before, after, strict=True)
         ]
     if kind == "Concatenate":
         parts = iter(_apart(after[0][0], dim, [one.shape[dim] for slot in before for one in slot]))
@@ -384,10 +384,10 @@ def _of_transformers(config: Mapping[str, Any] | None) -> tuple[str, tuple[Rule,
     names = (
         cast("list[Any]", given) if isinstance(given := config.get("architectures"), list) else []
     )
-    own, kind = str(names[0]) if names else "", _kind(config)
-    parts = table["architectures"].get(f"{kind}/{own}")
+    model, kind = str(names[0]) if names else "", _kind(config)
+    parts = table["architectures"].get(f"{kind}/{model}")
     if parts is None:
-        parts = [[key] for key in (own, kind) if key in table["rules"]][:1]
+        parts = [[key] for key in (model, kind) if key in table["rules"]][:1]
     text = _kind(config.get("text_config"))
     if text in table["rules"] and all(key != text for key, *_ in parts):
         parts = [*parts, [text, "language_model", "model"]]

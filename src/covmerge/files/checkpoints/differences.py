@@ -1,4 +1,4 @@
-"""Where two JSON values differ, in words: what changed between the begin of a merge and its resumption."""
+"""Where two JSON values differ, as text: what changed between the begin of a merge and its resumption."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from covmerge.files.checkpoints.json_file import shorten
 _LONGEST = 60  # characters of a value
 
 
-def changes(before: object, now: Mapping[str, object], told: Collection[str]) -> list[str]:
-    """Name what changed: under the keys `told` each value, of other keys that they did.
+def changes(before: object, now: Mapping[str, object], listed: Collection[str]) -> list[str]:
+    """Name what changed: each value under the keys `listed`, of other keys that they did.
 
     Example:
         >>> before = {"recipe": {"k": 1}, "base": {"size": 5}}
@@ -21,8 +21,8 @@ def changes(before: object, now: Mapping[str, object], told: Collection[str]) ->
         ['recipe.k was 1 and is now 2', 'base changed']
     """
     old = _mapping(before) or {}
-    found = [text for key in told for text in differences(old.get(key), now.get(key), key)]
-    others = sorted({*old, *now} - {*told})
+    found = [text for key in listed for text in differences(old.get(key), now.get(key), key)]
+    others = sorted({*old, *now} - {*listed})
     return found + [
         f"{key} changed" for key in others if [*differences(old.get(key), now.get(key))]
     ]
@@ -43,21 +43,21 @@ def differences(before: object, now: object, path: str = "") -> Iterator[str]:
     old, new = _mapping(before), _mapping(now)
     if old is None or new is None:
         if json.dumps(before) != json.dumps(now):
-            yield from _told(path, before, now)
+            yield from _change(path, before, now)
         return
     for key in sorted({*old, *new}):
         inner = f"{path}.{key}" if path else key
         if key in old and key in new:
             yield from differences(old[key], new[key], inner)
         else:
-            yield from _told(inner, old.get(key), new.get(key))
+            yield from _change(inner, old.get(key), new.get(key))
 
 
 def _mapping(value: object) -> Mapping[str, object] | None:
     return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else None
 
 
-def _told(path: str, before: object, now: object) -> Iterator[str]:
+def _change(path: str, before: object, now: object) -> Iterator[str]:
     if before is None:
         yield f"{path} was not set and is now {_shown(now)}"
     elif now is None:

@@ -95,7 +95,7 @@ class DistributedFiles(PiecedFiles):
         names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
         files = [child(metadata.store, name) for name in names]
         with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
-            found = pool.map(_look, files)
+            found = pool.map(_inspect, files)
             self._stamps = dict(zip(names, found, strict=True))
         self._file = {file.name: file for file in files}
         self._whole = {
@@ -184,9 +184,9 @@ class DistributedFiles(PiecedFiles):
                     f"{where} says of two chunks of '{entry.key}' that they are the same tensor of a "
                     "file: fetch the files again"
                 )
-        for name, own in spans.items():
-            own.sort()
-            if any(stop > start for (_, stop), (start, _) in pairwise(own)):
+        for name, places in spans.items():
+            places.sort()
+            if any(stop > start for (_, stop), (start, _) in pairwise(places)):
                 raise CheckpointError(
                     f"{where} says of two chunks that they have the same bytes of {name}: fetch the "
                     "files again"
@@ -256,7 +256,7 @@ class _Slice(io.RawIOBase):
         return count
 
 
-def _look(file: StoredFile) -> tuple[Stamp, bytes]:
+def _inspect(file: StoredFile) -> tuple[Stamp, bytes]:
     """The stamp of a file of tensors, and its first bytes, which say what it is."""
     with open_stored(file) as opened:
         stamp = opened.stamp

@@ -51,13 +51,13 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
         >>> respelled(["bert.LayerNorm.gamma"], ["LayerNorm.weight"])
         {'bert.LayerNorm.gamma': 'bert.LayerNorm.weight'}
     """
-    own, known = list(names), set(base)
+    stored, known = list(names), set(base)
     if not known:
         return {}
     spellings = [way for pair in _SPELLINGS if (way := _towards(pair, known)) is not None]
     by_inner = by_inner_name(known)
     found: dict[str, str] = {}
-    for name in own:
+    for name in stored:
         if name in known:
             continue
         spelled = _spelled(name, spellings)
@@ -66,8 +66,8 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
             found[name] = target
     # A tensor of this name, or two that would get it: which is meant, nothing says.
     times = Counter(found.values())
-    kept = set(own) - found.keys()
-    return {name: to for name, to in found.items() if times[to] == 1 and to not in kept}
+    unchanged = set(stored) - found.keys()
+    return {name: to for name, to in found.items() if times[to] == 1 and to not in unchanged}
 
 
 def weight_norms(names: Collection[str]) -> dict[str, tuple[str, str]]:

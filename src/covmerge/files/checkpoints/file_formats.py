@@ -60,8 +60,8 @@ FILE_FORMATS = (  # of folders the first that is found is taken
     FileFormat(find=open_ranks),
     FileFormat(find=open_zero3),
 )
-WEIGHT_SUFFIXES = tuple(suffix for own in FILE_FORMATS for suffix in own.suffixes)
-MODEL_SUFFIXES = tuple(s for own in FILE_FORMATS if own.is_model for s in own.suffixes)
+WEIGHT_SUFFIXES = tuple(suffix for kind in FILE_FORMATS for suffix in kind.suffixes)
+MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind.suffixes)
 
 
 def open_weights(file: StoredFile) -> WeightFile:
@@ -70,9 +70,9 @@ def open_weights(file: StoredFile) -> WeightFile:
     Raises:
         CheckpointError: it is of an unknown format, or malformed.
     """
-    for own in FILE_FORMATS:
-        if own.open is not None and file.suffix in own.suffixes:
-            return own.open(file)
+    for kind in FILE_FORMATS:
+        if kind.open is not None and file.suffix in kind.suffixes:
+            return kind.open(file)
     hint = "its folder" if file.name.endswith(INDEX) else "a folder or one of these"
     raise CheckpointError(
         f"{file} is not a file of weights that covmerge reads "
@@ -86,5 +86,5 @@ def open_divided(store: Store, names: Collection[str]) -> PiecedFiles | None:
     Raises:
         CheckpointError: files are missing, damaged, or do not belong together.
     """
-    found = (own.find(store, names) for own in FILE_FORMATS if own.find is not None)
+    found = (kind.find(store, names) for kind in FILE_FORMATS if kind.find is not None)
     return next((files for files in found if files is not None), None)

@@ -46,7 +46,7 @@ from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
-_, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # who says so beside it
+_, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # files beside it that say so
 MLX = "quantization"  # what MLX calls it in config.json, beside or instead
 
 PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
@@ -225,9 +225,9 @@ class Modules:
         Raises:
             CheckpointError: one of its own tensors has the name of a module's.
         """
-        own = {name for read in weights.values() for name in read.headers}
+        names = {name for read in weights.values() for name in read.headers}
         for file, read in self.weights.items():
-            if both := own & read.headers.keys():
+            if both := names & read.headers.keys():
                 raise CheckpointError(
                     f"{store} holds '{min(both)}' among its own weights, and {file} is to have that name: "
                     "rename the folder of the module, in modules.json too"
@@ -356,10 +356,10 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
         CheckpointError: it is malformed, or far too long.
     """
     config = read_object(file, values=_CONFIG_VALUES)
-    own: object = config.get(MLX)
-    if isinstance(own, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", own).keys():
+    mlx: object = config.get(MLX)
+    if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
         del config[MLX]
-        config.setdefault(QUANTISATION, own)
+        config.setdefault(QUANTISATION, mlx)
     return config
 
 
@@ -518,10 +518,10 @@ def module_files(store: Store, names: Collection[str]) -> list[str]:
         file = weights_in(store, folder)
         if file is None:
             continue
-        own = [file.name]
+        files = [file.name]
         if file.name.endswith(INDEX):
-            own += sorted(set(read_weight_map(file).values()))
-        paths += [f"{folder.path}/{name}" for name in own]
+            files += sorted(set(read_weight_map(file).values()))
+        paths += [f"{folder.path}/{name}" for name in files]
     return paths
 
 

@@ -146,7 +146,7 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
     # Ranks along a replicated axis have copies.
     return Pieced(
         header,
-        [Piece(*box, own[0] if len(own) == 1 else _Copies(own)) for box, own in held.items()],
+        [Piece(*box, same[0] if len(same) == 1 else _Copies(same)) for box, same in held.items()],
     )
 
 

@@ -1,4 +1,4 @@
-"""SHA-256 of a file and of every tensor in it, in one reading that others may look on at."""
+"""SHA-256 of a file and of every tensor in it, in one reading, whose blocks may be used by others too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from covmerge.files.stores.store import Store, StoredFile, file_at
 # Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.
 Look = Callable[[TensorHeader, range | None, Tensor], None]
 
-_BLOCK_ELEMENTS = 2**20  # so that a block is still in the cache when others look at it
+_BLOCK_ELEMENTS = 2**20  # so that a block is still in the cache when others use it
 _CHUNK = 4 << 20
 _WORTH_A_THREAD = 2**18  # bytes
 
@@ -40,13 +40,13 @@ class FileHashes:
         return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
 
 
-def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> FileHashes:
+def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> FileHashes:
     """Read a file of a folder once, from its first byte to its last.
 
     Args:
         folder: the folder, or another store.
         name: path of the file in it.
-        look: is shown all tensors, block by block, in the order of the file.
+        inspect: is shown all tensors, block by block, in the order of the file.
 
     Raises:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
@@ -62,7 +62,7 @@ def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> File
         for slot in slots.values():
             for chunk in file.until(slot.offset):
                 whole.update(chunk)
-            own = hashlib.sha256()
+            of_tensor = hashlib.sha256()
             for rows in slot.header.row_blocks(_BLOCK_ELEMENTS):
                 data = torch.empty(slot.span(rows)[1], dtype=torch.uint8)
                 content = data.numpy().data
@@ -70,17 +70,17 @@ def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> File
                 if len(content) < _WORTH_A_THREAD:
                     hashing = []
                     whole.update(content)
-                    own.update(content)
+                    of_tensor.update(content)
                 else:
-                    hashing = [pool.submit(digest.update, content) for digest in (whole, own)]
-                if look is not None:
+                    hashing = [pool.submit(digest.update, content) for digest in (whole, of_tensor)]
+                if inspect is not None:
                     shape = (
                         slot.header.shape if rows is None else (len(rows), *slot.header.shape[1:])
                     )
-                    look(slot.header, rows, data.view(slot.header.dtype).reshape(shape))
+                    inspect(slot.header, rows, data.view(slot.header.dtype).reshape(shape))
                 for future in hashing:
                     future.result()
-            tensors[slot.header.name] = own.hexdigest()
+            tensors[slot.header.name] = of_tensor.hexdigest()
         for chunk in file.rest():
             whole.update(chunk)
     return FileHashes(whole.hexdigest(), tensors)

@@ -94,9 +94,9 @@ class HubCheckpoint(Kind):
         if dict(local.headers) != dict(self.headers):
             local.close()
             # The commit's folder holds links, which the client makes again without a download.
-            kept = next((own for own in folder.parents if own.name.startswith("models--")), folder)
+            cache = next((p for p in folder.parents if p.name.startswith("models--")), folder)
             raise CheckpointError(
-                f"{self.source}: {folder} holds other tensors than the Hub announced: delete {kept} and "
+                f"{self.source}: {folder} holds other tensors than the Hub announced: delete {cache} and "
                 "start again"
             )
         self._local = local

@@ -5,7 +5,7 @@
 
 A line is appended by a single `write`: a kill leaves at most one torn line, the last, and that is
 taken for work not done. Any other line must have the checksum that it ends in. Of the rows the
-journal only claims: whoever resumes reads the bytes back and compares.
+journal only claims: a resumed merge reads the bytes back and compares.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COMPUTED = "computed"  # how, see `RunOptions.computed`
 THREADS = "threads"  # that computed large matrices, see `RunOptions.threads_for`
 ORDER = "order of experts"
 PROCESSOR = "processor"  # that began the merge; another one may go on with it
-_TOLD = (
+_LISTED = (
     "covmerge",
     "torch",
     "recipe",
     ORDER,
     COMPUTED,
     THREADS,
-)  # of what a hash is of, what is told with its values
+)  # of what a hash covers, the keys whose values messages show
 _MOST_CHANGES = 5  # that are named
 
 Key = tuple[str, tuple[int, int]]
@@ -212,7 +212,7 @@ def _check_plan(
     known = head.get("of")
     known = cast("dict[str, Any]", known) if isinstance(known, dict) else {}
     if head.get("plan") != plan_hash:
-        changed = changes(known, {**of, PROCESSOR: known.get(PROCESSOR)}, _TOLD) if of else []
+        changed = changes(known, {**of, PROCESSOR: known.get(PROCESSOR)}, _LISTED) if of else []
         what = (
             some(changed, _MOST_CHANGES, between="; ")
             if changed

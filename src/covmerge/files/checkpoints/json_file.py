@@ -137,7 +137,7 @@ def shorten(value: object) -> str:
 
 
 def _check_depth(value: dict[str, Any], where: str) -> None:
-    # Whoever goes through a value by recursion would run into Python's own limit.
+    # Recursion through a deeper value would run into Python's own limit.
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         level = [

@@ -242,8 +242,8 @@ def _safetensors_name(header: TensorHeader) -> str:
 
 
 def _refuse_duplicates(headers: Iterable[TensorHeader]) -> None:
-    seen: set[str] = set()
+    names: set[str] = set()
     for header in headers:
-        if header.name in seen:
+        if header.name in names:
             raise TensorError(f"'{header.name}' is listed twice: every tensor is written once")
-        seen.add(header.name)
+        names.add(header.name)

@@ -1,4 +1,4 @@
-"""A state dict in memory, seen as a checkpoint."""
+"""A state dict in memory, as a checkpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _shared(tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
 
     Example:
         >>> table = torch.ones(3, 2)
-        >>> _shared({"embed.weight": table, "lm_head.weight": table, "own": table.clone()})
+        >>> _shared({"embed.weight": table, "lm_head.weight": table, "copy": table.clone()})
         {'lm_head.weight': 'embed.weight'}
     """
     first: dict[object, str] = {}
@@ -112,9 +112,9 @@ def _shared(tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
     for name, tensor in tensors.items():
         if tensor.numel():
             lies = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-            kept = first.setdefault(lies, name)
-            if kept != name:
-                found[name] = kept
+            earlier = first.setdefault(lies, name)
+            if earlier != name:
+                found[name] = earlier
     return found
 
 
@@ -165,6 +165,6 @@ def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     peft: Any = import_module("peft")
     tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
     prefix = "base_model.model."  # which transformers adds as it saves
-    if not any(own.startswith(prefix) for own in tensors):
-        tensors = {prefix + own: tensor for own, tensor in tensors.items()}
+    if not any(key.startswith(prefix) for key in tensors):
+        tensors = {prefix + key: tensor for key, tensor in tensors.items()}
     return tensors, config

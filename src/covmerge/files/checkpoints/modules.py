@@ -70,18 +70,18 @@ class ModuleWeights:
 
     def __init__(self, read: WeightFile, module: Module) -> None:
         self._read = read
-        self._own = {f"{module.prefix}{name}": name for name in read.headers}
+        self._names = {f"{module.prefix}{name}": name for name in read.headers}
         self.notes = read.notes
         self.settings = read.settings
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {
-                name: replace(read.headers[own], name=name, module=module)
-                for name, own in self._own.items()
+                name: replace(read.headers[stored_name], name=name, module=module)
+                for name, stored_name in self._names.items()
             }
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        return self._read.read(self._own[name], rows)
+        return self._read.read(self._names[name], rows)
 
     def close(self) -> None:
         self._read.close()
@@ -156,8 +156,8 @@ def _with_inner(store: Store, path: str, kind: str, deep: int) -> Iterator[Folde
     inner = _routed(folder)
     if inner and not deep:
         raise CheckpointError(f"{store}: {path} holds a router in a router, without end")
-    for name, own in inner.items():
-        yield from _with_inner(store, f"{path}/{name}" if path else name, own, deep - 1)
+    for name, inner_kind in inner.items():
+        yield from _with_inner(store, f"{path}/{name}" if path else name, inner_kind, deep - 1)
 
 
 def _store_at(store: Store, path: str) -> Store | None:

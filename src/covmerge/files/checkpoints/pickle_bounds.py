@@ -18,7 +18,7 @@ SAVE_AGAIN = "load it where you trust it, and save its state dict with safetenso
 
 _MAX_PICKLE_BYTES = 100_000_000
 MAX_STEPS = 2_000_000  # a tensor takes 40
-_FIXED = 8  # bytes of the longest argument whose length is not told by the file
+_FIXED = 8  # bytes of the longest argument whose length the file does not state
 # As a key of a dict a tuple is hashed with all that lie in it, one inside the other, on the stack of C,
 # which a million overflow. A module of modules has some tens.
 _MAX_NESTING = 1000
@@ -74,7 +74,7 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
 def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
     """Count the steps of some pickles in a row, each of which may make an object, or nest one.
 
-    What is no pickle is left to whoever loads it.
+    What is no pickle is left to its loader.
 
     Raises:
         CheckpointError: there are too many, or tuples lie in tuples too deep.

@@ -122,7 +122,7 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
         for name in filter(_FOLDERS.fullmatch, store.folders()):
             check_bare(name, str(store))
             places[name] = store.inside(name)
-        places |= {own.path: own.store for own in module_folders(store, store.names())}
+        places |= {module.path: module.store for module in module_folders(store, store.names())}
         found = [
             (path, child(place, name))
             for path, place in places.items()

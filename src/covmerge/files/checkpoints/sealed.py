@@ -1,4 +1,4 @@
-"""Lines of JSON that each end in their own checksum: what a crash or a file system tore is noticed."""
+"""Lines of JSON that each end in their own checksum: a line that a crash or a file system tore is found."""
 
 from __future__ import annotations
 

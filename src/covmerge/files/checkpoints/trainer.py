@@ -18,7 +18,7 @@ from covmerge.files.stores.address import local_path
 
 _NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
 _STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
-_OWN = (
+_OF_TRAINER = (
     *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("global_step*", "pytorch_model_fsdp_*", "zero_to_fp32.py", "latest"),
 )
@@ -140,12 +140,12 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
             f"{folder} is incomplete, as a checkpoint is whose run was killed while it was saved "
             f"({error}): remove this folder, or move it elsewhere, and the last ones are those before it"
         ) from error
-    own = tuple(
+    of_trainer = tuple(
         name
         for name in names
-        if matches_any(name, _OWN) and not (in_shards and matches_any(name, _SHARDS))
+        if matches_any(name, _OF_TRAINER) and not (in_shards and matches_any(name, _SHARDS))
     )
-    return SavedStep(step, folder, is_adapter, own)
+    return SavedStep(step, folder, is_adapter, of_trainer)
 
 
 def _size(path: Path) -> int:

@@ -48,15 +48,15 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
         notes.append(f"'{_AVERAGED}' (AveragedModel) is not the model's, and was left out")
     names = {without_wrappers(name): name for name in stored}
     left_out += [
-        f"'{part}' ({by})" for part, by in WRAPPERS.items() if any(part in own for own in stored)
+        f"'{part}' ({by})" for part, by in WRAPPERS.items() if any(part in name for name in stored)
     ]
     while names and all(name.startswith(_PARALLEL) for name in names):
-        names = {name.removeprefix(_PARALLEL): own for name, own in names.items()}
+        names = {name.removeprefix(_PARALLEL): old for name, old in names.items()}
         left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
     made, made_by = dict[str, Assembly](), ""
     renamed = dict[str, str]()
     if base is not None:
-        shapes = {name: checkpoint.headers[own].shape for name, own in names.items()}
+        shapes = {name: checkpoint.headers[old].shape for name, old in names.items()}
         known = _shapes(base.headers)
         made, made_by = converted(shapes, known, base.config)
         renamed = {one.name: name for name, one in made.items() if isinstance(one, Whole)}
@@ -64,18 +64,18 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
         taken = {*renamed, *(part for one in made.values() for part in one.stored())}
         others = [name for name in names if name not in taken]
         renamed |= respelled(others, known.keys() - made.keys() - {*renamed.values()})
-    told = differences(renamed)
-    if len(told) > _SHOWN:
+    changes = differences(renamed)
+    if len(changes) > _SHOWN:
         notes.append(f"{counted(len(renamed), 'tensor')} read under the base's names ({made_by})")
-        told = []
-    for theirs, ours in told:
+        changes = []
+    for theirs, ours in changes:
         if not theirs:
             notes.append(f"its tensors have no '{ours}.' in their names, as the base's have")
         elif ours:
             notes.append(f"'{theirs}' in the names of its tensors is the base's '{ours}'")
         else:
             left_out.append(f"'{theirs}.' (which the base has not)")
-    names = {renamed.get(name, name): own for name, own in names.items()}
+    names = {renamed.get(name, name): old for name, old in names.items()}
     # Two tensors must not become one.
     if len(names) < len(stored) or "" in names:
         return checkpoint

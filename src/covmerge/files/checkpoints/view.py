@@ -1,4 +1,4 @@
-"""A checkpoint seen in another way, often under other names; all else is as it is stored."""
+"""A checkpoint shown in another way, often under other names; all else is as it is stored."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class View(Kind):
         self._names: Mapping[str, str] = {} if names is None else names
         self.headers: Mapping[str, TensorHeader] = stored.headers
         if names is not None:
-            renamed = {name: replace(stored.headers[own], name=name) for name, own in names.items()}
+            renamed = {name: replace(stored.headers[old], name=name) for name, old in names.items()}
             self.headers = MappingProxyType(renamed)
-        own = stored.quantisation
-        self.quantisation: Quantisation | None = own and replace(own, derived=True)
+        quantised = stored.quantisation
+        self.quantisation: Quantisation | None = quantised and replace(quantised, derived=True)
         self.untied = stored.untied
         self.is_held = stored.is_held
-        here = {own: name for name, own in (names or {n: n for n in stored.headers}).items()}
+        here = {old: name for name, old in (names or {n: n for n in stored.headers}).items()}
         self.shared: Mapping[str, str] = {
-            here[name]: here[kept]
-            for name, kept in stored.shared.items()
-            if name in here and kept in here
+            here[name]: here[first]
+            for name, first in stored.shared.items()
+            if name in here and first in here
         }
         self.order = stored.order
 

@@ -236,9 +236,9 @@ def _shared(
     found: list[Pieced] = []
     for name, other in _mapping(state.get("shared_params") or {}, f"{file}: shared_params").items():
         if isinstance(other, str) and other in known:
-            own = _name(name, str(file))
+            second = _name(name, str(file))
             tensor = known[other]
-            header = TensorHeader(own, tensor.header.shape, tensor.header.dtype)
+            header = TensorHeader(second, tensor.header.shape, tensor.header.dtype)
             found.append(Pieced(header, tensor.pieces, tensor.flat))
     return found
 

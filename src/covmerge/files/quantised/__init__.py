@@ -1,4 +1,4 @@
-"""Quantised checkpoints, seen as plain ones: a format a file, dequantised as it is read.
+"""Quantised checkpoints, read as plain ones: a format a file, dequantised as it is read.
 
 A format finds, by names and headers, which stored tensors are parts of which plain one, checks
 their sizes against each other before anything is read, and says how rows of it are computed.

@@ -33,10 +33,10 @@ class Weight(Grouped):
 
     def values(self, words: Tensor, rows: range) -> Tensor:
         first = rows.start // _OF_A_WORD
-        own = words[:, first : -(-rows.stop // _OF_A_WORD)]
+        part = words[:, first : -(-rows.stop // _OF_A_WORD)]
         start = rows.start - first * _OF_A_WORD
         shifts = torch.tensor(SHIFTS, dtype=torch.int32)
-        return unpacked(own, shifts, self.bits).flatten(1)[:, start : start + len(rows)]
+        return unpacked(part, shifts, self.bits).flatten(1)[:, start : start + len(rows)]
 
     def zeros(self, read: Read, rows: range) -> Tensor:
         return self.values(read(self.stored[1], None), rows)

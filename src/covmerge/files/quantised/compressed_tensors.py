@@ -62,29 +62,29 @@ def find(stored: Stored) -> Found:
     stored.setting("format", *_FORMATS)
     schemes = _of_weights(stored)
     headers = stored.checkpoint.headers
-    words = packed_integers.find(stored, schemes)
+    integers = packed_integers.find(stored, schemes)
     bytes_of = {
         name.removesuffix(_PACKED): name
         for name, header in headers.items()
         if name.endswith(f".weight{_PACKED}") and header.dtype is not torch.int32
     }
     small = [_small(stored, schemes, name, packed) for name, packed in bytes_of.items()]
-    known = {tensor.header.name for tensor in (*words, *small)}
+    known = {tensor.header.name for tensor in (*integers, *small)}
     scales = [name for name in headers if name.endswith(f".weight{_SCALE}")]
     names = [name.removesuffix(_SCALE) for name in scales]
     plain = [_weight(stored, schemes, name) for name in names if name not in known]
-    tensors: tuple[Packed, ...] = (*words, *small, *plain)
-    said = [*packed_integers.said(words), *_said(headers, [*small, *plain])]
+    tensors: tuple[Packed, ...] = (*integers, *small, *plain)
+    said = [*packed_integers.said(integers), *_said(headers, [*small, *plain])]
     return Found(tensors, f"compressed-tensors, {' and '.join(said)}", of_activations(stored))
 
 
 def _said(headers: Mapping[str, TensorHeader], tensors: Sequence[Scaled]) -> Iterator[str]:
-    """The kinds of tensors with scales, in words."""
+    """The kinds of tensors with scales, as text."""
     kinds: dict[str, list[Scaled]] = {}
     for tensor in tensors:
         kinds.setdefault(_kind(headers, tensor), []).append(tensor)
-    for kind, own in kinds.items():
-        yield f"{kind}, {how_scaled(own)}"
+    for kind, alike in kinds.items():
+        yield f"{kind}, {how_scaled(alike)}"
 
 
 def _kind(headers: Mapping[str, TensorHeader], tensor: Scaled) -> str:
@@ -132,10 +132,10 @@ def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
         CheckpointError: there are others.
     """
     found: list[tuple[int, int]] = []
-    for own in schemes:
-        group = own.get("group_size")
-        if own.get("type") == "float" and group not in (None, -1):
-            key = (own.get("num_bits", 8), group)
+    for scheme in schemes:
+        group = scheme.get("group_size")
+        if scheme.get("type") == "float" and group not in (None, -1):
+            key = (scheme.get("num_bits", 8), group)
             if key not in _SMALL:
                 known = ", ".join(f"{bits} bits by {size}" for bits, size in _SMALL)
                 stored.refuse(
@@ -153,11 +153,9 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
     small = _small_of(stored, schemes)
     if (8, 32) in small and scale in headers and headers[scale].dtype in EXPONENTS:
         return scaled(stored, name, scale, MXFP8)
-    large = [
-        own for own in schemes if own.get("type") != "float" or own.get("group_size") in (None, -1)
-    ]
-    blocks = [block for own in large for block in _blocks(stored, own)] or [TENSOR, ROW]
-    kinds = dict.fromkeys(own.get("type") for own in large)
+    large = [s for s in schemes if s.get("type") != "float" or s.get("group_size") in (None, -1)]
+    blocks = [block for scheme in large for block in _blocks(stored, scheme)] or [TENSOR, ROW]
+    kinds = dict.fromkeys(scheme.get("type") for scheme in large)
     floats = FLOAT8 if not kinds or kinds.keys() & {"float", None} else ()
     integers = (torch.int8,) if not kinds or kinds.keys() & {"int", None} else ()
     if zeros not in headers:
@@ -168,7 +166,7 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
         scale,
         Numbers((*floats, *integers), list(dict.fromkeys(blocks))),
         zeros=zeros if zeros in headers else None,
-        symmetric=bool(schemes) and all(own.get("symmetric", True) for own in schemes),
+        symmetric=bool(schemes) and all(scheme.get("symmetric", True) for scheme in schemes),
     )
 
 
@@ -194,20 +192,20 @@ def _of_weights(stored: Stored) -> Schemes:
             stored.refuse(
                 f"the targets of its config_groups are {shorten(group['targets'])}, not names"
             )
-        own = cast("dict[str, Any]", weights)
-        _check(stored, own)
-        found.append(own)
+        settings = cast("dict[str, Any]", weights)
+        _check(stored, settings)
+        found.append(settings)
     return found
 
 
-def _check(stored: Stored, own: dict[str, Any]) -> None:
+def _check(stored: Stored, scheme: dict[str, Any]) -> None:
     """See that what a config says of weights is what compressed-tensors itself takes."""
     for key, kind in _KINDS.items():
-        if key in own and type(own[key]) is not kind:
-            stored.refuse(f"{key} of its weights is {shorten(own[key])}")
-    if own.get("type", "int") not in _TYPES:
-        stored.refuse(f"type of its weights is {shorten(own['type'])}")
-    strategy, group, block = (own.get(k) for k in ("strategy", "group_size", "block_structure"))
+        if key in scheme and type(scheme[key]) is not kind:
+            stored.refuse(f"{key} of its weights is {shorten(scheme[key])}")
+    if scheme.get("type", "int") not in _TYPES:
+        stored.refuse(f"type of its weights is {shorten(scheme['type'])}")
+    strategy, group, block = (scheme.get(k) for k in ("strategy", "group_size", "block_structure"))
     if strategy not in _STRATEGIES:
         stored.refuse(f"strategy of its weights is {shorten(strategy)}")
     if strategy is not None and (strategy in _GROUPED) != (group not in (None, -1)):
@@ -220,10 +218,10 @@ def _check(stored: Stored, own: dict[str, Any]) -> None:
         )
 
 
-def _blocks(stored: Stored, own: dict[str, Any]) -> list[Block]:
+def _blocks(stored: Stored, scheme: dict[str, Any]) -> list[Block]:
     """What has one scale, by what a config says of the weights of a group of layers."""
-    strategy, block = own.get("strategy"), own.get("block_structure")
-    group = own.get("group_size")
+    strategy, block = scheme.get("strategy"), scheme.get("block_structure")
+    group = scheme.get("group_size")
     if strategy in _GROUPED or (strategy is None and group not in (None, -1)):
         if not (type(group) is int and SMALLEST <= group < 2**31):
             stored.refuse(

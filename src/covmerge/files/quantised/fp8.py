@@ -95,14 +95,14 @@ class Scaled(ByRows):
         held = None if high >= self.header.shape[0] else blocks
         return scales_of(read(name, held)).reshape(len(blocks), -1)
 
-    def _spread(self, own: Tensor, rows: range) -> Tensor:
+    def _spread(self, value: Tensor, rows: range) -> Tensor:
         """A number for each weight of some rows, as far as it does not hold for a whole row."""
         high, wide = self.block
         first = rows.start % high
-        own = own.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else own
-        if own.shape[1] == 1:
-            return own
-        return own.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
+        value = value.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else value
+        if value.shape[1] == 1:
+            return value
+        return value.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...
     for high, wide in ((high or rows, wide or columns) for high, wide in blocks):
         grid = (-(-rows // high), -(-columns // wide))
         shapes = [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
-        for own in shapes:
-            known = found.setdefault(own, [])
+        for form in shapes:
+            known = found.setdefault(form, [])
             # What is beyond the matrix makes no difference.
             clipped = {(min(h, rows), min(w, columns)) for h, w in known}
             if (min(high, rows), min(wide, columns)) not in clipped:
@@ -260,7 +260,7 @@ def _said(what: str, tensors: Sequence[Scaled]) -> str:
 
 
 def how_scaled(tensors: Sequence[Scaled]) -> str:
-    """What the weights have scales for, in words."""
+    """What the weights have scales for, as text."""
     blocks = dict.fromkeys(_whose(tensor) for tensor in tensors)
     return f"a scale for {', or '.join(blocks)}"
 

@@ -81,10 +81,10 @@ class Blocks(ByRows):
         if self.order is None:
             return _tensor_of(_dequantised(read(name, rows), self.kind))
         size, plain = len(self.order), np.arange(rows.start, rows.stop)
-        own = plain // size * size + np.array(self.order)[plain % size]
-        first = int(own.min())
-        span = range(first, int(own.max()) + 1)
-        return _tensor_of(_dequantised(read(name, span), self.kind)[own - first])
+        places = plain // size * size + np.array(self.order)[plain % size]
+        first = int(places.min())
+        span = range(first, int(places.max()) + 1)
+        return _tensor_of(_dequantised(read(name, span), self.kind)[places - first])
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ def _of_experts(
         before, between, after = names.get(stack, "").partition(".experts.")
         if not between:
             stored.refuse(f"transformers saves no experts that are '{stack}'")
-        own = [f"{before}{between}{number}.{after}" for number in range(len(members) + 1)]
-        if any(name not in shapes for name in own[:-1]) or own[-1] in shapes:
+        matrices = [f"{before}{between}{number}.{after}" for number in range(len(members) + 1)]
+        if any(name not in shapes for name in matrices[:-1]) or matrices[-1] in shapes:
             stored.refuse(
                 f"'{stack}' has {len(members)} experts, and its config gives another number"
             )
-        found.update(zip(members, own, strict=False))
+        found.update(zip(members, matrices, strict=False))
     return found
 
 
@@ -248,8 +248,8 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
         stored.refuse(
             f"{shorten(config.get('model_type'))} is no language model that transformers knows"
         )
-    kept = {key: value for key, value in config.items() if not key.startswith("_")}
-    return {"architectures": [model.__name__], **kept}
+    settings = {key: value for key, value in config.items() if not key.startswith("_")}
+    return {"architectures": [model.__name__], **settings}
 
 
 def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
@@ -275,11 +275,11 @@ def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> 
     held = {key: getattr(config, name, None) for key, name in _STATED.items()} | {_ROPE: theta}
     for key, value in held.items():
         full = f"{metadata.get('general.architecture')}.{key}"
-        own = metadata.get(full)
-        if own is None or value is None or _same(own, value):
+        stated = metadata.get(full)
+        if stated is None or value is None or _same(stated, value):
             continue
         stored.refuse(
-            f"its {full} is {shorten(own)}, where its config gives {shorten(value)}",
+            f"its {full} is {shorten(stated)}, where its config gives {shorten(value)}",
             "remove or correct the config.json beside it",
         )
 
@@ -300,12 +300,12 @@ def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
         )
 
 
-def _same(own: object, value: object) -> bool:
+def _same(stated: object, value: object) -> bool:
     """Whether two numbers are the same, of which one may have been rounded to float32."""
-    if not isinstance(own, int | float) or not isinstance(value, int | float):
-        return own == value
-    near = _ROUNDED * abs(own)  # which the file bounds: a config may have a number of any size
-    return own - near <= value <= own + near
+    if not isinstance(stated, int | float) or not isinstance(value, int | float):
+        return stated == value
+    near = _ROUNDED * abs(stated)  # which the file bounds: a config may have a number of any size
+    return stated - near <= value <= stated + near
 
 
 def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
@@ -336,9 +336,9 @@ def _tensor(
     """
 
     def undo(values: Values) -> Values:
-        kept: dict[str, Any] = {"tensors": {}}
+        parsed: dict[str, Any] = {"tensors": {}}
         try:
-            return processor.process(weights=values, name=name, parsed_parameters=kept).weights
+            return processor.process(weights=values, name=name, parsed_parameters=parsed).weights
         except Exception as error:  # its sizes, and those of the config, are a stranger's
             stored.refuse(
                 f"'{name}' is {list(values.shape)}, of which transformers cannot undo what "

@@ -148,10 +148,10 @@ class _Header:
     def entries(self) -> list[_Entry]:
         """Return its tensors, in the order of the data."""
         package = _package()
-        told = [self._entry() for _ in range(self._tensors)]
+        entries = [self._entry() for _ in range(self._tensors)]
         start = -(-self._place // self.alignment) * self.alignment
         found: list[_Entry] = []
-        for name, shape, number, offset in told:
+        for name, shape, number, offset in entries:
             try:
                 kind = package.GGMLQuantizationType(number)
             except ValueError:
@@ -163,10 +163,10 @@ class _Header:
             if _STACKED.search(name) and len(shape) == 3:
                 self._check_count(name, len(found) + shape[0])
                 slots = _matrices(slot)
-                self.stacks[name] = tuple(own.header.name for own in slots)
+                self.stacks[name] = tuple(matrix.header.name for matrix in slots)
             else:
                 slots = [slot]
-            found.extend(_Entry(own, str(kind.name)) for own in slots)
+            found.extend(_Entry(part, str(kind.name)) for part in slots)
         return sorted(found, key=lambda entry: entry.slot.offset)
 
     def _check_count(self, name: str, count: int) -> None:

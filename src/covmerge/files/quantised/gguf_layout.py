@@ -50,12 +50,12 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
     package: Any = importlib.import_module("gguf")
     stored = {header.name: header for header in headers}
     fixed = {name: header for name, (header, _) in head.fixed.items()}
-    own = fixed | {name: stored[name] for name in head.types if name in stored}
+    written = fixed | {name: stored[name] for name in head.types if name in stored}
     stack_of = {name: stack for stack, names in head.stacks.items() for name in names}
     infos = bytearray()
     places: dict[str, int] = {}
     end = count = 0
-    for name, header in own.items():
+    for name, header in written.items():
         stack = stack_of.get(name)
         if stack is None or name == head.stacks[stack][0]:
             end = _aligned(end, head.alignment)
@@ -75,7 +75,7 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
         start += bytes(_aligned(len(start), head.alignment) - len(start))
     slots = {
         name: Slot(data + places[name], header.nbytes, header)
-        for name, header in own.items()
+        for name, header in written.items()
         if name not in fixed
     }
     return Layout((Shard(GGUF_NAME, bytes(start), slots, data + end),))

@@ -72,9 +72,9 @@ def find(stored: Stored) -> Found:
     varied = _varied(stored)
     names = [name for name in stored.checkpoint.headers if name.endswith(".qweight")]
     tensors = tuple(
-        _weight(stored, module, *own, version == "gptq")
+        _weight(stored, module, *sizes, version == "gptq")
         for module in (name.removesuffix(".qweight") for name in names)
-        for own in (_sizes(stored, module) if varied else (bits, group),)
+        for sizes in (_sizes(stored, module) if varied else (bits, group),)
     )
     beside = ", other sizes by layer (dynamic)" if varied else ""
     return Found(tensors, f"GPTQ, {bits} bit, {said_of_groups(group)}{beside}")
@@ -86,10 +86,10 @@ def _varied(stored: Stored) -> bool:
     if not isinstance(given, dict):
         stored.refuse(f"its dynamic is {shorten(given)}, where patterns of names can be read")
     found = False
-    for pattern, own in cast("dict[str, object]", given).items():
+    for pattern, settings in cast("dict[str, object]", given).items():
         if pattern.startswith("-:"):  # these are plain
             continue
-        changed = cast("dict[str, object]", own) if isinstance(own, dict) else {}
+        changed = cast("dict[str, object]", settings) if isinstance(settings, dict) else {}
         strange = sorted(changed.keys() & _LAYOUTS)
         if strange:
             stored.refuse(f"its dynamic has layers of another {strange[0]} ({shorten(pattern)})")
@@ -102,20 +102,20 @@ def _sizes(stored: Stored, module: str) -> tuple[int, int]:
 
     So no pattern of a stranger's is matched.
     """
-    words = stored.part(f"{module}.qweight", _INT32).shape
+    shape = stored.part(f"{module}.qweight", _INT32).shape
     zeros = stored.part(f"{module}.qzeros", _INT32).shape
     found = [
         bits
         for bits in _BITS
-        if len(words) == 2
-        and zeros == (*zeros[:1], -(-words[1] * bits // WORD))
-        and _are_whole(bits, *words)
+        if len(shape) == 2
+        and zeros == (*zeros[:1], -(-shape[1] * bits // WORD))
+        and _are_whole(bits, *shape)
     ]
-    inputs = words[0] * WORD // found[0] if found else 0
+    inputs = shape[0] * WORD // found[0] if found else 0
     groups = zeros[0] if zeros else 0
     if len(found) != 1 or not groups or inputs % groups or inputs < SMALLEST * groups:
         stored.refuse(
-            f"'{module}.qweight' is {list(words)} beside zero points of {list(zeros)}, no layer's "
+            f"'{module}.qweight' is {list(shape)} beside zero points of {list(zeros)}, no layer's "
             f"of {', '.join(map(str, _BITS))} bits in groups of one size"
         )
     return found[0], inputs // groups
@@ -128,7 +128,7 @@ def _are_whole(bits: int, rows: int, d_out: int) -> bool:
 
 
 def said_of_groups(group: int) -> str:
-    """What has one scale, in words."""
+    """What has one scale, as text."""
     return "a scale for each row" if group == -1 else f"a scale for {group} weights"
 
 

@@ -63,9 +63,9 @@ class Weight(ByRows):
         found: list[Tensor] = []
         for slab, shift in enumerate(self.shifts):
             top = slab * self.height
-            own = range(max(held.start, top) - top, min(held.stop, top + self.height) - top)
-            if own:
-                found.append(read(self.stored[0], own) >> shift & (2**self.bits - 1))
+            part = range(max(held.start, top) - top, min(held.stop, top + self.height) - top)
+            if part:
+                found.append(read(self.stored[0], part) >> shift & (2**self.bits - 1))
         return torch.cat(found)
 
 
@@ -79,7 +79,7 @@ def find(stored: Stored) -> Found:
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".W_q") for name in headers if name.endswith(".W_q")]
     tensors = tuple(_weight(stored, module) for module in modules)
-    kinds = dict.fromkeys(f"{own.bits} bit" for own in tensors)
+    kinds = dict.fromkeys(f"{tensor.bits} bit" for tensor in tensors)
     names = (f"{module}.{leaf}" for module in modules for leaf in _BESIDE)
     return Found(tensors, f"HQQ, {', '.join(kinds)}", frozenset(n for n in names if n in headers))
 

@@ -53,8 +53,8 @@ class Grouped:
             inputs = slice(part.start * held, part.stop * held)
             words = read(weights, range(part.start * high, part.stop * high))
             values = self.values(words, rows).float()
-            own = groups[inputs]
-            out[:, inputs] = values.sub_(zeros[own]).mul_(scales[own]).mT
+            indices = groups[inputs]
+            out[:, inputs] = values.sub_(zeros[indices]).mul_(scales[indices]).mT
 
     @property
     def run(self) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Affine(ByRows):
         codes = in_a_row(words.view(torch.int32).flatten(0, -2), self.bits)
         values = codes.view(len(codes), -1, self.group)
         dtype = scales.dtype if self.rounds else torch.float32
-        scale, offset = (own.flatten(0, -2).unsqueeze(2).to(dtype) for own in (scales, offsets))
+        scale, offset = (part.flatten(0, -2).unsqueeze(2).to(dtype) for part in (scales, offsets))
         found = values.to(dtype).mul_(scale).add_(offset)
         return found.float().view(len(rows), *self.header.shape[1:])
 
@@ -74,8 +74,8 @@ class Small(ByRows):
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         words, scales = (read(name, rows).flatten(0, -2) for name in self.stored)
-        own = words.view(torch.float8_e4m3fn if self.bits == BYTE else torch.uint8)
-        values = numbers(own, self.bits).view(len(own), -1, self.group)
+        codes = words.view(torch.float8_e4m3fn if self.bits == BYTE else torch.uint8)
+        values = numbers(codes, self.bits).view(len(codes), -1, self.group)
         scales = scales if self.exponents else scales.view(torch.float8_e4m3fn)
         return values.mul_(scales_of(scales).unsqueeze(2)).view(len(rows), *self.header.shape[1:])
 
@@ -89,14 +89,14 @@ def find(stored: Stored) -> Found:
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".scales") for name in headers if name.endswith(".scales")]
     tensors = tuple(_weight(stored, module, _of_layer(stored, module)) for module in modules)
-    kinds = dict.fromkeys(f"{own.bits} bit in groups of {own.group}" for own in tensors)
+    kinds = dict.fromkeys(f"{tensor.bits} bit in groups of {tensor.group}" for tensor in tensors)
     return Found(tensors, f"MLX, {', '.join(kinds)}")
 
 
 def _of_layer(stored: Stored, module: str) -> Mapping[str, Any]:
     """The settings of a layer: its own, or those of all."""
-    own: object = stored.settings.get(module)
-    return cast("dict[str, Any]", own) if isinstance(own, dict) else stored.settings
+    settings: object = stored.settings.get(module)
+    return cast("dict[str, Any]", settings) if isinstance(settings, dict) else stored.settings
 
 
 def _weight(stored: Stored, module: str, settings: Mapping[str, Any]) -> Affine | Small:
@@ -117,16 +117,16 @@ def _weight(stored: Stored, module: str, settings: Mapping[str, Any]) -> Affine 
             f"{', '.join(map(str, _BITS))} bits in groups of {', '.join(map(str, _GROUPS))} can be read"
         )
     assert isinstance(bits, int) and isinstance(group, int)
-    words = stored.part(name, _UINT32).shape
-    columns = words[-1] * WORD // bits if words else 0
-    if len(words) not in (2, 3) or not prod(words) or columns * bits != words[-1] * WORD:
-        stored.refuse(f"'{name}' is {list(words)}, where whole words of {bits} bits can be read")
+    shape = stored.part(name, _UINT32).shape
+    columns = shape[-1] * WORD // bits if shape else 0
+    if len(shape) not in (2, 3) or not prod(shape) or columns * bits != shape[-1] * WORD:
+        stored.refuse(f"'{name}' is {list(shape)}, where whole words of {bits} bits can be read")
     if columns % group:
         stored.refuse(
             f"'{name}' has rows of {columns} numbers, where groups of {group} can be read"
         )
-    grid = (*words[:-1], columns // group)
-    header = TensorHeader(name, (*words[:-1], columns), stored.dtype)
+    grid = (*shape[:-1], columns // group)
+    header = TensorHeader(name, (*shape[:-1], columns), stored.dtype)
     if small is not None:
         stored.part(scales, (torch.uint8,), grid)
         return Small(header, (name, scales), bits, group, exponents=mode != "nvfp4")

@@ -1,6 +1,6 @@
 """A tensor that is stored packed, and what a format has to say of it.
 
-Nothing larger than the tensor itself is ever made of it: whoever unpacks does so in pieces of 2¹⁸
+Nothing larger than the tensor itself is ever made of it: it is unpacked in pieces of 2¹⁸
 numbers, whatever is asked for, so that a read takes a few MB beside what it returns.
 """
 
@@ -88,7 +88,7 @@ def _stated(config: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A quantised checkpoint, as formats look at it.
+    """A quantised checkpoint, as formats read it.
 
     Attributes:
         checkpoint: as it is stored.
@@ -111,13 +111,13 @@ class Stored:
         Raises:
             CheckpointError: always.
         """
-        told = (
+        declared = (
             "gguf"
             if isinstance(self.settings, GgufSettings)
             else f"{shorten(self.method)}; quantization_config in config.json"
         )
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: "
+            f"{self.checkpoint.source} is stored quantised ({declared}), and {why}: "
             + (way or how_else(self.method))
         )
 
@@ -207,7 +207,7 @@ class Found:
 
     Attributes:
         tensors: those that are stored packed.
-        said: the format in words.
+        said: the format, as text.
         unused: stored tensors that mean nothing for plain weights: scales of activations.
         config: the model's, where it is made of what the file says; None: it is config.json's.
         turned: whether layers lie as transformers stores them, also those it stores transposed.

@@ -59,10 +59,10 @@ class Words(ByRows):
         first = rows.start - runs.start * held
         return in_a_row(words.mT, self.bits).mT[first : first + len(rows)].float()
 
-    def _spread(self, own: Tensor) -> Tensor:
-        if own.shape[1] == 1:
-            return own
-        return own.repeat_interleave(self.group, 1)[:, : self.header.shape[1]]
+    def _spread(self, value: Tensor) -> Tensor:
+        if value.shape[1] == 1:
+            return value
+        return value.repeat_interleave(self.group, 1)[:, : self.header.shape[1]]
 
 
 def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
@@ -76,16 +76,14 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, .
         CheckpointError: integers that are not read, or sizes that contradict each other.
     """
     headers = stored.checkpoint.headers
-    names = [
-        n for n, own in headers.items() if n.endswith(".weight_packed") and own.dtype in _INT32
-    ]
+    names = [n for n, h in headers.items() if n.endswith(".weight_packed") and h.dtype in _INT32]
     if not names:
         return ()
-    sizes = list(dict.fromkeys(_size(stored, own) for own in schemes if own.get("type") != "float"))
+    sizes = list(dict.fromkeys(_size(stored, s) for s in schemes if s.get("type") != "float"))
     if not sizes:
         stored.refuse(f"'{names[0]}' is torch.int32, and no group of layers has integers")
     tensors = tuple(_weight(stored, n.removesuffix("_packed"), sizes) for n in names)
-    symmetric = all(own.get("symmetric", True) for own in schemes)
+    symmetric = all(scheme.get("symmetric", True) for scheme in schemes)
     for tensor in tensors:
         if tensor.zeros is not None and symmetric:
             stored.refuse(
@@ -97,18 +95,18 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, .
 
 
 def said(tensors: Sequence[Words]) -> Iterator[str]:
-    """The kinds of integers, in words."""
-    kinds = {(own.bits, -1 if own.group == own.header.shape[1] else own.group) for own in tensors}
+    """The kinds of integers, as text."""
+    kinds = {(t.bits, -1 if t.group == t.header.shape[1] else t.group) for t in tensors}
     for bits, group in sorted(kinds):
         yield f"INT{bits}, {said_of_groups(group)}"
 
 
-def _size(stored: Stored, own: Mapping[str, Any]) -> tuple[int, int | None]:
+def _size(stored: Stored, scheme: Mapping[str, Any]) -> tuple[int, int | None]:
     """Bits, and how many inputs have one scale; None: all."""
-    bits, group = own.get("num_bits", 8), own.get("group_size")
+    bits, group = scheme.get("num_bits", 8), scheme.get("group_size")
     if bits not in _BITS:
         stored.refuse(f"its weights are int of {shorten(bits)} bits, not 1 to 8")
-    if own.get("strategy") == "block":
+    if scheme.get("strategy") == "block":
         stored.refuse(
             "strategy of its weights is 'block', where tensor, channel or group can be read"
         )

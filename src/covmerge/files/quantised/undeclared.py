@@ -47,7 +47,7 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
             scale = next((n for n in _scales_of(name) if n != name and n in headers), None)
             if scale is not None:
                 return name, scale
-    weights = [name for name, own in headers.items() if _is_small_weight(own)]
+    weights = [name for name, header in headers.items() if _is_small_weight(header)]
     return next(iter(_beside(headers, weights).items()), None)
 
 
@@ -71,7 +71,7 @@ def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
         >>> scales_of_codes({name: TensorHeader(name, (2, 2), held[name]) for name in held})
         {'a.fc.weight': 'a.fc.weight_quantizer._scale'}
     """
-    return _beside(headers, [name for name, own in headers.items() if own.dtype in _CODES])
+    return _beside(headers, [name for name, header in headers.items() if header.dtype in _CODES])
 
 
 def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[s
     for name, header in headers.items():
         if _is_scale(header):
             module = name.rpartition(".")[0]
-            for own in {module, module.rpartition(".")[0]}:
-                inside.setdefault(own, []).append(name)
+            for outer in {module, module.rpartition(".")[0]}:
+                inside.setdefault(outer, []).append(name)
     found: dict[str, str] = {}
     for name in codes:
         module, dot, leaf = name.rpartition(".")

@@ -62,21 +62,21 @@ class Dequantised(View):
     def __init__(self, stored: Checkpoint) -> None:
         super().__init__(stored)
         config = stored.config or {}
-        seen = Stored(stored, _settings(config), dtype_of(config))
-        seen.check_dtype()
-        found = _find(seen)
+        form = Stored(stored, _settings(config), dtype_of(config))
+        form.check_dtype()
+        found = _find(form)
         plain = {key: value for key, value in config.items() if key != QUANTISATION}
         self.config = plain if found.config is None else found.config
         self._packed = {packed.header.name: packed for packed in found.tensors}
         self.quantisation: Quantisation | None = Quantisation(
-            stored, self._packed, seen.settings, found.unused
+            stored, self._packed, form.settings, found.unused
         )
         self.headers = MappingProxyType(
-            {header.name: header for header in _plain_headers(seen, found)}
+            {header.name: header for header in _plain_headers(form, found)}
         )
         turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
         for name in self._packed.keys() & set(turned):
-            seen.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
+            form.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
         dtypes = dict.fromkeys(
             str(packed.header.dtype).removeprefix("torch.") for packed in found.tensors
         )
@@ -113,7 +113,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         return Dequantised(checkpoint)
     pair = packed_pair(checkpoint.headers)
     if pair is None:
-        name = next((n for n, own in checkpoint.headers.items() if own.dtype in FLOAT4[1:]), None)
+        name = next((n for n, h in checkpoint.headers.items() if h.dtype in FLOAT4[1:]), None)
         if name is not None:
             raise CheckpointError(
                 f"{checkpoint.source}: tensor '{name}' is F4, packed numbers of less than a byte, and has "
@@ -121,14 +121,14 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
             )
         return checkpoint
     packed, scale = pair
-    told = (
+    lacking = (
         "there is no config.json that"
         if checkpoint.config is None
         else "nothing in its config.json"
     )
     raise CheckpointError(
         f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
-        f"{told} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
+        f"{lacking} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
         f"of a config.json beside it, and pass the folder. Else {how_else(None)}"
     )
 
@@ -194,13 +194,13 @@ def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
 def _in_order(
     headers: Iterable[TensorHeader], owners: Mapping[str, Packed], unused: frozenset[str]
 ) -> Iterator[TensorHeader]:
-    told: set[str] = set()
+    given: set[str] = set()
     for header in headers:
         if header.name in unused:
             continue
         plain = owners[header.name].header if header.name in owners else header
-        if plain.name not in told:
-            told.add(plain.name)
+        if plain.name not in given:
+            given.add(plain.name)
             yield plain
 
 

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for who may hold the other end of a pipe
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for another process at the other end of a pipe
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows changes the ends of lines otherwise
 
 _MOST = 2**30  # bytes a call: Linux moves at most 2 GiB - 4 KiB, macOS refuses 2 GiB
@@ -53,7 +53,7 @@ def is_own(path: Path) -> bool:
 
 
 def check_own(fd: int, path: Path) -> None:
-    """Refuse a file that is not regular, or has another name: who writes to it would change that file too.
+    """Refuse a file that is not regular, or has another name: a write to it would change that file too.
 
     Raises:
         OSError: it is such a file.
@@ -79,7 +79,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Make a file so long, and have its space kept for it where the file system can."""
+    """Make a file so long, and reserve its space where the file system can."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, size)

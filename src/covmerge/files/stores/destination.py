@@ -10,8 +10,8 @@ from covmerge.files.stores.store import Store, WritableFile, WritableStore
 class Destination(Protocol):
     """Where one output appears, all at once, and where the work on it lies until then.
 
-    One process at a time has it, from `take` to `release` or `discard`. `str` names it in messages. When
-    it may be written to, replaced or gone on with is decided by who asks (`files/checkpoints/staging.py`).
+    One process at a time has it, from `take` to `release` or `discard`. `str` names it in messages. The
+    caller decides when it may be written to, replaced or gone on with (`files/checkpoints/staging.py`).
 
     What cannot be done is an InputError, and what there is no room for a ResourceError.
     """
@@ -79,7 +79,7 @@ class Destination(Protocol):
     def publish(self) -> None:
         """Make the work the output in one step, in the place of what is there; it survives a loss of power.
 
-        Who looks meanwhile finds the old output, the new one or none, and never a part. Where nothing
+        A reader meanwhile finds the old output, the new one or none, and never a part. Where nothing
         is replaced in one step, covmerge.json comes last: without it nothing is taken for an output.
         """
         ...

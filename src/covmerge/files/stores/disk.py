@@ -1,4 +1,4 @@
-"""Errors of the disk, told with the file, the bytes needed and the bytes free."""
+"""Errors of the disk, with the file, the bytes needed and the bytes free."""
 
 from __future__ import annotations
 

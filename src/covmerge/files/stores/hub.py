@@ -95,11 +95,11 @@ class HubStore:
             CheckpointError: there is no such repository or revision, or not for this user.
         """
         with _named_errors(source, name, revision):
-            told = _told(source, name, revision)
+            answer = _told(source, name, revision)
         try:
-            about: Any = json.loads(told)
+            about: Any = json.loads(answer)
             commit: Any = about["sha"]
-            sizes: dict[Any, Any] = {own["rfilename"]: own["size"] for own in about["siblings"]}
+            sizes: dict[Any, Any] = {file["rfilename"]: file["size"] for file in about["siblings"]}
             whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
         except (ValueError, TypeError, LookupError, RecursionError):  # it may be anything
             commit, sizes, whole = None, {}, False
@@ -274,26 +274,26 @@ def _told(source: str, name: str, revision: str | None) -> bytes:
 
     validate_repo_id(name)
     of = "" if revision is None else f"/revision/{quote(revision, safe='')}"
-    told = bytearray()
+    answer = bytearray()
     with http_stream_backoff(
         "GET",
         f"{constants.ENDPOINT}/api/models/{name}{of}",
         params={"blobs": True},
         headers={**build_hf_headers(), "Accept-Encoding": "identity"},
         timeout=TIMEOUT,
-        max_retries=0,  # whoever named it waits
+        max_retries=0,  # a user waits for it
     ) as response:
         if response.is_error:
             response.read()
         hf_raise_for_status(response)
         for chunk in response.iter_bytes():
-            told += chunk
-            if len(told) > _MOST_TOLD:
+            answer += chunk
+            if len(answer) > _MOST_TOLD:
                 raise CheckpointError(
                     f"{source}: the Hub tells more than {_MOST_TOLD} bytes of its files: download what is "
                     "needed and pass its folder"
                 )
-    return bytes(told)
+    return bytes(answer)
 
 
 def _is_size(size: object) -> bool:
@@ -308,9 +308,9 @@ def _is_range(response: Any, offset: int) -> bool:
     """
     if response.status_code != 206:
         return False
-    told = str(response.headers.get("Content-Range", ""))
-    if not told.startswith(f"bytes {offset}-"):
-        raise ValueError(f"asked for bytes from {offset}, sent was the range {told!r}")
+    sent = str(response.headers.get("Content-Range", ""))
+    if not sent.startswith(f"bytes {offset}-"):
+        raise ValueError(f"asked for bytes from {offset}, sent was the range {sent!r}")
     return True
 
 

@@ -70,7 +70,7 @@ class LocalDestination:
         return str(self._partial)
 
     def share(self) -> None:
-        """See `Destination.share`: the work lies beside the output, and is seen where that is."""
+        """See `Destination.share`: the work lies beside the output, and others see it there."""
 
     def is_made_here(self) -> bool:
         """See `Destination.is_made_here`: nothing gets here but from beside it."""
@@ -148,8 +148,8 @@ class LocalDestination:
 
         What a merge leaves that was killed after its output was published is none.
         """
-        own = self._partial if self.work.folder.exists() else None
-        return _work_around(self.folder) or own
+        partial = self._partial if self.work.folder.exists() else None
+        return _work_around(self.folder) or partial
 
     def _exchange(self) -> None:
         replacing = self.folder.exists()

@@ -73,7 +73,7 @@ class Lock:
     def _remove(self) -> None:
         """Remove the file as the last of its folder, and release it."""
         if os.name == "nt":
-            # No open file is removed there: neither this one, nor that of who has it meanwhile.
+            # No open file is removed there: neither this one, nor that of its holder meanwhile.
             self.release()
             with suppress(PermissionError):
                 self._path.unlink()

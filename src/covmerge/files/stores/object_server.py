@@ -91,10 +91,10 @@ class ObjectServer:
                 found[name] = _stat(entry) if entry["type"] == "file" else None
         return found
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
         end = offset + len(target)
-        if self._scheme == _S3 and seen.version:
-            data = await self._of_version(path, offset, end, seen.version)
+        if self._scheme == _S3 and stat.version:
+            data = await self._of_version(path, offset, end, stat.version)
         else:  # the number of a generation never comes again: `stat` tells of the next one
             data = await self._system._cat_file(path, start=offset, end=end)
         if len(data) != len(target):

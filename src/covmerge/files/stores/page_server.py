@@ -73,12 +73,12 @@ class PageServer:
         """Raise: a web server lists no folders."""
         raise RefusedError("a web server lists no folders: name a file in it")
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
         """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
         async with await self._get(path, offset, len(target)) as answer:
-            if seen.version and _version(answer) != seen.version:
+            if stat.version and _version(answer) != stat.version:
                 raise ChangedError
-            told = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
+            sent = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             before = 0
             if answer.status == 200:
                 if offset + len(target) > _WHOLE:
@@ -86,7 +86,7 @@ class PageServer:
                 before = offset
             elif answer.status != 206:
                 raise RefusedError(f"the server answers by status {answer.status}")
-            elif told is None or told[1] is None or int(told[1]) != offset:
+            elif sent is None or sent[1] is None or int(sent[1]) != offset:
                 raise OSError("another range was sent")
             done = 0
             async for chunk in answer.content.iter_any():

@@ -22,10 +22,10 @@ def open_regular(path: Path) -> BufferedReader:
     return BufferedReader(open_raw(path))
 
 
-def open_raw(path: Path, *, follow: bool = True, own: bool = False) -> FileIO:
+def open_raw(path: Path, *, follow: bool = True, only_name: bool = False) -> FileIO:
     """Open a regular file to read its bytes; `follow` says whether `path` may be a link.
 
-    `own` says that it may have no other name either (`check_own`).
+    `only_name` says that it may have no other name either (`check_own`).
 
     A pipe would be waited for, and a device may have no end. What a path is may change between a
     question and its use, so that the file is asked when it is open.
@@ -46,7 +46,7 @@ def open_raw(path: Path, *, follow: bool = True, own: bool = False) -> FileIO:
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         file = FileIO(fd)
-        if own:
+        if only_name:
             try:
                 check_own(fd, path)
             except OSError:

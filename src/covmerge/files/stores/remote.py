@@ -43,10 +43,10 @@ class RemoteStore:
     """Files of a server below one path; nothing is written.
 
     What a server says of a file is asked for again after a while, so that one which changes ends the work
-    early; that none has changed is settled by whoever reads, at the end, by `stamp`.
+    early; that none has changed is settled by the reader, at the end, by `stamp`.
 
     Args:
-        server: who has them.
+        server: that has them.
         path: what the server calls the folder.
     """
 
@@ -96,8 +96,8 @@ class RemoteStore:
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
         del follow
         path, stat = self._at(name), self._stat(name)
-        seen = None if stat.version else self._known.seen(path, stat)
-        return RemoteFile(self._server, path, stat, self._windows, seen)
+        sums = None if stat.version else self._known.sums(path, stat)
+        return RemoteFile(self._server, path, stat, self._windows, sums)
 
     def inside(self, folder: str) -> RemoteStore:
         if not folder:
@@ -131,13 +131,13 @@ class RemoteFile:
     """A file that is read by requests; see `Opened`."""
 
     def __init__(
-        self, server: Server, path: str, stat: FileStat, windows: _Windows, seen: CheckedFile | None
+        self, server: Server, path: str, stat: FileStat, windows: _Windows, sums: CheckedFile | None
     ) -> None:
         self._server = server
         self._path = path
         self._stat = stat
         self._windows = windows
-        self._seen = seen
+        self._sums = sums
         self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(stat)
 
@@ -167,7 +167,7 @@ class RemoteFile:
 
     def _fetch(self, target: memoryview, offset: int) -> None:
         whole = range(offset, offset + len(target))
-        missing = [whole if self._seen is None else self._seen.blocks(whole)]
+        missing = [whole if self._sums is None else self._sums.blocks(whole)]
         length = sum(map(len, missing))
 
         async def fetch() -> None:
@@ -180,26 +180,26 @@ class RemoteFile:
                         return
                     part = _taken(missing, self._link.part(length))
                     read = await self._fetch_part(part, target, offset)
-                if self._seen is not None:
-                    await asyncio.to_thread(self._seen.check, read, part.start)
+                if self._sums is not None:
+                    await asyncio.to_thread(self._sums.check, read, part.start)
 
         _run(self._server, fetch)
 
     async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
         """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
         inside = offset <= part.start and part.stop <= offset + len(target)
-        own = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
-        own = own[: len(part)]
+        memory = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
+        memory = memory[: len(part)]
         await persist(
             lambda: self._link.attempt(
-                lambda: self._server.fetch(self._path, own, part.start, self._stat), len(own)
+                lambda: self._server.fetch(self._path, memory, part.start, self._stat), len(memory)
             )
         )
         if not inside:
             first = max(part.start, offset)
             stop = min(part.stop, offset + len(target))
-            target[first - offset : stop - offset] = own[first - part.start : stop - part.start]
-        return own
+            target[first - offset : stop - offset] = memory[first - part.start : stop - part.start]
+        return memory
 
 
 def _taken(missing: list[range], size: int) -> range:
@@ -259,7 +259,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._stats: dict[str, tuple[float, FileStat]] = {}
-        self._seen: dict[tuple[str, FileStat], CheckedFile] = {}
+        self._sums: dict[tuple[str, FileStat], CheckedFile] = {}
         self._listings: dict[str, tuple[float, Mapping[str, FileStat | None]]] = {}
 
     def get(self, path: str) -> FileStat | None:
@@ -271,9 +271,9 @@ class _Known:
         """Keep what was said just now."""
         self._stats[path] = (time.monotonic(), stat)
 
-    def seen(self, path: str, stat: FileStat) -> CheckedFile:
-        """Return what was read of a file of which no version is told."""
-        return self._seen.setdefault((path, stat), CheckedFile(stat.size))
+    def sums(self, path: str, stat: FileStat) -> CheckedFile:
+        """Return the checksums of a file for which the server names no version."""
+        return self._sums.setdefault((path, stat), CheckedFile(stat.size))
 
     def listing(self, path: str) -> Mapping[str, FileStat | None] | None:
         """Return what a folder held just now."""
@@ -312,7 +312,7 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
 
 
 def server_at(address: Address) -> tuple[Server, str]:
-    """Return who has what lies at an address, and what the server calls it.
+    """Return the server of an address, and what it calls what lies there.
 
     Raises:
         InputError: the packages that it takes are not installed.

@@ -69,7 +69,7 @@ class RemoteDestination:
         self._made = self._place / "made"
         self._shared = False
         self._taken = False
-        self._seen = set[str]()  # there, when it was last looked at
+        self._present = set[str]()  # files that were there when it was last listed
         self._staged = LocalDestination(self._place / "merged")
         self._server, self._path = ObjectServer.at(address, writing=True)
         self.work = self._staged.work
@@ -106,11 +106,11 @@ class RemoteDestination:
         with self._reached():
             if self._is_file():
                 raise InputError(f"the output {self} exists and is no folder: choose another name")
-            self._seen = set[str]()
+            self._present = set[str]()
             if self._claim() is not None:
                 return None
             found = _stamps(self.output)
-        self._seen = set(found)
+        self._present = set(found)
         return found or None
 
     def take(self) -> bool:
@@ -183,7 +183,7 @@ class RemoteDestination:
                 self._place.rmdir()
 
     def _unseen(self) -> str:
-        """What else it may be, where machines share the work, that what another does is not seen here."""
+        """What else it may be, where machines share the work, that work of others does not show here."""
         if not self._shared:
             return ""
         return (
@@ -212,9 +212,9 @@ class RemoteDestination:
             return None
         except ValidationError:
             claim = None
-        own = self._token.read_text() if self._token.exists() else None
-        if claim is None or claim.upload != own:
-            # Who sent it may have ended by now, and removed its token.
+        token = self._token.read_text() if self._token.exists() else None
+        if claim is None or claim.upload != token:
+            # Its sender may have ended by now, and removed its token.
             if self._shared and not self._has(_CLAIM):
                 return None
             raise InputError(
@@ -238,7 +238,7 @@ class RemoteDestination:
             self._claim()
 
     def _refuse_new(self, there: Iterable[str]) -> None:
-        if new := sorted({*there} - self._seen):
+        if new := sorted({*there} - self._present):
             raise InputError(
                 f"{some(new)} appeared in {self}, and is not overwritten: move it away, and go on with "
                 f"{Hint('resume')}"

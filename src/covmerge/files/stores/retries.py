@@ -1,7 +1,7 @@
-"""Requests to a server: made again where they fail in passing, and told without what may be secret.
+"""Requests to a server: made again where they fail in passing, and reported without what may be secret.
 
 The errors of the libraries hold addresses with signatures, and answers of servers. Of an error only its
-kind, its status and its code are told.
+kind, its status and its code are reported.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ async def persist(request: Callable[[], Awaitable[Found]], longest: float | None
             if final is not None:
                 raise final from None
             if wait is None:
-                raise FailedError(_told(error)) from None
+                raise FailedError(_described(error)) from None
         await asyncio.sleep(wait * random.uniform(0.5, 1.5))
     raise AssertionError("the last attempt returns or raises")
 
 
 async def all_of(requests: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
-    """Carry several out at once; where one fails the others are stopped before that is told."""
+    """Carry several out at once; where one fails the others are stopped before the error is raised."""
     tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         return await asyncio.gather(*tasks)
@@ -94,7 +94,7 @@ def is_too_much(error: Exception) -> bool:
 
 
 def _final(error: Exception) -> OSError | None:
-    """What is told of an error that no further attempt mends; None: one may."""
+    """What is reported of an error that no further attempt mends; None: one may."""
     status, _ = _answer(error)
     if isinstance(error, ChangedError | RefusedError | FailedError):
         return error
@@ -109,17 +109,17 @@ def _final(error: Exception) -> OSError | None:
     if isinstance(error, PermissionError) or status in (401, 403):
         return PermissionError(
             errno.EACCES,
-            f"the server does not let you ({_told(error)}): check the credentials in the environment "
+            f"the server does not let you ({_described(error)}): check the credentials in the environment "
             "(docs/remote.md)",
         )
     if status == 412:
         return ChangedError()
     if status is not None and 400 <= status < 500 and status not in _AGAIN:
-        return RefusedError(f"the server refuses it ({_told(error)})")
+        return RefusedError(f"the server refuses it ({_described(error)})")
     return None
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     status, code = _answer(error)
     if status is None:
         return code or type(error).__name__

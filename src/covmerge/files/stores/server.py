@@ -55,11 +55,11 @@ class Server(Protocol):
         """Return what is in a folder, by name; None: a folder."""
         ...
 
-    async def fetch(self, path: str, target: memoryview, offset: int, seen: FileStat) -> None:
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
         """Fill memory from a place in a file, or fail.
 
         Raises:
-            ChangedError: it is no longer the file that was seen.
+            ChangedError: it is no longer the file that `stat` describes.
         """
         ...
 
@@ -91,8 +91,8 @@ class CheckedFile:
             ChangedError: it is not what was read before.
         """
         for start in range(0, len(data), _BLOCK):
-            own = zlib.crc32(data[start : start + _BLOCK])
+            checksum = zlib.crc32(data[start : start + _BLOCK])
             with self._lock:
-                before = self._sums.setdefault(offset + start, own)
-            if own != before:
+                before = self._sums.setdefault(offset + start, checksum)
+            if checksum != before:
                 raise ChangedError

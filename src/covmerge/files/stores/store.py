@@ -120,7 +120,7 @@ class WritableStore(Store, Protocol):
 
         Args:
             name: its name.
-            size: its bytes, for which room is kept.
+            size: its bytes, for which space is reserved.
             start: its first bytes.
             needed: bytes that there has to be room for, this file's among them.
         """
@@ -222,7 +222,7 @@ def child(store: Store, name: str) -> StoredFile:
 def stamp_of(status: os.stat_result) -> Stamp:
     """Return the stamp of a file of this machine: its size and its times.
 
-    The time of modification can be set back by whoever writes; that of the last change of the file
+    The time of modification can be set back by a writer; that of the last change of the file
     or of its entry (ctime) is the kernel's.
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -129,7 +129,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
             shared=checkpoint.shared,
         )
     configs = {module: checkpoint.config if module is None else module.config for module in parts}
-    described = [_of_module(module, own, configs[module]) for module, own in parts.items()]
+    described = [_of_module(module, headers, configs[module]) for module, headers in parts.items()]
     tensors = {name: info for part in described for name, info in part.tensors.items()}
     return replace(
         described[0],

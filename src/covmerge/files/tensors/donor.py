@@ -60,7 +60,7 @@ class Donor(View):
 
 
 def _section(name: str) -> tuple[int, int]:
-    own = layer_name(name)
-    if own is not None:
-        return 1, own.index
+    layer = layer_name(name)
+    if layer is not None:
+        return 1, layer.index
     return (0, 0) if comes_before(name) else (2, 0)

@@ -50,14 +50,14 @@ def in_rows_of_blocks(names: Iterable[str]) -> frozenset[str]:
         >>> sorted(in_rows_of_blocks(names))
         ['h.0.fc', 'h.1.fc']
     """
-    found = {name: own for name in names if (own := layer_name(name)) is not None}
+    found = {name: layer for name in names if (layer := layer_name(name)) is not None}
     numbers: dict[str, set[int]] = {}
-    for own in found.values():
-        numbers.setdefault(own.stack, set()).add(own.index)
+    for layer in found.values():
+        numbers.setdefault(layer.stack, set()).add(layer.index)
     return frozenset(
         name
-        for name, own in found.items()
-        if max(numbers[own.stack]) + 1 == len(numbers[own.stack])
+        for name, layer in found.items()
+        if max(numbers[layer.stack]) + 1 == len(numbers[layer.stack])
     )
 
 
@@ -75,10 +75,10 @@ def relative_depths(names: Iterable[str]) -> dict[str, float]:
     """
     found = {name: layer_name(name) for name in names}
     counts: dict[str, int] = {}
-    for own in found.values():
-        if own is not None:
-            counts[own.stack] = max(counts.get(own.stack, 0), own.index + 1)
+    for layer in found.values():
+        if layer is not None:
+            counts[layer.stack] = max(counts.get(layer.stack, 0), layer.index + 1)
     return {
-        name: 0.0 if own is None else relative_depth(own.index, counts[own.stack])
-        for name, own in found.items()
+        name: 0.0 if layer is None else relative_depth(layer.index, counts[layer.stack])
+        for name, layer in found.items()
     }

@@ -100,7 +100,7 @@ def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_out
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, told without importing transformers."""
+    """Whether a module is transformers' Conv1D, found without importing transformers."""
     return any(
         c.__name__ == "Conv1D" and c.__module__.startswith("transformers")
         for c in type(module).__mro__

@@ -233,7 +233,7 @@ def refuse_many_keys(config: Mapping[str, Any]) -> None:
     Raises:
         SkeletonUnavailable: it has more keys than any model needs.
     """
-    count = _keys({key: own for key, own in config.items() if not _DROPPED_KEYS.search(key)})
+    count = _keys({key: value for key, value in config.items() if not _DROPPED_KEYS.search(key)})
     if count > _MOST_KEYS:
         raise SkeletonUnavailable(
             f"config.json has {count} keys, and no model needs more than {_MOST_KEYS}"

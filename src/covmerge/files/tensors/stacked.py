@@ -44,9 +44,9 @@ class Stacked(View):
         self.config = None if stored.config is None else restacked(stored.config, order)
 
     def gives(self, name: str) -> bool:
-        own = layer_name(name)
-        if own is not None:
-            return own.index in self._given
+        layer = layer_name(name)
+        if layer is not None:
+            return layer.index in self._given
         return (0 if comes_before(name) else self._last) in self._given
 
     def _renamed(
@@ -56,17 +56,17 @@ class Stacked(View):
         layers: dict[int, list[str]] = {}
         outside: list[str] = []
         for name in names:
-            own = layer_name(name)
-            if own is None or own.stack != stack:
+            place = layer_name(name)
+            if place is None or place.stack != stack:
                 outside.append(name)
             else:
-                layers.setdefault(own.index, []).append(name)
+                layers.setdefault(place.index, []).append(name)
         yield from ((n, n) for n in outside if comes_before(n) and self.gives(n))
         for layer in sorted(self._given):
             for name in layers.get(order[layer], ()):
-                own = layer_name(name)
-                assert own is not None
-                yield own.at(layer), name
+                place = layer_name(name)
+                assert place is not None
+                yield place.at(layer), name
         yield from ((n, n) for n in outside if not comes_before(n) and self.gives(n))
 
 
@@ -89,9 +89,9 @@ def _stack_of(checkpoint: Checkpoint) -> tuple[str, int]:
     """
     counts: dict[str, int] = {}
     for name, header in checkpoint.headers.items():
-        own = layer_name(name)
-        if own is not None and header.module is None:
-            counts[own.stack] = max(counts.get(own.stack, 0), own.index + 1)
+        layer = layer_name(name)
+        if layer is not None and header.module is None:
+            counts[layer.stack] = max(counts.get(layer.stack, 0), layer.index + 1)
     if len(counts) == 1:
         return next(iter(counts.items()))
     if not counts:

@@ -1,4 +1,4 @@
-"""A checkpoint whose config ties tensors, seen as one that stores each of them."""
+"""A checkpoint whose config ties tensors, shown as one that stores each of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Untied(View):
     """
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
-        own = {name: name for name in stored.headers}
-        copies = {name: kept for name, kept in ties.items() if name not in own}
-        super().__init__(stored, own | copies, *notes)
+        names = {name: name for name in stored.headers}
+        copies = {name: target for name, target in ties.items() if name not in names}
+        super().__init__(stored, names | copies, *notes)
         self.untied: Mapping[str, str] | None = MappingProxyType(dict(ties))
         self.quantisation = stored.quantisation  # under its own names
         self.config = None if stored.config is None else untied_config(stored.config)
@@ -37,7 +37,7 @@ class Untied(View):
 
 
 def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:
-    """Return a base as it was seen by a merge: untied, if that merge undid ties.
+    """Return a base as a merge read it: untied, if that merge undid ties.
 
     Args:
         checkpoint: the base.

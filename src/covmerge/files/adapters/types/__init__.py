@@ -118,7 +118,7 @@ def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> 
         parts: what the adapter has of the layer.
         fields: its configuration; of a file by itself none.
     """
-    kind = next((own for own in OF_FILES if not own.marks.isdisjoint(parts)), _by_field(fields))
+    kind = next((one for one in OF_FILES if not one.marks.isdisjoint(parts)), _by_field(fields))
     if MAGNITUDE not in parts:
         return kind
     name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape

@@ -19,8 +19,8 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
         layer.refuse(
             f"has decomposition_method = {layer.option('decomposition_method')!r}, and relu and qr are read"
         )
-    own: dict[str, Shape] = {"P": (layer.d_out, rank)}
-    return own if layer.flag("para") else {**own, "R": (rank, layer.d_in)}
+    shapes: dict[str, Shape] = {"P": (layer.d_out, rank)}
+    return shapes if layer.flag("para") else {**shapes, "R": (rank, layer.d_in)}
 
 
 def _weight(layer: Layer) -> Tensor:

@@ -48,9 +48,9 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
     )
 
 
-def _rescaled(layer: Layer, own: Tensor, *, columns: bool) -> Tensor:
+def _rescaled(layer: Layer, weight: Tensor, *, columns: bool) -> Tensor:
     if not columns:
-        return own.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(own, 1))
-    channels = own.view(layer.d_out, layer.d_in, -1)
+        return weight.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(weight, 1))
+    channels = weight.view(layer.d_out, layer.d_in, -1)
     scales = layer[MAGNITUDE].view(1, -1, 1) / lengths(channels, 0, 2)
-    return channels.mul_(scales).view(own.shape)
+    return channels.mul_(scales).view(weight.shape)

@@ -19,8 +19,8 @@ _NONE = 1e-12  # lengths below which PEFT takes a column for none
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     count = layer.size("values", 0)
     square = (layer.d_in, layer.d_in)
-    own: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
-    return {**own, "V": square, "places": (2, count), "size": (2,)}
+    shapes: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
+    return {**shapes, "V": square, "places": (2, count), "size": (2,)}
 
 
 def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:

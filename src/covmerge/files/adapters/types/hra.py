@@ -30,10 +30,10 @@ def _orthonormal(vectors: Tensor) -> Tensor:
     """Gram–Schmidt, in the order of the columns."""
     found: list[Tensor] = []
     for vector in vectors.T:
-        own = vector
+        rest = vector
         for earlier in found:
-            own = own - (earlier @ own) * earlier
-        found.append(own / lengths(own, 0))
+            rest = rest - (earlier @ rest) * earlier
+        found.append(rest / lengths(rest, 0))
     return torch.stack(found, dim=1)
 
 

@@ -38,8 +38,8 @@ def _weight(layer: Layer) -> Tensor:
     if not _of_inputs(layer):
         return layer.weight * scale[layer.rows, None]
     weight, rows = layer.weight, torch.arange(layer.d_out)[layer.rows]
-    own = scale.view(-1, layer.d_in)[rows * (len(scale) // layer.d_in) // layer.d_out]
-    return (weight.view(len(weight), layer.d_in, -1) * own[:, :, None]).view(weight.shape)
+    scales = scale.view(-1, layer.d_in)[rows * (len(scale) // layer.d_in) // layer.d_out]
+    return (weight.view(len(weight), layer.d_in, -1) * scales[:, :, None]).view(weight.shape)
 
 
 def _bias(layer: Layer) -> Tensor:

@@ -259,7 +259,7 @@ def check_shapes(kind: AdapterType, layer: Layer) -> None:
     expected = kind.shapes(layer)
     for part in expected:  # first: ranks, and so the shapes, are those of other parts
         if part not in layer:
-            names = ", ".join(f"'{own.name}'" for own in layer.parts.values())
+            names = ", ".join(f"'{header.name}'" for header in layer.parts.values())
             ends = (end.lstrip(".") for end, of in kind.ends.items() if of == part)
             layer.refuse(
                 f"has {names} and no '{next(ends, part)}' beside it: the file is incomplete, fetch it again"

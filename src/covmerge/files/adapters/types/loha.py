@@ -18,8 +18,8 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
         return {"w1_a": left, "w1_b": right, "w2_a": left, "w2_b": right, **alpha_of(layer)}
     rank, window = layer.rank("t1", 0), cores(layer)
     left, right, core = (rank, layer.d_out), (rank, layer.d_in), (rank, rank, *window)
-    own = {"w1_a": left, "w1_b": right, "t1": core, "w2_a": left, "w2_b": right, "t2": core}
-    return {**own, **alpha_of(layer)}
+    shapes = {"w1_a": left, "w1_b": right, "t1": core, "w2_a": left, "w2_b": right, "t2": core}
+    return {**shapes, **alpha_of(layer)}
 
 
 def cores(layer: Layer) -> Shape:

@@ -38,8 +38,8 @@ def _weight(layer: Layer) -> Tensor:
 
 def _repeated(layer: Layer) -> Tensor:
     block = layer["block"].T
-    own = block[torch.arange(layer.d_out)[layer.rows] % len(block)]
-    return own[:, torch.arange(layer.d_in) % own.shape[1]]
+    repeated = block[torch.arange(layer.d_out)[layer.rows] % len(block)]
+    return repeated[:, torch.arange(layer.d_in) % repeated.shape[1]]
 
 
 def _bat(layer: Layer) -> Tensor:
@@ -50,10 +50,10 @@ def _bat(layer: Layer) -> Tensor:
     rows = range(*layer.rows.indices(layer.d_out))
     for block in range(rows.start // size, -(-rows.stop // size)):
         first, last = max(rows.start, block * size), min(rows.stop, (block + 1) * size)
-        own = slice(first - rows.start, last - rows.start)
-        apart = weight[own].view(last - first, -1, size)
+        wanted = slice(first - rows.start, last - rows.start)
+        apart = weight[wanted].view(last - first, -1, size)
         inside = blocks[block][first - block * size : last - block * size]
-        found[own] += (apart @ blocks[block] + inside[:, None]).flatten(1)
+        found[wanted] += (apart @ blocks[block] + inside[:, None]).flatten(1)
     return found
 
 

@@ -25,9 +25,9 @@ _BEFORE = "R before PEFT 0.15"  # of whole matrices, with a factor of each outpu
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     if _BEFORE in layer:
         if "s" not in layer or layer.flag("coft"):
-            own = "0.14.0" if "s" in layer else "0.13.2"
+            release = "0.14.0" if "s" in layer else "0.13.2"
             layer.refuse(
-                f"has OFT as only older PEFTs compute it: merge it into its base with peft {own} "
+                f"has OFT as only older PEFTs compute it: merge it into its base with peft {release} "
                 "(model.merge_and_unload()), save the model, and merge full models"
             )
         size = layer.size(_BEFORE, 1)

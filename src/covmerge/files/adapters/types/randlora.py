@@ -48,7 +48,7 @@ def _drawn(seed: int, rank: int, sizes: tuple[int, ...], ternary: float) -> tupl
         numbers = (torch.rand(rank, 1, sizes[0], generator=generator),)
         numbers += (torch.rand(sizes[1], bases, rank, generator=generator),)
         edge = 1 / (2 * ternary)
-        down, up = ((own > 1 - edge).float() - (own < edge).float() for own in numbers)
+        down, up = ((drawn > 1 - edge).float() - (drawn < edge).float() for drawn in numbers)
     else:
         down = _uniform((rank, 1, sizes[0]), generator)
         parts = [_uniform((sizes[1], 1, rank), generator) for _ in range(bases)]

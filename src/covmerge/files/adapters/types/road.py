@@ -32,8 +32,8 @@ def _columns(layer: Layer) -> tuple[Tensor, Tensor]:
     theta, alpha = layer["theta"], layer["alpha"]
     variant, group = layer.option("variant", "road_1"), _group(layer)
     if variant == "road_1":  # both halves of a group have the same
-        halves = (own.view(-1, 1, group // 2).expand(-1, 2, -1) for own in (theta, alpha))
-        theta, alpha = (own.reshape(-1) for own in halves)
+        halves = (values.view(-1, 1, group // 2).expand(-1, 2, -1) for values in (theta, alpha))
+        theta, alpha = (values.reshape(-1) for values in halves)
     if variant == "road_4":
         theta, alpha = theta.view(-1, 2, group), alpha.view(-1, 2, group)
         first = alpha[:, 0] * theta[:, 0].cos()
@@ -43,12 +43,12 @@ def _columns(layer: Layer) -> tuple[Tensor, Tensor]:
 
 def _rotated(layer: Layer, outputs: Tensor) -> Tensor:
     """Eq. 4, over the rows of a matrix or the numbers of a bias."""
-    own = outputs.view(layer.d_out, -1)
-    halves = own.view(-1, 2, _group(layer) // 2, own.shape[1])
+    rows = outputs.view(layer.d_out, -1)
+    halves = rows.view(-1, 2, _group(layer) // 2, rows.shape[1])
     swapped = halves.flip(1)
     swapped[:, 0].neg_()
     first, second = _columns(layer)
-    return (own * first[:, None] + swapped.view(own.shape) * second[:, None]).view(outputs.shape)
+    return (rows * first[:, None] + swapped.view(rows.shape) * second[:, None]).view(outputs.shape)
 
 
 ROAD = AdapterType(

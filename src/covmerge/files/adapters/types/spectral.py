@@ -21,11 +21,11 @@ def without_components(weight: Tensor, count: int, *, smallest: bool) -> Tensor:
     blocks = [narrow[:, start : start + _BLOCK] for start in starts]
     gram = torch.zeros(len(narrow), len(narrow), dtype=torch.float64)
     for block in blocks:
-        own = block.double()
-        gram.addmm_(own, own.T)
+        exact = block.double()
+        gram.addmm_(exact, exact.T)
     vectors = cast("Tensor", _linalg.eigh(gram)[1])
     chosen = vectors[:, :count] if smallest else vectors[:, len(narrow) - count :]
     for block in blocks:
-        own = block.double()
-        block.copy_(own.sub_(chosen @ (chosen.T @ own)))
+        exact = block.double()
+        block.copy_(exact.sub_(chosen @ (chosen.T @ exact)))
     return weight

@@ -14,8 +14,8 @@ from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape
 def _shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, count = layer.size("A", 0), layer.integer("u", 64, least=1)
     vectors: dict[str, Shape] = {part: (count,) for part in layer.parts if part.startswith("v.")}
-    own: dict[str, Shape] = {"A": (rank, layer.d_in), "B": (layer.d_out, rank)}
-    return {**own, "P": (count, rank, rank), **vectors}
+    shapes: dict[str, Shape] = {"A": (rank, layer.d_in), "B": (layer.d_out, rank)}
+    return {**shapes, "P": (count, rank, rank), **vectors}
 
 
 def _factors(layer: Layer) -> LowRank:

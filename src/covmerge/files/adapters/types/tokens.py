@@ -29,7 +29,7 @@ def _tokens(layer: Layer) -> list[int]:
     given: object = layer.option("token_indices") or layer.option("trainable_token_indices")
     if isinstance(given, dict):
         lists = cast("dict[str, object]", given)
-        fits = [own for end, own in lists.items() if f".{layer.name}".endswith(f".{end}")]
+        fits = [listed for end, listed in lists.items() if f".{layer.name}".endswith(f".{end}")]
         given = fits[0] if len(fits) == 1 else None
     found = cast("list[object]", given if isinstance(given, list) else [])
     tokens = [token for token in found if type(token) is int]

@@ -56,8 +56,8 @@ def _vectors(layer: Layer, side: str) -> Tensor:
         weights = logits.softmax(dim=-1)
     check_places(layer, indices, len(bank))
     total = bank.new_zeros(*indices.shape[:-1], bank.shape[1])
-    for own in range(indices.shape[-1]):
-        total += weights[..., own, None].to(bank.dtype) * bank[indices[..., own]]
+    for i in range(indices.shape[-1]):
+        total += weights[..., i, None].to(bank.dtype) * bank[indices[..., i]]
     return total
 
 

@@ -50,10 +50,10 @@ def _add_wavelets(
     first, second = filters[right.long()], filters[lower.long()]
     for i in range(length):
         for j in range(length):
-            own = values * (first[:, i] * second[:, j]).to(values.dtype)
+            added = values * (first[:, i] * second[:, j]).to(values.dtype)
             inside = _inside(row + i, len(found)) & _inside(column + j, found.shape[1])
             at = (row[inside] + i, column[inside] + j)
-            found.index_put_(at, own[inside], accumulate=True)
+            found.index_put_(at, added[inside], accumulate=True)
     return found
 
 
@@ -61,9 +61,9 @@ def _place(index: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
     """The first number that a coefficient's filter reaches along an axis, and whether it is a high one."""
     padded = size + length - 2
     padded += padded % 2
-    own = index + (padded - size) // 2
-    high = own >= padded // 2
-    return 2 * (own - high * (padded // 2)) - (length - 2), high
+    position = index + (padded - size) // 2
+    high = position >= padded // 2
+    return 2 * (position - high * (padded // 2)) - (length - 2), high
 
 
 def _inside(place: Tensor, size: int) -> Tensor:

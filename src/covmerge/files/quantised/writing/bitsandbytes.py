@@ -43,9 +43,9 @@ class ToEightBit:
         scales = _largest(weights)
         packed = torch.empty(weights.shape, dtype=torch.int8)
         for few in pieces(range(len(weights)), weights.shape[1]):
-            own = slice(few.start, few.stop)
-            factor = 127.0 / scales[own].clamp_min(_SMALLEST)
-            packed[own] = (weights[own] * factor[:, None]).round_()
+            part = slice(few.start, few.stop)
+            factor = 127.0 / scales[part].clamp_min(_SMALLEST)
+            packed[part] = (weights[part] * factor[:, None]).round_()
         if self.order is None:
             return packed, scales
         return packed, scales, torch.zeros(self.order, dtype=torch.uint8)
@@ -83,8 +83,8 @@ class ToFourBit:
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         found = list(self._blocks(weights.reshape(-1)))
-        packed = torch.cat([own for own, _ in found]).view(self.storage)
-        scales = torch.cat([own for _, own in found])
+        packed = torch.cat([codes for codes, _ in found]).view(self.storage)
+        scales = torch.cat([scale for _, scale in found])
         weight = packed.unsqueeze(1) if self.column else packed
         values = torch.tensor(self.values)
         if self.nested is None:
@@ -112,9 +112,9 @@ class ToFourBit:
 
     @staticmethod
     def _nested(scales: Tensor, known: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        own = pad(scales, (0, -len(scales) % size)).view(-1, size)
-        outer = own.abs().amax(1)
-        numbers = own * (1.0 / outer.clamp_min(_SMALLEST))[:, None]
+        blocks = pad(scales, (0, -len(scales) % size)).view(-1, size)
+        outer = blocks.abs().amax(1)
+        numbers = blocks * (1.0 / outer.clamp_min(_SMALLEST))[:, None]
         order = known.argsort()
         codes = order[torch.bucketize(numbers.view(-1), _middles(known[order]))]
         return codes[: len(scales)].to(torch.uint8), outer

@@ -92,12 +92,12 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
         if width % block or len(shape) < 2:
             return None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
-    own = replace(packed, kind=kind)
-    if isinstance(own, Whole):
-        quantise = ToBlocks(kind, transposed=own.transposed, more=own.more, flat=own.flat)
-        return Packing(own, (Part(header),), quantise, whole=True)
-    group = 1 if own.order is None else len(own.order)
-    return Packing(own, (Part(header),), ToBlocks(kind, own.order), group=group)
+    target = replace(packed, kind=kind)
+    if isinstance(target, Whole):
+        quantise = ToBlocks(kind, transposed=target.transposed, more=target.more, flat=target.flat)
+        return Packing(target, (Part(header),), quantise, whole=True)
+    group = 1 if target.order is None else len(target.order)
+    return Packing(target, (Part(header),), ToBlocks(kind, target.order), group=group)
 
 
 def _numbers(kind: str, row: int) -> int:

@@ -62,8 +62,8 @@ class Rounding:
         zero = torch.full_like(low, middle)
 
         def error(scale: Tensor) -> Tensor:
-            own, half = scale.float()[:, :, None], zero[:, :, None]
-            read = (self._rounded(groups, own, half) - half) * own
+            scales, half = scale.float()[:, :, None], zero[:, :, None]
+            read = (self._rounded(groups, scales, half) - half) * scales
             return (read - groups).square_().sum(2)
 
         first, second = symmetric_scales(low, top, self.most - middle)
@@ -97,9 +97,9 @@ class ToWords:
         words = torch.empty((rows, -(-columns // held)), dtype=torch.int32)
         scales = torch.empty((rows, -(-columns // self.rounding.group)), dtype=self.rounding.scales)
         for few in pieces(range(rows), columns):
-            own = slice(few.start, few.stop)
-            q, scales[own], _ = self.rounding(weights[own])
-            words[own] = _in_a_row(pad(q, (0, -columns % held)), self.rounding.bits)
+            part = slice(few.start, few.stop)
+            q, scales[part], _ = self.rounding(weights[part])
+            words[part] = _in_a_row(pad(q, (0, -columns % held)), self.rounding.bits)
         return words, scales, torch.tensor(self.shape, dtype=self.sizes)
 
 
@@ -140,15 +140,15 @@ class ToGrouped:
         zeros = torch.empty((count, runs * high), dtype=torch.int32)
         for few in pieces(range(runs), held * columns):
             lines = slice(few.start * held, min(few.stop * held, rows))
-            own = slice(few.start * high, few.stop * high)
+            place = slice(few.start * high, few.stop * high)
             q, scale, z = self.rounding(weights[lines])
             scales[:, lines] = scale.mT
             z = pad(z - self.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
-            zeros[:, own] = self._words(z.mT)
+            zeros[:, place] = self._words(z.mT)
             if along_inputs:
                 packed[:, lines] = self._words(q).mT
             else:
-                packed[:, own] = self._words(q.mT)
+                packed[:, place] = self._words(q.mT)
         mixed = (torch.arange(columns, dtype=torch.int32) // group,) if self.mixed else ()
         return (packed, zeros, scales, *mixed)
 

@@ -32,10 +32,10 @@ class Layout:
     """A format by its name.
 
     Attributes:
-        said: what it is, in words.
+        said: what it is, as text.
         lay: makes a packed tensor of a plain one's header, with the headers of what is stored; None
             where the sizes do not allow it.
-        needs: what the sizes have to be, in words.
+        needs: what the sizes have to be, as text.
         settings: what config.json says of it, but for the modules that stay plain.
         axes: of the tensors that it packs.
     """
@@ -53,7 +53,7 @@ class Layout:
             return None
         packed, stored = laid
         maps = {f"{header.name}.quant_map": torch.tensor(NF4)}
-        return packing_like(packed, {own.name: own for own in stored}, self.settings, maps)
+        return packing_like(packed, {part.name: part for part in stored}, self.settings, maps)
 
 
 def _scaled(
@@ -69,7 +69,7 @@ def _scaled(
             TensorHeader(header.name, header.shape, dtype),
             TensorHeader(f"{header.name}{suffix}", grid, scales),
         ]
-        return Scaled(header, tuple(own.name for own in stored), (high, wide)), stored
+        return Scaled(header, tuple(part.name for part in stored), (high, wide)), stored
 
     return lay
 
@@ -83,7 +83,7 @@ def _int4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{header.name}_scale", (rows, columns // _GROUP), header.dtype),
         TensorHeader(f"{header.name}_shape", (2,), torch.int64),
     ]
-    return Words(header, tuple(own.name for own in stored), 4, _GROUP), stored
+    return Words(header, tuple(part.name for part in stored), 4, _GROUP), stored
 
 
 def _eight_bit(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
@@ -93,7 +93,7 @@ def _eight_bit(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
         TensorHeader(f"{module}.SCB", header.shape[:1], torch.float32),
         TensorHeader(f"{module}.weight_format", (), torch.uint8),
     ]
-    return EightBit(header, tuple(own.name for own in stored)), stored
+    return EightBit(header, tuple(part.name for part in stored)), stored
 
 
 def _nf4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
@@ -104,7 +104,7 @@ def _nf4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
         TensorHeader(f"{name}.quant_map", (len(NF4),), torch.float32),
         TensorHeader(f"{name}.quant_state.bitsandbytes__nf4", (0,), torch.uint8),
     ]
-    names = tuple(own.name for own in stored)
+    names = tuple(part.name for part in stored)
     return FourBit(header, names, block=_OF_NF4, unit=1, nested=None), stored
 
 
@@ -119,7 +119,7 @@ def _gptq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
         TensorHeader(f"{module}.g_idx", (columns,), torch.int32),
     ]
-    names = tuple(own.name for own in stored)
+    names = tuple(part.name for part in stored)
     return gptq.Weight(header, names, 4, _GROUP, "", less_one=True, mixed=names[3]), stored
 
 
@@ -133,7 +133,7 @@ def _awq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
         TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
     ]
-    return awq.Weight(header, tuple(own.name for own in stored), 4, _GROUP, ""), stored
+    return awq.Weight(header, tuple(part.name for part in stored), 4, _GROUP, ""), stored
 
 
 def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
@@ -145,7 +145,7 @@ def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{header.name}_blocks", (*grid, GROUP // 2), torch.uint8),
         TensorHeader(f"{header.name}_scales", grid, torch.uint8),
     ]
-    return Experts(header, tuple(own.name for own in stored)), stored
+    return Experts(header, tuple(part.name for part in stored)), stored
 
 
 def _compressed(form: str, kind: str, strategy: str) -> dict[str, Any]:

@@ -38,12 +38,12 @@ class ToExperts:
         for expert, matrix in enumerate(weights):
             for few in pieces(range(d_out), d_in):
                 part = slice(few.start, few.stop)
-                own = matrix[:, part].mT.reshape(len(few), groups, GROUP)
-                largest = own.abs().amax(2)
+                grouped = matrix[:, part].mT.reshape(len(few), groups, GROUP)
+                largest = grouped.abs().amax(2)
                 # Of m · 2^x, m in [0.5, 1): the exponent of its first bit is x − 1.
                 exponent = torch.frexp(largest).exponent - 1 - _LARGEST
                 exponent = torch.where(largest == 0, 0, exponent).clamp(-BIAS, BIAS)
-                numbers = torch.ldexp(own, -exponent[:, :, None])
+                numbers = torch.ldexp(grouped, -exponent[:, :, None])
                 codes = torch.bucketize(numbers.abs().contiguous(), bounds).to(torch.uint8)
                 codes += _SIGN * torch.signbit(numbers)
                 blocks[expert, part] = codes[..., ::2] | codes[..., 1::2] << 4

@@ -89,19 +89,19 @@ class Packing:
     def placed(self, parts: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
         """Return those of the parts of some rows that lie where these rows do."""
         held = self.held(rows)
-        return tuple(part for part, own in zip(parts, held, strict=True) if own is not None)
+        return tuple(part for part, place in zip(parts, held, strict=True) if place is not None)
 
     def taken(self, stored: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
         """Return what another checkpoint stores of some rows, in the sizes that are planned.
 
         Of bitsandbytes' JSON it may be shorter, and is filled up with spaces.
         """
-        held = (own for own in self.held(rows) if own is not None)
+        held = (place for place in self.held(rows) if place is not None)
         return tuple(
             pad(tensor, (0, part.header.numel - tensor.numel()), value=ord(" "))
-            if own is None and tensor.numel() < part.header.numel
+            if place is None and tensor.numel() < part.header.numel
             else tensor
-            for (part, own), tensor in zip(held, stored, strict=True)
+            for (part, place), tensor in zip(held, stored, strict=True)
         )
 
     def unpacked(self, parts: Sequence[Tensor], rows: range) -> Iterator[tuple[range, Tensor]]:

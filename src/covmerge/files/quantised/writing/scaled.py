@@ -45,8 +45,8 @@ class ToScaled:
         count = -(-rows // high)
         packed = torch.empty(weights.shape, dtype=self.dtype)
         found: list[tuple[Tensor, Tensor]] = []
-        for own in pieces(range(count), high * columns):
-            block = weights[own.start * high : own.stop * high]
+        for strip in pieces(range(count), high * columns):
+            block = weights[strip.start * high : strip.stop * high]
             if high == rows and wide == columns:
                 scale, zero = self._of_all(block)
                 for few in pieces(range(rows), columns):
@@ -55,10 +55,10 @@ class ToScaled:
             else:
                 missing = (0, -columns % wide, 0, -len(block) % high)
                 # Zeros beside the weights change no scale.
-                blocks = pad(block, missing).view(len(own), high, -1, wide)
+                blocks = pad(block, missing).view(len(strip), high, -1, wide)
                 scale, zero = self._of(blocks)
                 q = self._rounded(blocks, *map(_spread, (scale, zero))).flatten(2).flatten(0, 1)
-                packed[own.start * high : own.stop * high] = q[: len(block), :columns]
+                packed[strip.start * high : strip.stop * high] = q[: len(block), :columns]
             found.append((scale, zero))
         scales, zeros = (torch.cat(ones) for ones in zip(*found, strict=True))
         shape = {0: (), 1: (-1,), 2: scales.shape}[self.axes]
@@ -74,8 +74,8 @@ class ToScaled:
         low, top = blocks.amin((1, 3)).clamp_max(0.0), blocks.amax((1, 3)).clamp_min(0.0)
 
         def error(scale: Tensor) -> Tensor:
-            own = _spread(scale)
-            read = self._rounded(blocks, own, torch.zeros(())).float().mul_(own)
+            spread = _spread(scale)
+            read = self._rounded(blocks, spread, torch.zeros(())).float().mul_(spread)
             return read.sub_(blocks).square_().sum((1, 3))
 
         return self._chosen(low, top, error)
@@ -87,9 +87,9 @@ class ToScaled:
         def error(scale: Tensor) -> Tensor:
             total = torch.zeros(1, 1, dtype=torch.float64)
             for few in pieces(range(len(weights)), weights.shape[1]):
-                own = weights[few.start : few.stop]
-                read = self._rounded(own, scale, torch.zeros(())).float().mul_(scale)
-                total += read.sub_(own).square_().sum(dtype=torch.float64)
+                part = weights[few.start : few.stop]
+                read = self._rounded(part, scale, torch.zeros(())).float().mul_(scale)
+                total += read.sub_(part).square_().sum(dtype=torch.float64)
             return total
 
         return self._chosen(low.view(1, 1), top.view(1, 1), error)

@@ -38,8 +38,8 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
         # AWQ GPTQModel reads no other; AutoAWQ, transformers and vLLM read the list below.
         given: object = settings.get("dynamic")
         known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-        own: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
-        settings = {**settings, "dynamic": {**own, **known}}
+        plain: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
+        settings = {**settings, "dynamic": {**plain, **known}}
     if method == "gptq":
         return dict(settings)
     key = _OTHER_NAME if _OTHER_NAME in settings else _PLAIN[method]
