@@ -35,8 +35,8 @@ def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
     prefix = expert_key("")
     return _alike(
         {
-            key.removeprefix(prefix): _hashes(own["content"])
-            for key, own in sources.items()
+            key.removeprefix(prefix): _hashes(source["content"])
+            for key, source in sources.items()
             if key.startswith(prefix)
         }
     )
@@ -52,15 +52,15 @@ def _found_at(checkpoint: Checkpoint) -> Hashable | None:
 
 def _hashes(content: Mapping[str, str]) -> Hashable | None:
     """Hashes of files; what a server calls a version is none."""
-    own = sorted(content.values())
-    return tuple(own) if all(value.startswith("sha256:") for value in own) else None
+    hashes = sorted(content.values())
+    return tuple(hashes) if all(value.startswith("sha256:") for value in hashes) else None
 
 
 def _alike(known: Mapping[str, Hashable | None]) -> Iterator[str]:
     names: dict[Hashable, list[str]] = {}
-    for name, own in known.items():
-        if own is not None:
-            names.setdefault(own, []).append(name)
+    for name, content in known.items():
+        if content is not None:
+            names.setdefault(content, []).append(name)
     for same in names.values():
         if len(same) > 1:
             listed = f"'{same[0]}' and '{same[1]}'" if len(same) == 2 else some(same, quoted=True)

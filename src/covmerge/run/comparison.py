@@ -46,7 +46,7 @@ from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles
 from covmerge.run.scoring.job import ScoreJob, ScoreProgress
-from covmerge.run.scoring.kept import KEPT_NAME, Kept, candidates
+from covmerge.run.scoring.saved_scores import SCORES_NAME, SavedScores, candidates
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import ScoreTable
 from covmerge.run.sources import OpenCheckpoints
@@ -240,7 +240,7 @@ def choose_methods(
     _check_distinct(asked)
     names = [name for name, _, _ in asked]
     entries = tuple(
-        _entry(name, own, parameters, alone=names.count(name) == 1) for name, own, _ in asked
+        _entry(name, values, parameters, alone=names.count(name) == 1) for name, values, _ in asked
     )
     labels = [entry.label for entry in entries]
     for label in labels:
@@ -256,10 +256,10 @@ def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
     """Return the name of a method, the parameters that stand beside it, and what was given for it."""
     nothing: object = {}
     pair = cast("tuple[object, ...]", wanted) if isinstance(wanted, tuple) else (wanted, nothing)
-    what, own = pair if len(pair) == 2 else (None, None)
-    if not isinstance(own, Mapping) or not (isinstance(what, str) or callable(what)):
+    what, values = pair if len(pair) == 2 else (None, None)
+    if not isinstance(values, Mapping) or not (isinstance(what, str) or callable(what)):
         raise _no_method(cast("object", wanted))
-    parameters = cast("Mapping[str, Any]", own)
+    parameters = cast("Mapping[str, Any]", values)
     if not isinstance(what, str):
         return registry.name_of(what), parameters, what
     name, parameters = read_call(what, parameters)
@@ -271,9 +271,9 @@ def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
 
 def _check_distinct(asked: Sequence[tuple[str, Mapping[str, Any], object]]) -> None:
     """Refuse two functions of one name."""
-    seen: dict[str, object] = {}
+    functions: dict[str, object] = {}
     for name, _, what in asked:
-        if callable(what) and seen.setdefault(name, what) is not what:
+        if callable(what) and functions.setdefault(name, what) is not what:
             raise RecipeError(f"two functions are called '{name}': give each a name of its own")
 
 
@@ -285,14 +285,14 @@ def _no_method(wanted: object) -> RecipeError:
 
 
 def _entry(
-    name: str, own: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Any]], *, alone: bool
+    name: str, given: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Any]], *, alone: bool
 ) -> Entry:
     """Resolve an entry; `alone`: its method has no other."""
     method = registry.get(name)
-    values = {**parameters.get(method.name, {}), **own}
+    values = {**parameters.get(method.name, {}), **given}
     resolved = method.resolve(values)
-    told = [] if alone else [f"{key}={resolved[key]}" for key in own]
-    label = "-".join([method.name, *told])
+    texts = [] if alone else [f"{key}={resolved[key]}" for key in given]
+    label = "-".join([method.name, *texts])
     if not _LABEL.fullmatch(label):
         raise RecipeError(
             f"'{label}' cannot name a folder: give these values by {Hint('parameters')}"
@@ -328,7 +328,7 @@ class CompareJob:
         out: a folder for the models, one each; None writes none.
         scorer: scores the models; None scores none.
         bounds: score the base and each expert too.
-        scoring: is told how far the scoring is.
+        scoring: receives how far the scoring is.
         options: how it is done; `resume` takes the models that lie in `out`.
     """
 
@@ -366,10 +366,10 @@ class CompareJob:
             )
         self.scorer.check()
         local_path(self.out)
-        kept = Kept.read(self.out / KEPT_NAME)  # before --overwrite replaces the folder
+        saved = SavedScores.read(self.out / SCORES_NAME)  # before --overwrite replaces the folder
         comparison = self._merged(entries, left_out, checkpoints)
         models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
-        scores = ScoreJob(models, self.scorer, self.out, kept, self.scoring).run()
+        scores = ScoreJob(models, self.scorer, self.out, saved, self.scoring).run()
         return replace(
             comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.missing())
         )
@@ -427,10 +427,10 @@ class CompareJob:
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
-            for name, model, own in zip(labels, models, done, strict=True):
+            for name, model, model_result in zip(labels, models, done, strict=True):
                 # To give the base is a failure of one merge; of a comparison it is a result.
                 result = model.finish(
-                    own,
+                    model_result,
                     sources,
                     memory,
                     staging.out.output.inside(name),
@@ -465,7 +465,7 @@ class CompareJob:
         fit: Fit,
     ) -> Comparison:
         together = zip(labels, plans, done, strict=True)
-        rows = tuple(_row(label, plan, own, self.out) for label, plan, own in together)
+        rows = tuple(_row(label, plan, result, self.out) for label, plan, result in together)
         first = done[0]
         return Comparison(
             path=self.out,
@@ -476,7 +476,7 @@ class CompareJob:
                 "seconds": first.seconds,
                 "survey_seconds": first.survey_seconds,
                 "read_seconds": first.read_seconds,
-                "compute_seconds": sum(own.compute_seconds for own in done),
+                "compute_seconds": sum(result.compute_seconds for result in done),
                 "write_seconds": first.write_seconds,
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
@@ -570,7 +570,7 @@ def _check_code(out: Path, entries: Sequence[Entry], plans: Sequence[Plan]) -> N
     """Refuse models of methods whose code changed since."""
     for entry, plan in zip(entries, plans, strict=True):
         before = read_manifest(LocalFolder(out / entry.label)).get("extensions", [])
-        if before != [own.as_json() for own in plan.origins]:
+        if before != [origin.as_json() for origin in plan.origins]:
             raise InputError(
                 f"the code of {entry.label} changed since the models in {out} were merged: pass "
                 f"{Hint('overwrite')} to merge anew"
@@ -619,9 +619,9 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
         cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
         stable_rank=fmean(ranks) if ranks else None,
         retention={
-            expert: kept
+            expert: share
             for expert in sizes
-            if (kept := overall(layer[expert] for layer in layers.values())) is not None
+            if (share := overall(layer[expert] for layer in layers.values())) is not None
         },
         retention_by_layer=layers,
         seconds=done.compute_seconds,
@@ -637,12 +637,12 @@ def _retention_by_layer(
     found: dict[str, list[Mapping[str, float | None]]] = {}
     for item, stats in zip(plan.items, done, strict=True):
         if "retention" in stats:
-            kept = cast("list[Mapping[str, float | None]]", stats["retention"])
-            found.setdefault(item.tensor.name, []).extend(kept)
+            shares = cast("list[Mapping[str, float | None]]", stats["retention"])
+            found.setdefault(item.tensor.name, []).extend(shares)
     return {
-        name if len(own) == 1 else f"{name}[{place}]": matrix
-        for name, own in found.items()
-        for place, matrix in enumerate(own)
+        name if len(matrices) == 1 else f"{name}[{place}]": matrix
+        for name, matrices in found.items()
+        for place, matrix in enumerate(matrices)
     }
 
 

@@ -141,10 +141,10 @@ class OutputFiles:
         said = cast("Mapping[str, Json]", stats)
         if "rescalers" in stats:
             said = {**said, BASE_PROBE: probe(base)}
-        record = manifest(plan, sources, notes, warnings, {**self._as_seen(), **said})
+        record = manifest(plan, sources, notes, warnings, {**self._base_changes(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sources = cast("Mapping[str, Any]", record["sources"])
-        notes += tuple(own for own in alike_by_content(sources) if own not in notes)
+        notes += tuple(note for note in alike_by_content(sources) if note not in notes)
         sealed = seal(
             store,
             {**record, "notes": list(notes)},
@@ -172,8 +172,8 @@ class OutputFiles:
     def _is_adapter(self) -> bool:
         return self._plan.recipe.output.format == "adapter"
 
-    def _as_seen(self) -> dict[str, Json]:
-        """What covmerge.json says of how the base was seen: rows of other tokens, tensors untied."""
+    def _base_changes(self) -> dict[str, Json]:
+        """The vocabulary and the untied tensors of the merged base, as covmerge.json records them."""
         decided = self._checkpoints.text.vocabulary
         ties = self._checkpoints.base.untied
         return {
@@ -199,7 +199,7 @@ class OutputFiles:
                 [form.adapted for form in forms if form.adapted is not None],
                 [form.whole for form in forms if form.whole is not None],
                 self._plan.parameters,
-                [own.adapter_config for own in self._checkpoints.adapters.values()],
+                [adapter.adapter_config for adapter in self._checkpoints.adapters.values()],
                 self._checkpoints.base,
             )
         ]
@@ -227,7 +227,7 @@ def manifest(
         "torch": torch.__version__,
         "recipe": dump_recipe(plan.recipe),
         "chosen": plan.chosen,
-        **({"extensions": [own.as_json() for own in plan.origins]} if plan.origins else {}),
+        **({"extensions": [origin.as_json() for origin in plan.origins]} if plan.origins else {}),
         "family": plan.family,
         "sources": sources,
         "notes": list(notes),
@@ -306,12 +306,12 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
 
 
 def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, MergeSummary]:
-    """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
+    """What covmerge.json says of a finished merge: totals, heads, each tensor; and that as text."""
     entries = tensor_entries(plan, done)
-    seen = diagnostics_in(plan, entries)
-    account = summarise(seen, always=COMMON_SUMMARIES) + account_of_lengths(entries, seen)
-    heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
-    factors = rescalers_of(seen)
+    rows = diagnostics_in(plan, entries)
+    account = summarise(rows, always=COMMON_SUMMARIES) + account_of_lengths(entries, rows)
+    heads = {expert: sorted(names) for expert, names in plan.heads.items()}
+    factors = rescalers_of(rows)
     counted = totals(entries, account.totals)
     account += account_of_losses(counted)
     stats: Stats = {"totals": counted, "heads": heads, "tensors": entries}

@@ -70,7 +70,7 @@ class MergeResult(Tabular):
         run: seconds and memory of this run.
         seconds: of mathematics by tensor, of those that this run merged.
         timeline: when this run counted, read, computed and wrote.
-        diagnostics: the method's diagnostics, in words: labels and what stands beside them.
+        diagnostics: the method's diagnostics, as text: labels and what stands beside them.
         notes: what the plan and the run want a reader to know.
         warnings: what may make the result worse, and what to do.
         verification: result of re-reading the output, for a merge to disk.
@@ -109,7 +109,7 @@ class MergeResult(Tabular):
         """One row for each tensor of the output, with its norms where it was merged."""
         entries = self.stats["tensors"]
         experts = list(
-            dict.fromkeys(e for own in entries.values() for e in own.get("update_norm", ()))
+            dict.fromkeys(e for entry in entries.values() for e in entry.get("update_norm", ()))
         )
         facts = ("role", "rule", "dtype")
         norms = ("merged_norm", "rounding_loss")
@@ -119,12 +119,12 @@ class MergeResult(Tabular):
             tuple(
                 (
                     name,
-                    *(own[fact] for fact in facts),
-                    "x".join(map(str, own["shape"])),
-                    *(own.get(norm) for norm in norms),
-                    *(own.get("update_norm", {}).get(expert) for expert in experts),
+                    *(entry[fact] for fact in facts),
+                    "x".join(map(str, entry["shape"])),
+                    *(entry.get(norm) for norm in norms),
+                    *(entry.get("update_norm", {}).get(expert) for expert in experts),
                 )
-                for name, own in entries.items()
+                for name, entry in entries.items()
             ),
         )
 

@@ -177,7 +177,7 @@ class OpenCheckpoints:
                 )
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
-        """The same for the engine, and a merged model that is looked at."""
+        """The same for the engine, and a merged model that is inspected."""
         found = {BASE: self.base, **dict(self.all())}
         return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
 
@@ -201,7 +201,7 @@ class OpenCheckpoints:
         Raises:
             InputError: a source is a state dict, or a method a function, that no other process has.
         """
-        for origin in (own for plan in plans for own in plan.origins):
+        for origin in (origin for plan in plans for origin in plan.origins):
             if origin.is_typed or (origin.kind == "method" and registry.is_passed(origin.name)):
                 raise InputError(
                     f"the {origin.kind} '{origin.name}' is a function of this process, which others do not "
@@ -315,14 +315,14 @@ def open_checkpoints(
         sources: dict[str | None, Checkpoint] = (
             {} if stored is None else {None: unwrapped(plain_base(stored))}
         )
-        own = sources.get(None)
-        sources |= {name: unwrapped(dequantised(model), own) for name, model in given.items()}
+        plain = sources.get(None)
+        sources |= {name: unwrapped(dequantised(model), plain) for name, model in given.items()}
         sources = with_ties_undone(sources, form)
         sources = dict(mixed(moe, sources, list(given)))
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
-        seen = text.seen(sources)
-        start = None if base is None else stacked(slices, None, seen.pop(None))
-        models = {str(name): model for name, model in seen.items()}
+        views = text.seen(sources)
+        start = None if base is None else stacked(slices, None, views.pop(None))
+        models = {str(name): model for name, model in views.items()}
         models = {name: stacked(slices, name, model) for name, model in models.items()}
         if adapters:
             assert start is not None

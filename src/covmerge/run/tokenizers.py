@@ -27,12 +27,12 @@ def check_tokenizers(base: Path | None, experts: Mapping[str, Path | None]) -> I
     """Hold the experts' tokenizers against the base's, which the merged model will have."""
     if base is None:
         return
-    own = _vocabulary(base)
+    vocabulary = _vocabulary(base)
     for name, folder in experts.items():
         other = None if folder is None else _vocabulary(folder)
-        if own is None or other is None or own == other:
+        if vocabulary is None or other is None or vocabulary == other:
             continue
-        yield Finding(Severity.WARNING, _tokens_that_differ(own, other), name)
+        yield Finding(Severity.WARNING, _tokens_that_differ(vocabulary, other), name)
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | str | None:
@@ -69,15 +69,15 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return tokens
 
 
-def _tokens_that_differ(own: dict[str, int] | str, other: dict[str, int] | str) -> str:
-    if isinstance(own, str) or isinstance(other, str):
+def _tokens_that_differ(base: dict[str, int] | str, other: dict[str, int] | str) -> str:
+    if isinstance(base, str) or isinstance(other, str):
         return (
             "its tokenizer is another file than the base's: check that both mean the same tokens; "
             "the merged model has the base's"
         )
-    moved = [token for token in own if token in other and own[token] != other[token]]
-    added = [token for token in other if token not in own]
-    gone = [token for token in own if token not in other]
+    moved = [token for token in base if token in other and base[token] != other[token]]
+    added = [token for token in other if token not in base]
+    gone = [token for token in base if token not in other]
     parts = [
         f"{len(tokens)} tokens {what} (such as {tokens[0]!r:.40})"
         for what, tokens in (("added", added), ("missing", gone), ("with another number", moved))

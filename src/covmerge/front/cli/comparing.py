@@ -27,7 +27,7 @@ from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.kept import KEPT_NAME
+from covmerge.run.scoring.saved_scores import SCORES_NAME
 from covmerge.run.scoring.scorer import scorer_of
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
 
@@ -118,10 +118,10 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
         return [("best", f"not known without scores. To have them, add {flags} to this command")]
     if not scores.rows:
         return []
-    told = "not known: no method has a finite score of every task"
+    text = "not known: no method has a finite score of every task"
     if best is not None:
-        told = _lead(scores, best, comparison)
-    return [("best", told), ("files", _files(comparison))]
+        text = _lead(scores, best, comparison)
+    return [("best", text), ("files", _files(comparison))]
 
 
 def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
@@ -130,11 +130,11 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
     others = {row.label for row in comparison.rows} - {best}
     rest, second = {row.label: row for row in scores.rows}, scores.best(column, among=others)
     value = scores.value(rest[best], column)
-    told = f"{best}, {written(value or 0.0)}"
+    text = f"{best}, {written(value or 0.0)}"
     if second is None:
-        return told
+        return text
     lead = scores.lead(best, second, column)
-    next_ = f"{told}; next is {second}, {written(scores.value(rest[second], column) or 0.0)}"
+    next_ = f"{text}; next is {second}, {written(scores.value(rest[second], column) or 0.0)}"
     if lead is None:
         return (
             f"{next_}. Have the scorer give a number for each example, the same ones for every model, to "
@@ -146,7 +146,7 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
 
 def _files(comparison: Comparison) -> str:
     folder = comparison.path or Path()
-    return f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / KEPT_NAME}"
+    return f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / SCORES_NAME}"
 
 
 def _legend(comparison: Comparison) -> list[tuple[str, str]]:
@@ -237,8 +237,8 @@ def _show_experts(console: Console, comparison: Comparison) -> None:
         found = table("method", "expert", *columns, right=columns)
         for row in rows:
             for expert in experts:
-                kept = [_number(row.retention.get(expert))] if predicted else []
-                found.add_row(row.label, printable(expert), _number(row.cosines[expert]), *kept)
+                more = [_number(row.retention.get(expert))] if predicted else []
+                found.add_row(row.label, printable(expert), _number(row.cosines[expert]), *more)
         console.print("Cosine between the merged update and each expert's; predicted retention")
         console.print(found)
         return
@@ -255,8 +255,8 @@ def _show_experts(console: Console, comparison: Comparison) -> None:
 def _columns(experts: Sequence[str], values: Mapping[str, Mapping[str, float]]) -> Table:
     names = [printable(name) for name in experts]
     rows = table("method", *names, right=names)
-    for method, own in values.items():
-        rows.add_row(method, *(_number(own.get(expert)) for expert in experts))
+    for method, row in values.items():
+        rows.add_row(method, *(_number(row.get(expert)) for expert in experts))
     return rows
 
 

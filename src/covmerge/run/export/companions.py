@@ -123,7 +123,7 @@ def copy_companions(
         output: where the output is written; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and seen as plain.
+        plain: the base is quantised, and read as plain.
         quantisation: the format that the output's weights are packed in; None: they are plain.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
@@ -144,8 +144,8 @@ def copy_companions(
     notes: list[str] = []
     hashes: dict[str, str] = {}
     for name in copied:
-        folder, _, own = name.rpartition("/")
-        copy = WritableFile(output.inside(folder), own)
+        folder, _, file = name.rpartition("/")
+        copy = WritableFile(output.inside(folder), file)
         if name == "config.json":
             rewrite = partial(
                 rewrite_config,
@@ -162,7 +162,7 @@ def copy_companions(
         elif name == "generation_config.json":
             rewrite = partial(rewrite_config, tokens=tokens)
             hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
-        elif own == "config.json":  # of a module
+        elif file == "config.json":  # of a module
             rewrite = partial(rewrite_config, dtype=dtype)
             hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
         else:
@@ -216,10 +216,10 @@ def _companions_in(source: Path) -> Iterator[str]:
             found.add(child.name)
         elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
             inside = _inside(source, child.name).iterdir()
-            own = (
+            names = (
                 f.name for f in inside if f.is_file() and matches_any(f.name, _IN_COMPANION_FOLDERS)
             )
-            found.update(f"{child.name}/{name}" for name in own)
+            found.update(f"{child.name}/{name}" for name in names)
     yield from sorted(found)
 
 
@@ -298,8 +298,8 @@ def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
     if other:
         yield f"not copied from {source}: {', '.join(other)}"
     for folder in _modules(source):
-        own = (f"{folder.path}/{name}" for name in sorted(folder.names))
-        left = [n for n in own if n not in copied and not matches_any(n, _NOT_THE_OUTPUTS)]
+        paths = (f"{folder.path}/{name}" for name in sorted(folder.names))
+        left = [n for n in paths if n not in copied and not matches_any(n, _NOT_THE_OUTPUTS)]
         if left:
             yield f"not copied from {source}: {', '.join(left)}"
 

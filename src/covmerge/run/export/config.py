@@ -43,7 +43,7 @@ def rewrite_config(
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and seen as plain.
+        plain: the base is quantised, and read as plain.
         quantisation: the format that the output's weights are packed in; None: they are plain.
         tokens: what the configs say of the output's tokenizer; None if it is the base's.
         untied: the base ties tensors that the output stores one by one.

@@ -121,10 +121,10 @@ def load_expert(
                 ) from error
         head = folder / "heads" / f"{expert}.safetensors"
         if head.is_file():
-            own = opened(head)
-            _check_weights(manifest, own, "heads/")
-            weights.update({name: own.read(name) for name in own.headers})
-            headers.update(own.headers)
+            weights_of_head = opened(head)
+            _check_weights(manifest, weights_of_head, "heads/")
+            weights.update({name: weights_of_head.read(name) for name in weights_of_head.headers})
+            headers.update(weights_of_head.headers)
     return {
         name: torch.view_as_complex(weight) if headers[name].complex else weight
         for name, weight in weights.items()
@@ -201,9 +201,9 @@ def _check_shapes(name: str, masks: Checkpoint, unified: Checkpoint, base: Check
     floating = wanted is not None and wanted.dtype.is_floating_point
     if wanted is None or not floating or masks.headers[name] != packed_header(wanted):
         raise CheckpointError(f"{masks.source}: the mask of '{name}' does not fit the model")
-    own = base.headers.get(name)
-    if own is None or own.shape != wanted.shape:
+    header = base.headers.get(name)
+    if header is None or header.shape != wanted.shape:
         raise InputError(
-            f"'{name}' is {None if own is None else list(own.shape)} in {base.source} and "
+            f"'{name}' is {None if header is None else list(header.shape)} in {base.source} and "
             f"{list(wanted.shape)} in the merged model: pass the base that was merged over"
         )

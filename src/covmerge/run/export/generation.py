@@ -26,13 +26,13 @@ def notes_on_generation(base: Path | None, experts: Mapping[str, Path | None]) -
     if base is None:
         return
     try:
-        own = _settings(base)
+        used = _settings(base)
         for name, folder in experts.items():
             given = None if folder is None else _settings(folder)
-            if given is None or given == own:
+            if given is None or given == used:
                 continue
             keys = sorted(
-                key for key in {*(own or {}), *given} if given.get(key) != (own or {}).get(key)
+                key for key in {*(used or {}), *given} if given.get(key) != (used or {}).get(key)
             )
             yield (
                 f"{GENERATION} is the base's, and that of expert '{name}' differs in {some(keys, 6)}: look "

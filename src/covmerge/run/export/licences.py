@@ -16,7 +16,7 @@ _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # what the Hub has for a lice
 _LONGEST = 200  # characters of a name or a link
 _UNNAMED = "other"  # the Hub's word for a licence that has no identifier
 
-# What a licence asks that others do not, told by its name.
+# What a licence asks that others do not, recognised by its name.
 _TERMS = (
     (re.compile(r"(^|-)nc(-|$)|non-?commercial|research"), "forbids commercial use"),
     (re.compile(r"(^|-)nd(-|$)"), "forbids passing on what is derived"),
@@ -103,7 +103,7 @@ def licence_notes(licences: Mapping[str, Licence | None]) -> Iterator[str]:
     known = {str(licence): licence for licence in licences.values() if licence is not None}
     for name, licence in known.items():
         for term in licence.terms:
-            others = [groups[other] for other, own in known.items() if term not in own.terms]
+            others = [groups[n] for n, licence in known.items() if term not in licence.terms]
             if others:
                 yield (
                     f"{groups[name]} {term}, unlike {', '.join(others)}: the merged model is bound "

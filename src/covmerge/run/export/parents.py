@@ -67,5 +67,5 @@ def read_parents(checkpoints: Iterable[tuple[str, Checkpoint]]) -> Parents:
         parents[key] = Parent(one_line(path.name) if hub is None else hub.name, hub, licence)
     found = Parents(parents, ())
     # Where no parent says anything, as mostly of folders, the card says so and the user is not nagged.
-    told = licence_notes(found.licences) if any(found.licences.values()) else ()
-    return replace(found, notes=(*notes, *told))
+    of_licences = licence_notes(found.licences) if any(found.licences.values()) else ()
+    return replace(found, notes=(*notes, *of_licences))

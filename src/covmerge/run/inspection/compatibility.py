@@ -80,7 +80,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
             name,
             tuple(found.missing),
         )
-    extra = [own for own, why in found.ignored.items() if why.startswith("extra")]
+    extra = [name for name, why in found.ignored.items() if why.startswith("extra")]
     if extra:
         refused = tensors.extra == "error"
         yield Finding(
@@ -117,14 +117,14 @@ def _rows_besides(added: int) -> str:
 
 
 def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
-    own, other = base.checkpoint.config or {}, expert.checkpoint.config or {}
+    config, other = base.checkpoint.config or {}, expert.checkpoint.config or {}
     key = "tie_word_embeddings"
-    if None in (own.get(key), other.get(key)):
+    if None in (config.get(key), other.get(key)):
         return
-    if own[key] != other[key] and base.checkpoint.untied is None:  # else a note says it
+    if config[key] != other[key] and base.checkpoint.untied is None:  # else a note says it
         yield Finding(
             Severity.WARNING,
-            f"{key} is {other[key]} in its config.json and {own[key]} in the base's: the merged "
+            f"{key} is {other[key]} in its config.json and {config[key]} in the base's: the merged "
             "model has the base's",
             name,
         )
@@ -133,8 +133,8 @@ def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
 def _dtypes(base: Model, name: str, expert: Model, found: Alignment) -> Iterator[Finding]:
     others = {
         str(expert.dtype(theirs)).removeprefix("torch.")
-        for own, theirs in found.names.items()
-        if expert.dtype(theirs) != base.headers[own].dtype
+        for name, theirs in found.names.items()
+        if expert.dtype(theirs) != base.headers[name].dtype
     }
     if others:
         text = f"stores {', '.join(sorted(others))} where the base stores another dtype"

@@ -56,7 +56,7 @@ _LEAST_SPECTRA = 4  # as many as are drawn
 
 @dataclass(frozen=True)
 class InspectJob:
-    """A recipe to look at, and the options of one run.
+    """A recipe to inspect, and the options of one run.
 
     Attributes:
         recipe: base, experts, what is left to the base; its method is not run.
@@ -103,7 +103,7 @@ class InspectJob:
             plan = self._plan(checkpoints, fitting)
             taken, note = self._taken(plan)
             findings += note
-            plan = self._looking(plan, taken, base, merged, before)
+            plan = self._inspection_plan(plan, taken, base, merged, before)
             memory = options.memory([plan])
             sources = checkpoints.sources(merged)
             with torch_threads(options.threads):
@@ -151,7 +151,7 @@ class InspectJob:
         (plan,) = build_plans([recipe], checkpoints.base, sources, whole=True)
         return plan
 
-    def _looking(
+    def _inspection_plan(
         self,
         plan: Plan,
         taken: Collection[str],
@@ -159,11 +159,11 @@ class InspectJob:
         merged: Checkpoint | None,
         before: Merge | None,
     ) -> Plan:
-        """Return the plan of looking at what a plan merges, and at what it was merged to."""
+        """Return the plan that inspects what a plan merges, and what it was merged to."""
         result = None if merged is None else _model(merged)
         found = {} if result is None else self._operands_of(result, base)
         models = len(plan.recipe.experts) + (merged is not None)
-        looks = {
+        inspected = {
             tensor.name: replace(
                 tensor,
                 operation=Inspect(
@@ -183,14 +183,14 @@ class InspectJob:
             if is_compared(item):
                 unwritten = replace(item.tensor, form=Unwritten())
                 items.append(replace(item, tensor=unwritten, write_bytes=0))
-            if item.tensor.key not in looks:
+            if item.tensor.key not in inspected:
                 continue
-            tensor, size = looks[item.tensor.key], item.read_bytes
+            tensor, size = inspected[item.tensor.key], item.read_bytes
             if result is not None and (name := found[tensor.name].tensor) is not None:
                 size += result.stored_bytes(name, prod(item.shape))
-            looking = replace(item, tensor=tensor, read_bytes=size)
+            inspection_item = replace(item, tensor=tensor, read_bytes=size)
             taking = tensor.key in taken
-            items.append(self._measured(looking, spectra=taking, models=models))
+            items.append(self._measured(inspection_item, spectra=taking, models=models))
         return replace(plan, items=tuple(items))
 
     def _chosen(self, count: int) -> list[Finding]:
@@ -224,8 +224,8 @@ class InspectJob:
         models = len(plan.recipe.experts)
         for item in plan.items:
             if item.matrices is not None:
-                own = self._measured(item, spectra=True, models=models).flops
-                flops[item.tensor.name] = flops.get(item.tensor.name, 0.0) + own
+                cost = self._measured(item, spectra=True, models=models).flops
+                flops[item.tensor.name] = flops.get(item.tensor.name, 0.0) + cost
         names = by_depth(flops)
         total = sum(flops.values())
         if self.spectra == "none" or not names:
@@ -245,7 +245,7 @@ class InspectJob:
         return chosen, [Finding(Severity.NOTE, text)]
 
     def _measured(self, item: WorkItem, *, spectra: bool, models: int) -> WorkItem:
-        """The same item with what it costs to look at so many models."""
+        """The same item with what it costs to inspect so many models."""
         shape = item.shape or (1,)
         itemsize = getattr(torch, self.recipe.dtype).itemsize
         numel = prod(shape)
@@ -273,7 +273,7 @@ class InspectJob:
 
 
 def _taking_part(expert: Expert) -> Expert:
-    """The same expert in all tensors: it is looked at also where its weight is 0."""
+    """The same expert in all tensors: it is inspected also where its weight is 0."""
     return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
 
 
@@ -299,14 +299,14 @@ def _layers(
         elif "pieces" in stats:
             rows[item.tensor.name].append((item, cast("Mapping[str, Any]", stats)))
     for name in by_depth(rows):
-        own = rows[name]
-        if own[0][0].matrices is None:
-            view = _joined([stats for _, stats in own], own[0][0])
+        parts = rows[name]
+        if parts[0][0].matrices is None:
+            view = _joined([stats for _, stats in parts], parts[0][0])
             yield _with_lost(
-                view, [piece for _, stats in own for piece in stats["pieces"]], as_stored
+                view, [piece for _, stats in parts for piece in stats["pieces"]], as_stored
             )
             continue
-        pieces = [(item, stats, piece) for item, stats in own for piece in stats["pieces"]]
+        pieces = [(item, stats, piece) for item, stats in parts for piece in stats["pieces"]]
         for place, (item, stats, piece) in enumerate(pieces):
             view = _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
             yield _with_lost(view, [piece], as_stored)
@@ -328,8 +328,8 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         sums = sums_from_json(piece["sums"])
         total = sums if total is None else total + sums
         for expert, given in piece.get("rows", {}).items():
-            own = TableRows(**given)
-            rows[expert] = rows[expert] + own if expert in rows else own
+            table_rows = TableRows(**given)
+            rows[expert] = rows[expert] + table_rows if expert in rows else table_rows
     assert total is not None
     tensor = item.tensor
     view = LayerView(

@@ -1,4 +1,4 @@
-"""A merged model that is looked at: an output of covmerge, under the names of its base."""
+"""A merged model that is inspected: an output of covmerge, under the names of its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an inspection found: of every matrix, and in words."""
+"""What an inspection found: of every matrix, and as text."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Inspection(Tabular):
     def retention(self) -> dict[str, float]:
         """What the merged update is predicted to keep of each expert, over all matrices."""
         layers = self.by_expert(lambda layer: layer.retention)
-        return {e: kept for e, of in layers.items() if (kept := overall(of)) is not None}
+        return {e: share for e, of in layers.items() if (share := overall(of)) is not None}
 
     def __repr__(self) -> str:
         found = [f.severity for f in self.findings]
@@ -299,7 +299,7 @@ class Inspection(Tabular):
             norms, relative, taken = layer.norms, layer.relative, layer.spectra
             cosines = layer.pairs(layer.sums.cosines)
             spectra = [taken.get(name) for name in experts]
-            kept = [layer.retention.get(name) for name in experts]
+            retention = [layer.retention.get(name) for name in experts]
             rows.append(
                 (
                     layer.name,
@@ -308,10 +308,10 @@ class Inspection(Tabular):
                     layer.sums.base_norm,
                     *(norms.get(name) for name in experts),
                     *(relative.get(name) for name in experts),
-                    *(own and own.effective_rank for own in spectra),
-                    *(own and own.rank for own in spectra),
+                    *(spectrum and spectrum.effective_rank for spectrum in spectra),
+                    *(spectrum and spectrum.rank for spectrum in spectra),
                     *(cosines.get(pair) for pair in pairs),
-                    *([layer.merged_norm, *kept] if merged else []),
+                    *([layer.merged_norm, *retention] if merged else []),
                 )
             )
         return Table(("layer", "role", "shape", "base_norm", *columns, *after), tuple(rows))

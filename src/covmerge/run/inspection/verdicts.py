@@ -41,14 +41,14 @@ def findings_of(
 
 
 def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
-    seen = [layer for layer in matrices if layer.norms[expert] and expert in layer.spectra]
-    ranks = [layer.spectra[expert].rank for layer in seen]
-    thin = [r for r, layer in zip(ranks, seen, strict=True) if THIN * r <= min(layer.shape)]
-    if seen and len(thin) >= 0.9 * len(seen):
+    layers = [layer for layer in matrices if layer.norms[expert] and expert in layer.spectra]
+    ranks = [layer.spectra[expert].rank for layer in layers]
+    thin = [r for r, layer in zip(ranks, layers, strict=True) if THIN * r <= min(layer.shape)]
+    if layers and len(thin) >= 0.9 * len(layers):
         yield Finding(
             Severity.NOTE,
             f"its updates have a low rank ({spread(ranks)} of "
-            f"{min(min(layer.shape) for layer in seen)}): an adapter, or a model that an adapter was "
+            f"{min(min(layer.shape) for layer in layers)}): an adapter, or a model that an adapter was "
             f"merged into; such experts are merged exactly on their factors ({Hint('form', 'adapter')})",
             expert,
         )

@@ -13,7 +13,7 @@ from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import TensorPlan
 
-# By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
+# By the last part of the name. BatchNorm counts its training batches there, and reads the count only if
 # it has no momentum; the others are index tables that the model's code makes from its config.
 HARMLESS = {
     "num_batches_tracked": "counters of training batches",
@@ -32,7 +32,7 @@ def changed_integers(
     Args:
         plan: what was carried out.
         done: the statistics of its items.
-        whose: what the output's values are, in words.
+        whose: what the output's values are, as text.
     """
     found = _differing(plan, done)
     tensors = {tensor.name: tensor for tensor in plan.tensors}
@@ -52,12 +52,12 @@ def changed_integers(
         if strange:
             yield _of_integers(expert, strange, whose)
         for meaning in dict.fromkeys(filter(None, others.values())):
-            own = tuple(name for name in others if others[name] == meaning)
+            same = tuple(name for name in others if others[name] == meaning)
             text = (
-                f"has other values in {counted(len(own), 'tensor')} ({some(own, 1, quoted=True)}), "
+                f"has other values in {counted(len(same), 'tensor')} ({some(same, 1, quoted=True)}), "
                 f"{meaning}: the output has those of {whose}"
             )
-            yield Finding(Severity.NOTE, text, expert, own)
+            yield Finding(Severity.NOTE, text, expert, same)
 
 
 def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:

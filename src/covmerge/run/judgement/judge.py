@@ -43,7 +43,7 @@ def judge(
 
     Args:
         layers: of all experts.
-        base: the base, for a look at layers that are not its own.
+        base: the base, to compare with layers that are not its own.
         experts: by name.
         heads: experts with a task head of their own.
     """

@@ -64,15 +64,15 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
         if "updates" in facts:
             parts[item.tensor.key].append(cast("Mapping[str, Any]", facts))
     for tensor in plan.tensors:
-        own = parts[tensor.name]
-        if own:
+        found = parts[tensor.name]
+        if found:
             yield Layer(
                 tensor.name,
                 tensor.name,
                 tensor.matrices is not None,
-                sum(part["base"] for part in own),
-                _added([part["updates"] for part in own]),
-                _added([part["along"] for part in own]),
+                sum(part["base"] for part in found),
+                _added([part["updates"] for part in found]),
+                _added([part["along"] for part in found]),
                 tensor.role in TABLES,
             )
 

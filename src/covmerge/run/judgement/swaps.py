@@ -25,7 +25,7 @@ def find_swaps(foreign: Sequence[Foreign], base: Model, expert: Model) -> Iterat
     merges must know.
     """
     for each in foreign[:_LOOKED_UP]:
-        yield _look_up(each, base, expert)
+        yield _find_in_base(each, base, expert)
     if len(foreign) > _LOOKED_UP:
         yield Finding(
             Severity.WARNING,
@@ -35,16 +35,16 @@ def find_swaps(foreign: Sequence[Foreign], base: Model, expert: Model) -> Iterat
         )
 
 
-def _look_up(foreign: Foreign, base: Model, expert: Model) -> Finding:
+def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
     name = foreign.tensor
     parts = _parts(expert, name)
     found: list[str] = []
     for label, part in parts.items():
         for other in _candidates(name, base):
-            for place, own in _parts(base, other).items():
-                if (other, place) == (name, label) or own.shape != part.shape:
+            for place, candidate in _parts(base, other).items():
+                if (other, place) == (name, label) or candidate.shape != part.shape:
                     continue
-                cosine = float((own * part).sum()) / ((norm(own) * norm(part)) or 1.0)
+                cosine = float((candidate * part).sum()) / ((norm(candidate) * norm(part)) or 1.0)
                 if cosine > _ALIKE:
                     where = f"'{other}'" + (f" ({place})" if place else "")
                     what = f"its {label} is" if label else "it is"

@@ -31,17 +31,17 @@ class Foreign:
 
 def stranger(matrices: Sequence[Layer], expert: str) -> Finding | None:
     """Say that an expert was trained from another base, if it was."""
-    seen = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
-    if not seen:
+    known = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
+    if not known:
         return None
-    middle = median(cosine for cosine, _ in seen)
-    relative = median(matrix.relative(expert) for _, matrix in seen)
+    middle = median(cosine for cosine, _ in known)
+    relative = median(matrix.relative(expert) for _, matrix in known)
     if middle >= STRANGER and relative <= SCALED:
         return None
     return Finding(
         Severity.FAULT,
         f"is not a fine-tune of this base: its weights have a cosine of {middle:.2f} with the base's "
-        f"and an update of {relative:.1f} times their norm (medians of {len(seen)} matrices; a "
+        f"and an update of {relative:.1f} times their norm (medians of {len(known)} matrices; a "
         "fine-tune has more than 0.9, and far less than 1). Find the base it was trained from",
         expert,
         name="not-a-fine-tune",
@@ -104,7 +104,7 @@ def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterat
         block = block_of(layer.name)
         if block is not None and layer.is_matrix:
             blocks.setdefault(block, []).append(layer)
-    frozen = [b for b, own in blocks.items() if not any(layer.norm(expert) for layer in own)]
+    frozen = [b for b, layers in blocks.items() if not any(layer.norm(expert) for layer in layers)]
     if frozen and len(blocks) > 1:
         named = tuple(dict.fromkeys(layer.tensor for b in frozen for layer in blocks[b]))
         yield Finding(

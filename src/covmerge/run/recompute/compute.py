@@ -67,13 +67,13 @@ class _Distance:
     element: _Element = field(default_factory=_Element)
 
     def __add__(self, other: _Distance) -> _Distance:
-        lost = [own.rounding for own in (self, other) if own.rounding is not None]
+        lost = [part.rounding for part in (self, other) if part.rounding is not None]
         return _Distance(
             self.error + other.error,
             self.update + other.update,
             self.weights + other.weights,
             sum(lost) if lost else None,
-            max(self.element, other.element, key=lambda own: own.beyond),
+            max(self.element, other.element, key=lambda element: element.beyond),
         )
 
     def computed(self, compute_eps: float) -> float:
@@ -158,19 +158,19 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     eps = torch.finfo(getattr(torch, recipe.dtype)).eps
     wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
     merged = sum(isinstance(tensor.operation, Merge) for tensor in plan.tensors)
-    return Check("recomputed", not wrong, _told(found, wrong, merged))
+    return Check("recomputed", not wrong, _account(found, wrong, merged))
 
 
-def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
+def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
     """What was found, and how."""
-    own = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
-    kernels = f"covmerge's own kernels in float64: {some(own, 5, between='; ')}"
-    if not own:
+    by_kernels = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
+    kernels = f"covmerge's own kernels in float64: {some(by_kernels, 5, between='; ')}"
+    if not by_kernels:
         how = "the float64 reference implementations"
-    elif len(own) == len(found):
+    elif len(by_kernels) == len(found):
         how = kernels
     else:
-        how = f"the float64 reference implementations, but for {len(own)} by {kernels}"
+        how = f"the float64 reference implementations, but for {len(by_kernels)} by {kernels}"
     if wrong:
         off = some((f"'{tensor.name}' is {tensor.distance}" for tensor in wrong), 5, between="; ")
         return f"not what the sources give: {off}; computed by {how}"
@@ -198,11 +198,11 @@ def _compare(
     forms = {tensor.name: tensor.form for tensor in plan.tensors}
 
     def distance(name: str, method: Callable[[str], Method]) -> _Distance:
-        own = replace(informed, method=method)
+        of_method = replace(informed, method=method)
         total = _Distance()
         for item in items[name]:
             stored = output.read(name, item.rows)
-            (result,) = work([item], read_inputs([item], sources), own)
+            (result,) = work([item], read_inputs([item], sources), of_method)
             merged: Any = result.stats["merged"]
             exact = result.tensors[0]
             form = forms[name] if merged else ModelTensor()  # what is the base's has its bytes

@@ -5,7 +5,7 @@ command    a command that is run on each model
 lm_eval, sentences, texts   evaluators of other libraries, by name; `files` reads their examples
 values     what a scorer returned, checked
 intervals  intervals by the paired bootstrap over examples
-kept       scores that were taken before, in scores.json
+saved_scores  scores that were taken before, in scores.json
 table      methods by tasks, as text, CSV and LaTeX
 job        score several models
 """

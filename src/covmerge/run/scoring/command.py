@@ -90,20 +90,20 @@ class Command:
         return [word.replace(MODEL, str(model)) for word in self._words]
 
     def score(self, model: Path) -> Scores:
-        words = self.words(model)
-        shown = printable(shlex.join(words))
+        command = self.words(model)
+        shown = printable(shlex.join(command))
         with TemporaryFile() as printed, TemporaryFile() as said:
             try:
                 ended = subprocess.run(
-                    words, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, check=False
+                    command, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, check=False
                 ).returncode
             except OSError as error:
                 raise CheckFailed(f"`{shown}` cannot be run: {error.strerror}") from error
             if ended:
                 how = f"ended with {ended}" if ended > 0 else f"was ended by signal {-ended}"
                 last = _tail(said) or _tail(printed)
-                told = f". Its last lines:\n{last}" if last else ", and printed nothing"
-                raise CheckFailed(f"`{shown}` {how}{told}")
+                output = f". Its last lines:\n{last}" if last else ", and printed nothing"
+                raise CheckFailed(f"`{shown}` {how}{output}")
             printed.seek(0)
             text = printed.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
@@ -121,13 +121,13 @@ def _is_small_file(word: str) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
 
 
-def _in_script(words: Sequence[str]) -> bool:
+def _in_script(command: Sequence[str]) -> bool:
     """Whether the folder's name would be part of what a shell interprets."""
-    if Path(words[0]).name not in _SHELLS:
+    if Path(command[0]).name not in _SHELLS:
         return False
     return any(
         flag.startswith("-") and not flag.startswith("--") and "c" in flag and MODEL in script
-        for flag, script in pairwise(words)
+        for flag, script in pairwise(command)
     )
 
 

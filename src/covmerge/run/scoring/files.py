@@ -21,16 +21,16 @@ _MOST_BYTES = 2**30
 @contextmanager
 def quiet_transformers() -> Generator[None]:
     """Keep transformers from reporting every model that it loads, and from drawing bars."""
-    told: Any = import_module("transformers.utils.logging")
-    level, bars = told.get_verbosity(), told.is_progress_bar_enabled()
-    told.set_verbosity_error()
-    told.disable_progress_bar()
+    logging: Any = import_module("transformers.utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        told.set_verbosity(level)
+        logging.set_verbosity(level)
         if bars:
-            told.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 def digest_of(paths: Iterable[Path]) -> str:

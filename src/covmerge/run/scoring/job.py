@@ -10,13 +10,13 @@ from typing import Protocol
 
 from covmerge.base.errors import CovmergeError
 from covmerge.files.stores.disk import replace_file
-from covmerge.run.scoring.kept import KEPT_NAME, Candidate, Kept
+from covmerge.run.scoring.saved_scores import SCORES_NAME, Candidate, SavedScores
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable
 
 
 class ScoreProgress(Protocol):
-    """Is told how far scoring is."""
+    """Receives the progress of scoring."""
 
     def start(self, total: int | None) -> None:
         """So many models are to be scored."""
@@ -33,24 +33,24 @@ class ScoreProgress(Protocol):
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """Models, a scorer, and where scores are kept.
+    """Models, a scorer, and where scores are saved.
 
     Attributes:
         models: in the order of the table.
         scorer: what scores them.
         folder: of the table and of scores.json.
-        kept: scores that were taken before.
-        progress: is told how far it is.
+        saved: scores that were taken before.
+        progress: receives how far it is.
     """
 
     models: Sequence[Candidate]
     scorer: Scorer
     folder: Path
-    kept: Kept
+    saved: SavedScores
     progress: ScoreProgress | None = None
 
     def run(self) -> ScoreTable:
-        """Score the models that no score is kept of, and write the table as CSV and LaTeX.
+        """Score the models that have no saved score, and write the table as CSV and LaTeX.
 
         A model whose scoring fails is named in the table, and the others are scored. Tables of an earlier
         run are removed first: they are of other scores.
@@ -59,7 +59,7 @@ class ScoreJob:
             (self.folder / name).unlink(missing_ok=True)
         key, scored, failed = self.scorer.key, dict[str, Scored](), dict[str, str]()
         for model in self.models:
-            found = self.kept.find(model, key)
+            found = self.saved.find(model, key)
             if found is not None:
                 scored[model.label] = Scored(model.label, *found, kept=True)
         waiting = [model for model in self.models if model.label not in scored]
@@ -80,14 +80,14 @@ class ScoreJob:
                 else:
                     seconds = time.perf_counter() - started
                     scored[model.label] = Scored(model.label, scores, seconds)
-                    self.kept.add(model, key, self.scorer.name, scores, seconds)
-                    self.kept.write(self.folder / KEPT_NAME)
+                    self.saved.add(model, key, self.scorer.name, scores, seconds)
+                    self.saved.write(self.folder / SCORES_NAME)
                 if shown:
                     shown.advance()
         finally:
             if shown:
                 shown.finish()
-        self.kept.write(self.folder / KEPT_NAME)
+        self.saved.write(self.folder / SCORES_NAME)
         rows = tuple(scored[m.label] for m in self.models if m.label in scored)
         table = ScoreTable(self.scorer.name, rows, failed)
         if rows:

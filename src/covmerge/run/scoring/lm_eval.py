@@ -39,8 +39,8 @@ class _LmEval:
 
     @property
     def key(self) -> str:
-        own = sorted(self._folder.rglob("*.y*ml")) if self._folder else []
-        return f"{self.name} {version('lm_eval')} {digest_of(own)}"
+        files = sorted(self._folder.rglob("*.y*ml")) if self._folder else []
+        return f"{self.name} {version('lm_eval')} {digest_of(files)}"
 
     def check(self) -> None:
         task_manager(self._tasks, self._folder)
@@ -130,12 +130,12 @@ def _model_arguments(folder: Path) -> dict[str, Any]:
 def _scores(found: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[str, Score]]:
     """The first metric of each task; of a tag, which has none of its own, those of its members."""
     results: Mapping[str, Mapping[str, Any]] = found["results"]
-    own = [task for task in wanted if task in results and _first(results[task])]
-    if not own:
-        own = [task for task, entries in results.items() if _first(entries)]
-    if not own:
+    tasks = [task for task in wanted if task in results and _first(results[task])]
+    if not tasks:
+        tasks = [task for task, entries in results.items() if _first(entries)]
+    if not tasks:
         raise CheckFailed(f"lm-eval found no number for {', '.join(wanted)}: choose other tasks")
-    for task in own:
+    for task in tasks:
         key = _first(results[task])
         assert key is not None
         metric, _, filtered = key.partition(",")
@@ -158,8 +158,8 @@ def _first(entries: Mapping[str, Any]) -> str | None:
 
 
 def _examples(samples: Any, metric: str, filtered: str) -> list[float]:
-    own = [s for s in samples if s.get("filter", filtered) == filtered]
-    own.sort(key=lambda sample: sample.get("doc_id", 0))
-    values = [sample.get(metric) for sample in own]
+    chosen = [s for s in samples if s.get("filter", filtered) == filtered]
+    chosen.sort(key=lambda sample: sample.get("doc_id", 0))
+    values = [sample.get(metric) for sample in chosen]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     return numbers if len(numbers) == len(values) else []

@@ -25,7 +25,7 @@ class Scorer(Protocol):
 
     @property
     def key(self) -> str | None:
-        """What a score depends on beside the model; None: nobody knows, and no score is kept."""
+        """What a score depends on beside the model; None: nobody knows, and no score is saved."""
         ...
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ def _named(name: str, arguments: str) -> Scorer:
 
 
 class _Function:
-    """A caller's function of a folder; no score of it is kept, as nobody knows what it depends on."""
+    """A caller's function of a folder; no score of it is saved, as nobody knows what it depends on."""
 
     key = None
 

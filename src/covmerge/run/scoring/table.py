@@ -63,7 +63,7 @@ class ScoreTable(Tabular):
     @property
     def columns(self) -> tuple[str, ...]:
         """The tasks, and their mean where there are several."""
-        return (*self.tasks, self._own(MEAN)) if len(self.tasks) > 1 else self.tasks
+        return (*self.tasks, self._free_name(MEAN)) if len(self.tasks) > 1 else self.tasks
 
     def value(self, row: Scored, column: str) -> float | None:
         """Return a score, or the mean over the tasks; None where the model has no score of one."""
@@ -104,18 +104,18 @@ class ScoreTable(Tabular):
         infinite = [
             f"{row.label} has no finite score of {', '.join(lacks)}"
             for row in self.rows
-            if (lacks := [task for task, own in row.scores.items() if not isfinite(own.value)])
+            if (lacks := [task for task, score in row.scores.items() if not isfinite(score.value)])
         ]
         uneven = [
-            f"{task} has no intervals: the models have different numbers of examples ({spread(own)})"
-            for task, own in self._counts.items()
-            if len(own) > 1
+            f"{task} has no intervals: the models have different numbers of examples ({spread(counts)})"
+            for task, counts in self._counts.items()
+            if len(counts) > 1
         ]
         return [*lacking, *infinite, *uneven]
 
     def table(self) -> Table:
         """A row for each model: scores, with their intervals where there are examples, and seconds."""
-        columns = [self._own("model")]
+        columns = [self._free_name("model")]
         for column in self.columns:
             columns += [column, *(f"{column} {end}" for end in self._ends(column))]
         rows: list[tuple[Cell, ...]] = []
@@ -127,7 +127,7 @@ class ScoreTable(Tabular):
                     found = self.interval(row, column)
                     cells += [None, None] if found is None else [found.low, found.high]
             rows.append((*cells, row.seconds))
-        return Table((*columns, self._own("seconds")), tuple(rows))
+        return Table((*columns, self._free_name("seconds")), tuple(rows))
 
     def latex(self) -> str:
         """The table for a paper: booktabs, the highest of each column in bold."""
@@ -166,9 +166,9 @@ class ScoreTable(Tabular):
         return f"<ScoreTable: {len(self.rows)} models by {self.scorer}>"
 
     def _of(self, column: str) -> tuple[str, ...]:
-        return self.tasks if column == self._own(MEAN) and len(self.tasks) > 1 else (column,)
+        return self.tasks if column == self._free_name(MEAN) and len(self.tasks) > 1 else (column,)
 
-    def _own(self, name: str) -> str:
+    def _free_name(self, name: str) -> str:
         """The name of a column that is no task's."""
         while name in self.tasks:
             name = f"covmerge's {name}"
@@ -187,7 +187,7 @@ class ScoreTable(Tabular):
     def _sizes(self) -> dict[str, int]:
         """Examples by task, where every model was scored on as many."""
         counts = self._counts.items()
-        return {task: next(iter(own)) for task, own in counts if len(own) == 1 and own != {0}}
+        return {t: next(iter(sizes)) for t, sizes in counts if len(sizes) == 1 and sizes != {0}}
 
     @cached_property
     def _counts(self) -> dict[str, set[int]]:

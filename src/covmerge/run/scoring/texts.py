@@ -65,13 +65,13 @@ def _load(model: Path, kind: str) -> tuple[Any, Any]:
     """
     transformers: Any = import_module("transformers")
     try:
-        loaded, told = getattr(transformers, kind).from_pretrained(
+        loaded, loading = getattr(transformers, kind).from_pretrained(
             model, output_loading_info=True, local_files_only=True
         )
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckFailed(f"transformers cannot load {model}: {error}") from error
-    missing = sorted(told["missing_keys"])
+    missing = sorted(loading["missing_keys"])
     if missing:
         raise CheckFailed(
             f"{model} has no weights for {some(missing)}, which transformers would draw at random: score a "

@@ -50,7 +50,7 @@ class SearchJob:
         seed: of what it draws.
         together: how many are merged in one reading.
         all_examples: the search sees all of them, and nothing is held out.
-        progress: is told how far it is.
+        progress: receives how far it is.
         options: how it is done; `resume` goes on with the search in `out`.
     """
 
@@ -271,7 +271,7 @@ class _State:
         except CovmergeError as error:
             if len(work) == 1:
                 return [str(error)]
-            return [why for own in work for why in self._merged([own])]
+            return [why for one in work for why in self._merged([one])]
         return [None] * len(work)
 
     def _scored(self, trial: Trial, folder: Path) -> Trial:

@@ -80,7 +80,7 @@ class Search(Tabular):
     def front(self) -> tuple[Trial, ...]:
         """The Pareto front: no other trial is better in one objective and as good in all others."""
         known = [(t, v) for t in self.trials if (v := self.values(t)) is not None]
-        return tuple(t for t, own in known if not any(_better(other, own) for _, other in known))
+        return tuple(t for t, values in known if not any(_better(v, values) for _, v in known))
 
     @property
     def best(self) -> Trial | None:
@@ -116,12 +116,12 @@ class Search(Tabular):
                 )
             ]
         column, best = self.objectives[0], self.best
-        told = f"{best.label}, {written(_value(self.seen, best, column))}"
+        text = f"{best.label}, {written(_value(self.seen, best, column))}"
         gain = self.gain
         if self.untuned is not None and gain is not None:
-            own = written(_value(self.seen, self.untuned, column))
-            told += f"; without a search {own}: {_lead(gain['seen'])}"
-        return [("best", told), ("other half", self._fit(best, column, gain))]
+            value = written(_value(self.seen, self.untuned, column))
+            text += f"; without a search {value}: {_lead(gain['seen'])}"
+        return [("best", text), ("other half", self._fit(best, column, gain))]
 
     def _fit(self, best: Trial, column: str, gain: Mapping[str, Interval | float] | None) -> str:
         if self.held_out is None:
@@ -132,24 +132,24 @@ class Search(Tabular):
                 "example"
             )
         value = written(_value(self.held_out, best, column))
-        told = f"{best.label}, {value} on the examples it did not see"
+        text = f"{best.label}, {value} on the examples it did not see"
         if self.untuned is None or gain is None:
-            return told
-        own = written(_value(self.held_out, self.untuned, column))
-        return f"{told}; without a search {own}: {_lead(gain['held out'])}"
+            return text
+        untuned = written(_value(self.held_out, self.untuned, column))
+        return f"{text}; without a search {untuned}: {_lead(gain['held out'])}"
 
     def table(self) -> Table:
         """A row a trial: its values, the objectives on both halves, its seconds and why it failed."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.chosen))
         tables = [("", self.seen), *([(" held out", self.held_out)] if self.held_out else [])]
-        columns = [f"{c}{end}" for end, own in tables for c in own.columns]
+        columns = [f"{c}{end}" for end, table in tables for c in table.columns]
         rows: list[tuple[Cell, ...]] = []
         for trial in [*([] if self.untuned is None else [self.untuned]), *self.trials]:
             cells = [
-                None if row is None else own.value(row, column)
-                for _, own in tables
-                for row in [_row(own, trial)]
-                for column in own.columns
+                None if row is None else table.value(row, column)
+                for _, table in tables
+                for row in [_row(table, trial)]
+                for column in table.columns
             ]
             rows.append(
                 (
@@ -208,7 +208,7 @@ def unlike(scores: Scores, first: Scores) -> str | None:
             return f"its scores have the tasks {', '.join(scores)}, and those before {', '.join(first)}"
         if not isfinite(scores[task].value):
             return f"its score of {task} is not finite"
-        counts = [len(own[task].examples or ()) for own in (scores, first)]
+        counts = [len(half[task].examples or ()) for half in (scores, first)]
         if counts[0] != counts[1]:
             return f"{task} was scored on {counts[0]} examples, and before on {counts[1]}"
     return None
@@ -222,8 +222,8 @@ def _half(scores: Scores, held_out: bool) -> Scores:
         order = list(range(len(examples)))
         Random(f"{task} {len(examples)}").shuffle(order)
         middle = (len(order) + 1) // 2
-        own = tuple(examples[i] for i in sorted(order[middle:] if held_out else order[:middle]))
-        found[task] = Score(sum(own) / len(own) if own else score.value, own or None)
+        chosen = tuple(examples[i] for i in sorted(order[middle:] if held_out else order[:middle]))
+        found[task] = Score(sum(chosen) / len(chosen) if chosen else score.value, chosen or None)
     return found
 
 
@@ -246,5 +246,5 @@ def _lead(gain: Interval | float) -> str:
     """Say how far one is above the other."""
     if not isinstance(gain, Interval):
         return f"{gain:+.3f}"
-    told = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"
-    return told if gain.clear else f"{told}, which may be chance"
+    text = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"
+    return text if gain.clear else f"{text}, which may be chance"

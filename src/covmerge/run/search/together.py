@@ -59,8 +59,8 @@ class Together:
             return
         # A weight of 0 leaves an expert out of what is read.
         recipes = {folder: recipe for recipe, folder in work}
-        for own in alike.values():
-            self.write([(recipes[folder], folder) for _, folder in own])
+        for part in alike.values():
+            self.write([(recipes[folder], folder) for _, folder in part])
 
     def _write(self, work: Sequence[tuple[Plan, Path]], checkpoints: OpenCheckpoints) -> None:
         plans = [plan for plan, _ in work]
@@ -76,16 +76,16 @@ class Together:
         room_for(plans, work[0][1].parent).check()
         checkpoints.materialize()
         files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
-        outputs = [own.output for own in files]
+        outputs = [file.output for file in files]
         # The sources are hashed in the first reading.
         contents = None if self._recorded else checkpoints.contents()
         done, hashes = execute(
             plans, outputs, checkpoints, memory, self.options, contents, compare=False
         )
         self._recorded = self._recorded or checkpoints.recorded(hashes)
-        for (plan, folder), own, found in zip(work, files, done, strict=True):
+        for (plan, folder), file, found in zip(work, files, done, strict=True):
             fit = check_fit(plan, found.items, checkpoints)
-            own.finish(
+            file.finish(
                 found, self._recorded, memory, LocalFolder(folder), fit=fit, may_equal_base=True
             )
 

@@ -156,26 +156,26 @@ class Trials:
                     continue
                 found = recorded[len(self.finished)]
                 if _equal(asked.chosen, found.params):
-                    self._told(asked, found.values)
+                    self._tell_sampler(asked, found.values)
                 else:  # another version of Optuna, or another machine, would have tried something else
-                    self._told(asked, None)
+                    self._tell_sampler(asked, None)
                     self._sampling.add_trial(found)
                 self.finished.append(_trial(found.number, found.params, found.user_attrs))
 
     def ask(self, count: int) -> list[Asked]:
-        """Return choices of values, as many at most; first those that were asked for and never told."""
+        """Return choices of values, as many at most; first those that were asked for and never answered."""
         waiting, self._waiting = self._waiting, []
         return waiting or self._asked(count)
 
     def tell(self, asked: Asked, trial: Trial, values: Sequence[float] | None) -> None:
         """Take the values of the objectives, and record the trial; None: it failed."""
-        told = self._told(asked, values)
-        told.user_attrs = {**trial.as_json(), _TOGETHER: asked.together}
-        told.system_attrs = {}
-        self._record.add_trial(told)
+        frozen = self._tell_sampler(asked, values)
+        frozen.user_attrs = {**trial.as_json(), _TOGETHER: asked.together}
+        frozen.system_attrs = {}
+        self._record.add_trial(frozen)
         self.finished.append(trial)
 
-    def _told(self, asked: Asked, values: Sequence[float] | None) -> Any:
+    def _tell_sampler(self, asked: Asked, values: Sequence[float] | None) -> Any:
         if values is None:
             failed = self._optuna.trial.TrialState.FAIL
             return self._sampling.tell(asked.handle, state=failed)
@@ -202,7 +202,7 @@ def _suggested(handle: Any, mark: Mark) -> Value:
 
 def _trial(number: int | None, chosen: Mapping[str, Value], said: Mapping[str, Any]) -> Trial:
     """Read `Trial.as_json`."""
-    scores = {str(task): score_of(own) for task, own in said["scores"].items()}
+    scores = {str(task): score_of(score) for task, score in said["scores"].items()}
     return Trial(number, dict(chosen), scores or None, said["failed"], float(said["seconds"]))
 
 

@@ -21,16 +21,16 @@ from covmerge.run.verification.outcome import Check
 Found = Mapping[str, FileHashes | str]
 
 
-def hashes_of(store: Store, name: str, look: Look | None = None) -> FileHashes | str:
+def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashes | str:
     """Read a file of an output once, and return its hashes, or what is wrong with it.
 
     Args:
         store: the output.
         name: path of the file in it.
-        look: is shown its tensors as they are read.
+        inspect: is given its tensors as they are read.
     """
     try:
-        return hash_file(store, name, look)
+        return hash_file(store, name, inspect)
     except FileNotFoundError:
         return "is missing"
     except CheckpointError as error:
@@ -110,5 +110,5 @@ def _folder_of(name: str) -> str:
 
 def _is_loaded(name: str, places: Collection[str]) -> bool:
     """Whether a loader may take a file for a part of the output, in folders where weights lie."""
-    own = name.rpartition("/")[2]
-    return _folder_of(name) in places and (is_weights(own) or own == ADAPTER_CONFIG)
+    file = name.rpartition("/")[2]
+    return _folder_of(name) in places and (is_weights(file) or file == ADAPTER_CONFIG)

@@ -101,7 +101,7 @@ class Verification(Tabular):
     def table(self) -> Table:
         """One row for each check."""
         columns = ("check", "result", "detail")
-        return Table(columns, tuple((own.name, own.result, own.detail) for own in self.checks))
+        return Table(columns, tuple((one.name, one.result, one.detail) for one in self.checks))
 
     def html(self) -> str:
         """What a notebook shows."""

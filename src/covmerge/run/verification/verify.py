@@ -124,18 +124,18 @@ def examine(
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = stored.weight_names if coverage.ok else ()
-        own = output.quantisation
-        packed: Mapping[str, Packed] = {} if own is None else own.packed
+        quantisation = output.quantisation
+        packed: Mapping[str, Packed] = {} if quantisation is None else quantisation.packed
         parts = {name for one in packed.values() for name in one.stored}
-        parts |= frozenset() if own is None else own.unused
-        look = WeightsCheck(store, values.base is not None, apart, frozenset(parts))
+        parts |= frozenset() if quantisation is None else quantisation.unused
+        check = WeightsCheck(store, values.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
-        seen = read(sizes, look, values.base or output)
+        inspected = read(sizes, check, values.base or output)
         found: Found = {
-            name: hashes_in(seen[name]) if name in seen else hashes_of(store, name)
+            name: hashes_in(inspected[name]) if name in inspected else hashes_of(store, name)
             for name in dict.fromkeys([*names, *weights])
         }
-        values.take(seen.values())
+        values.take(inspected.values())
         if coverage.ok:
             values.inspect_rows(output, packed)  # read once more, as a client does
         checks = [coverage, *(values.checks() if coverage.ok else ())]
@@ -152,7 +152,7 @@ def examine(
 def _check_base(base: Checkpoint, store: Store, manifest: Mapping[str, Any]) -> None:
     """Refuse another base; one in other files, or in memory, has no hashes that could be compared."""
     known = _content_of_base(manifest).keys()
-    if known >= {own.name for own in _weights_of(base)} and _is_another(base, manifest):
+    if known >= {file.name for file in _weights_of(base)} and _is_another(base, manifest):
         raise InputError(
             f"{base.source} is not the base that {store} was merged over: pass that one"
         )
@@ -162,12 +162,12 @@ def _is_another(base: Checkpoint, manifest: Mapping[str, Any]) -> bool:
     """Whether its weights have other hashes than were recorded; what lies beside them may change."""
     recorded = _content_of_base(manifest)
     return bool(recorded) and any(
-        own.hash(at_once) != recorded.get(own.name) for own in _weights_of(base)
+        file.hash(at_once) != recorded.get(file.name) for file in _weights_of(base)
     )
 
 
 def _weights_of(base: Checkpoint) -> list[Content]:
-    return [own for own in base.contents() if not own.early]
+    return [file for file in base.contents() if not file.early]
 
 
 def _content_of_base(manifest: Mapping[str, Any]) -> Mapping[str, str]:
@@ -203,7 +203,7 @@ def _mixed(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
 
 
 def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
-    return [Slice.model_validate(own) for own in manifest["recipe"].get("slices", ())]
+    return [Slice.model_validate(entry) for entry in manifest["recipe"].get("slices", ())]
 
 
 def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
@@ -259,13 +259,13 @@ def _badly_tied(output: Checkpoint) -> Iterator[str]:
     if found.lacks_head is not None:
         yield f"'{found.lacks_head}' is not stored, and config.json ties it to no other tensor"
     for name, info in found.tensors.items():
-        kept = info.tied_to
-        if kept is not None and kept in output.headers and not same_values(output, name, kept):
-            yield f"'{name}' differs from '{kept}', and config.json says that they are tied"
+        tied = info.tied_to
+        if tied is not None and tied in output.headers and not same_values(output, name, tied):
+            yield f"'{name}' differs from '{tied}', and config.json says that they are tied"
 
 
 class _Values:
-    """What was seen of all tensors: finite, copied where copied, changed where changed."""
+    """What was found of all tensors: finite, copied where copied, changed where changed."""
 
     def __init__(
         self,
@@ -280,11 +280,11 @@ class _Values:
         self._missing = missing
         self._apart = apart
         if base is not None:
-            own = base.headers
+            headers = base.headers
             other = [
                 n
                 for n, e in entries.items()
-                if n not in own or (n not in apart and list(own[n].shape) != e["shape"])
+                if n not in headers or (n not in apart and list(headers[n].shape) != e["shape"])
             ]
             if other:
                 base = None
@@ -293,12 +293,12 @@ class _Values:
         self._not_finite: set[str] = set()
         self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
 
-    def take(self, seen: Iterable[Json]) -> None:
+    def take(self, results: Iterable[Json]) -> None:
         """Note what was found in files."""
-        for found in seen:
-            own = cast("Mapping[str, Any]", found)
-            self._not_finite.update(own.get("not_finite", ()))
-            self._changed.update(own.get("changed", ()))
+        for found in results:
+            fields = cast("Mapping[str, Any]", found)
+            self._not_finite.update(fields.get("not_finite", ()))
+            self._changed.update(fields.get("changed", ()))
 
     def inspect_rows(self, output: Checkpoint, names: Iterable[str]) -> None:
         """Read tensors of the output.
@@ -310,7 +310,7 @@ class _Values:
         for name in names:
             header = output.headers[name]
             for rows in header.row_blocks(_BLOCK_ELEMENTS):
-                onlooker.look(header, rows, output.read(name, rows))
+                onlooker.inspect(header, rows, output.read(name, rows))
         if onlooker.error is not None:
             raise onlooker.error
         self._not_finite |= onlooker.not_finite
@@ -345,7 +345,7 @@ class _Values:
         return "were the experts trained?"
 
     def checks(self) -> list[Check]:
-        """What there is to say when all of them were seen."""
+        """The outcome, when all of them were read."""
         entries = self._entries
         if self.base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
@@ -381,8 +381,8 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
     loss = float(totals["rounding_loss"])
     packed: Mapping[str, Any] | None = totals.get("quantised")
     if packed is not None and "lost" in packed:  # what is plain beside it is nothing to speak of
-        kept, lost = packed["kept"], packed["lost"]
-        detail = f"of the update {kept:.2%} is left in quantised tensors, beside noise of {lost:.2%} of it"
+        left, lost = packed["kept"], packed["lost"]
+        detail = f"of the update {left:.2%} is left in quantised tensors, beside noise of {lost:.2%} of it"
         return Check("rounding", ok=True, detail=detail, noted=lost >= 1.0)
     return Check(
         "rounding",

@@ -1,4 +1,4 @@
-"""What is seen of one file of an output while it is hashed: wherever that is done, the same."""
+"""What is checked of one file of an output while it is hashed, the same in every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Onlooker:
-    """Sees tensors go by: which are not finite, and which are not the base's.
+    """Checks tensors as they are read: which are not finite, and which are not the base's.
 
     Args:
         base: what they are compared with; None: nothing is.
@@ -41,8 +41,8 @@ class Onlooker:
         self.changed: set[str] = set()
         self.error: InputError | None = None
 
-    def look(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
-        """See some rows of a tensor."""
+    def inspect(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
+        """Compare some rows of a tensor."""
         name = header.name
         if block.is_complex():
             block = torch.view_as_real(block)
@@ -52,7 +52,7 @@ class Onlooker:
             return
         try:
             same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
-        except InputError as error:  # of the base, and not of what is being looked at
+        except InputError as error:  # of the base, and not of what is checked
             self.error = error
             return
         if not same:
@@ -61,7 +61,7 @@ class Onlooker:
 
 @dataclass(frozen=True)
 class WeightsCheck:
-    """What is looked for in a file of weights, by any process; see `engine.FileCheck`.
+    """What is checked of a file of weights, by any process; see `engine.FileCheck`.
 
     Attributes:
         store: the output.
@@ -77,35 +77,35 @@ class WeightsCheck:
 
     def __call__(self, base: Checkpoint, name: str) -> dict[str, Json]:
         """Read a file once, for its hashes and for what is in it."""
-        seen = Onlooker(base if self.compared else None, self.apart)
+        onlooker = Onlooker(base if self.compared else None, self.apart)
         prefix = _prefix(name)
 
-        def look(header: TensorHeader, rows: range | None, block: Tensor) -> None:
+        def inspect(header: TensorHeader, rows: range | None, block: Tensor) -> None:
             if header.name not in self.parts:
-                seen.look(replace(header, name=f"{prefix}{header.name}"), rows, block)
+                onlooker.inspect(replace(header, name=f"{prefix}{header.name}"), rows, block)
 
-        found = hashes_of(self.store, name, look)
-        if seen.error is not None:
-            raise seen.error
+        found = hashes_of(self.store, name, inspect)
+        if onlooker.error is not None:
+            raise onlooker.error
         if isinstance(found, str):
             return {"problem": found}
         return {
             "sha256": found.sha256,
             "tensors": dict(found.tensors),
-            "not_finite": sorted(seen.not_finite),
-            "changed": sorted(seen.changed),
+            "not_finite": sorted(onlooker.not_finite),
+            "changed": sorted(onlooker.changed),
         }
 
     def check(self, name: str, found: Json) -> dict[str, Json]:
-        own = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
-        if {*own} == {"problem"} and isinstance(own["problem"], str):
-            return {"problem": own["problem"]}
-        if {*own} == {"sha256", "tensors", "not_finite", "changed"}:
-            hashes = [own["sha256"], *dict(own["tensors"]).values()]
-            names = {*own["not_finite"], *own["changed"]}
-            whole = {f"{_prefix(name)}{tensor}" for tensor in own["tensors"]}
+        fields = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
+        if {*fields} == {"problem"} and isinstance(fields["problem"], str):
+            return {"problem": fields["problem"]}
+        if {*fields} == {"sha256", "tensors", "not_finite", "changed"}:
+            hashes = [fields["sha256"], *dict(fields["tensors"]).values()]
+            names = {*fields["not_finite"], *fields["changed"]}
+            whole = {f"{_prefix(name)}{tensor}" for tensor in fields["tensors"]}
             if names <= whole and all(map(_DIGEST.fullmatch, hashes)):
-                return {**own}
+                return {**fields}
         raise ValueError("it is nothing that is found in a file")
 
     def as_json(self) -> dict[str, Json]:
@@ -117,9 +117,9 @@ class WeightsCheck:
         }
 
     @classmethod
-    def from_json(cls, store: Store, told: Mapping[str, Any]) -> WeightsCheck:
-        """What another rank says is looked for in the output."""
-        return cls(store, told["compared"], frozenset(told["apart"]), frozenset(told["parts"]))
+    def from_json(cls, store: Store, data: Mapping[str, Any]) -> WeightsCheck:
+        """The check that another rank describes."""
+        return cls(store, data["compared"], frozenset(data["apart"]), frozenset(data["parts"]))
 
 
 def _prefix(file: str) -> str:
@@ -130,7 +130,7 @@ def _prefix(file: str) -> str:
 
 def hashes_in(found: Json) -> FileHashes | str:
     """The hashes of a file in what was found in it, or what is wrong with it."""
-    own = cast("Mapping[str, Any]", found)
-    if "problem" in own:
-        return cast("str", own["problem"])
-    return FileHashes(own["sha256"], own["tensors"])
+    fields = cast("Mapping[str, Any]", found)
+    if "problem" in fields:
+        return cast("str", fields["problem"])
+    return FileHashes(fields["sha256"], fields["tensors"])

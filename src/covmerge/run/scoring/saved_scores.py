@@ -1,4 +1,4 @@
-"""Scores that were taken before, kept in a file beside the models."""
+"""Scores that were taken before, saved in a file beside the models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.run.scoring.values import Scores, score_of
 
-KEPT_NAME = "scores.json"
+SCORES_NAME = "scores.json"
 _MOST_VALUES = 30_000_000
 
 
@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
         label: what it is called in the table.
         folder: where it is.
-        hash: of all its bytes; None where nobody knows it, and no score is kept.
+        hash: of all its bytes; None where nobody knows it, and no score is saved.
     """
 
     label: str
@@ -73,7 +73,7 @@ def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class Kept:
+class SavedScores:
     """Scores by what they depend on: the model's hash and the scorer's key.
 
     Args:
@@ -84,7 +84,7 @@ class Kept:
         self._entries = dict(entries or {})
 
     @classmethod
-    def read(cls, path: Path) -> Kept:
+    def read(cls, path: Path) -> SavedScores:
         """Read a file of scores; none where there is no file.
 
         Raises:
@@ -104,7 +104,7 @@ class Kept:
         return cls(entries)
 
     def find(self, model: Candidate, key: str | None) -> tuple[Scores, float] | None:
-        """Return the scores of a model and the seconds that they took, if they are kept."""
+        """Return the scores of a model and the seconds that they took, if they are saved."""
         entry = self._entries.get(_of(model, key) or "")
         if entry is None:
             return None
