@@ -396,20 +396,20 @@ def run_comparison(job: CompareJob) -> Comparison:
 def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, Any]) -> Recipe:
     """The arguments of a public function as the recipe that is recorded."""
     nothing = {name for name in ("weights", "statistics", "tensors") if settings.get(name) is None}
-    own = {name: _plain(value) for name, value in settings.items() if name not in nothing}
-    for name in {"before", "after", "allow", "keep", "rules"} & own.keys():
-        own[name] = _listed(name, own[name])
-    if "rules" in own:
-        own["rules"] = [_named_method(rule) for rule in own["rules"]]
-    if "weights" in own:
-        own["weights"] = _named_weights(own["weights"], tuple(experts))
-    if "statistics" in own:
-        own["statistics"] = _files(own["statistics"])
+    fields = {name: _plain(value) for name, value in settings.items() if name not in nothing}
+    for name in {"before", "after", "allow", "keep", "rules"} & fields.keys():
+        fields[name] = _listed(name, fields[name])
+    if "rules" in fields:
+        fields["rules"] = [_named_method(rule) for rule in fields["rules"]]
+    if "weights" in fields:
+        fields["weights"] = _named_weights(fields["weights"], tuple(experts))
+    if "statistics" in fields:
+        fields["statistics"] = _files(fields["statistics"])
     sources = {
         name: {"source": _label(f"expert '{name}'", source)} for name, source in experts.items()
     }
     start = {"base": _label("the base", base), "experts": sources}
-    return parse_recipe(lay_over(start, own), origin="arguments")
+    return parse_recipe(lay_over(start, fields), origin="arguments")
 
 
 def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -425,9 +425,9 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
     known = {parameter.name for one in methods for parameter in one.parameters}
     for name in sorted(params.keys() - known):
         if name in ("parameters", "params", "kwargs", "set") and isinstance(params[name], Mapping):
-            told = ", ".join(f"{key}={value!r}" for key, value in params[name].items())
+            pairs = ", ".join(f"{key}={value!r}" for key, value in params[name].items())
             raise RecipeError(
-                f"merge takes parameters as keywords: pass {told} in place of {name}="
+                f"merge takes parameters as keywords: pass {pairs} in place of {name}="
             )
         if name in Recipe.model_fields:
             raise RecipeError(
@@ -450,7 +450,7 @@ def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any])
     for name in options:
         if name in known:
             continue
-        of_method = any(name == own.name for method in registry for own in method.parameters)
+        of_method = any(name == each.name for method in registry for each in method.parameters)
         if function == "compare" and of_method:
             raise RecipeError(
                 f"compare takes no '{name}': write it with its method, as in 'NAME({name}=VALUE)'"
@@ -462,9 +462,9 @@ def _named_method(rule: Any) -> Any:
     """A rule with its method's name, where that is passed as a function."""
     if not isinstance(rule, Mapping):
         return rule
-    own = cast("Mapping[str, Any]", rule)
+    raw = cast("Mapping[str, Any]", rule)
     return (
-        {**own, "method": registry.name_of(own["method"])} if callable(own.get("method")) else own
+        {**raw, "method": registry.name_of(raw["method"])} if callable(raw.get("method")) else raw
     )
 
 
@@ -513,8 +513,8 @@ def _is_adapter(source: Any) -> bool:
     if not isinstance(source, tuple) or len(cast("tuple[Any, ...]", source)) != 2:
         return False
     tensors, config = cast("tuple[Any, Any]", source)
-    told = "peft_type" in config if isinstance(config, Mapping) else hasattr(config, "peft_type")
-    return isinstance(tensors, Mapping) and told
+    typed = "peft_type" in config if isinstance(config, Mapping) else hasattr(config, "peft_type")
+    return isinstance(tensors, Mapping) and typed
 
 
 def _listed(name: str, given: object) -> list[Any]:
@@ -529,9 +529,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        return {key: _plain(own) for key, own in cast("Mapping[Any, Any]", value).items()}
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_plain(own) for own in cast("Sequence[Any]", value)]
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

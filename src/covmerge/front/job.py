@@ -98,7 +98,7 @@ class Job:
         tied: Mapping[str, str] = plan.tied[None] if base.is_held else {}
         tensors = _whole_model(plan, found)
         return MergedTensors(
-            tensors=tensors | {n: tensors[kept] for n, kept in tied.items() if kept in tensors},
+            tensors=tensors | {n: tensors[name] for n, name in tied.items() if name in tensors},
             saver=Saver(plan, work.checkpoints, work.memory, done, fit, found),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
@@ -128,8 +128,8 @@ class Job:
             except _NothingBegunError:
                 return None
 
-        own = RankJob(work.plan, work.checkpoints, work.memory, out, before, self.options, rank)
-        return own.run(lead)
+        part = RankJob(work.plan, work.checkpoints, work.memory, out, before, self.options, rank)
+        return part.run(lead)
 
     def _to_files(
         self,
@@ -156,19 +156,19 @@ class Job:
             work.checkpoints.materialize()
             sources = {**work.checkpoints.identity(), COMPUTED: options.computed()}
             # Ranks take the threads of the one that leads, so these belong to its journal alone.
-            own = {**sources, THREADS: options.threads_for(work.plan)}
-            told = {
+            identity = {**sources, THREADS: options.threads_for(work.plan)}
+            fields = {
                 "covmerge": own_version(),
                 "torch": torch.__version__,
                 "recipe": dump_recipe(work.plan.recipe),
                 ORDER: list(work.plan.recipe.experts),
-                **own,
+                **identity,
                 PROCESSOR: options.processor,
             }
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
-            journal = begin(staging.journal, work.plan.digest(own), told)
+            journal = begin(staging.journal, work.plan.digest(identity), fields)
             if journal.processor not in (None, options.processor):
                 staging.notes.append(
                     f"the merge was begun on another processor ({shown(journal.processor)}; this one is "
@@ -201,8 +201,8 @@ class Job:
 
     def _executor(self, work: _Work, session: Session | None = None) -> Executor:
         """Return what carries the plan out."""
-        own = self.options.executor(work.memory, partial(work.checkpoints.opener, [work.plan]))
-        return own if session is None else Ranks(own, session)
+        executor = self.options.executor(work.memory, partial(work.checkpoints.opener, [work.plan]))
+        return executor if session is None else Ranks(executor, session)
 
     def _execute(
         self, work: _Work, output: Output, executor: Executor, journal: Journal | None = None

@@ -133,7 +133,7 @@ def descriptions() -> dict[str, str]:
         >>> descriptions()["whole"]
         'have the adapter hold what full models changed outside their layers, as it is.'
     """
-    found = (entry for own in _ALL for entry in _ENTRY.findall(cleandoc(own.__doc__ or "")))
+    found = (entry for group in _ALL for entry in _ENTRY.findall(cleandoc(group.__doc__ or "")))
     return {name: " ".join(text.split()) for name, text in found}
 
 
@@ -142,12 +142,12 @@ def takes(keywords: type[Mapping[str, Any]]) -> Callable[[_F], _F]:
 
     def listed(function: _F) -> _F:
         known = signature(function)
-        own = [one for one in known.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        found = [p for p in known.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
         names = [name for name in keywords.__annotations__ if name not in known.parameters]
-        own += [Parameter(name, Parameter.KEYWORD_ONLY, default=...) for name in names]
-        function.__signature__ = known.replace(parameters=own)  # pyright: ignore[reportFunctionMemberAccess]
-        told = descriptions()
-        lines = "\n".join(f"    {name}: {told[name]}" for name in names)
+        found += [Parameter(name, Parameter.KEYWORD_ONLY, default=...) for name in names]
+        function.__signature__ = known.replace(parameters=found)  # pyright: ignore[reportFunctionMemberAccess]
+        texts = descriptions()
+        lines = "\n".join(f"    {name}: {texts[name]}" for name in names)
         function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}"
         return function
 

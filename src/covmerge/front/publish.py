@@ -1,4 +1,4 @@
-"""A finished output put on the Hugging Face Hub: verified, looked through, and committed at once."""
+"""A finished output put on the Hugging Face Hub: verified, checked, and committed at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def push(
 
 
 def prepare(out: str | Path, repository: str, *, message: str | None = None) -> Publication:
-    """Verify an output and look through what others would see of it; nothing is sent.
+    """Verify an output and check what others would see of it; nothing is sent.
 
     Raises:
         CheckFailed: the output fails its verification.
@@ -146,13 +146,13 @@ def _files(folder: Path, inside: str = "") -> Iterator[str]:
 
 def _notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     card = folder / CARD_NAME
-    told = read_front_matter(card, ("license", "base_model")) if card.is_file() else {}
-    if not told.get("license"):
+    fields = read_front_matter(card, ("license", "base_model")) if card.is_file() else {}
+    if not fields.get("license"):
         yield (
             f"{CARD_NAME} names no licence (license: ...), so nobody knows what they may do with the "
             "model; what is known of its parents' is in it"
         )
-    if not told.get("base_model"):
+    if not fields.get("base_model"):
         yield (
             f"{CARD_NAME} names no model of the Hub that this one was made of (base_model: ...): add "
             "them where you know them"

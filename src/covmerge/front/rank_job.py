@@ -67,7 +67,7 @@ class RankJob:
         """Lead, or help whoever does until the output is there; take over from one that is gone.
 
         Raises:
-            InputError: nobody leads, what others do is not seen here, or all that who leads raises.
+            InputError: nobody leads, what others do is not visible here, or all that who leads raises.
         """
         self.checkpoints.check_versions()
         gathering = self._gathering()
@@ -75,7 +75,7 @@ class RankJob:
         leads = self.rank.number == 0
         if not leads and self._was_there():
             return self._published(0)
-        patience, own = self.options.patience, 0
+        patience, batches = self.options.patience, 0
         while True:
             if leads:
                 try:
@@ -92,14 +92,14 @@ class RankJob:
                 joined = gathering.join(digest, self._is_published, patience)
             except InputError:
                 if self.before is not None and self._is_of_this_recipe():
-                    return self._published(own)  # it had been replaced before this rank came
+                    return self._published(batches)  # it had been replaced before this rank came
                 raise
             if joined is None:
-                return self._published(own)
+                return self._published(batches)
             session, threads = joined
-            own += self._help(session, threads)
+            batches += self._help(session, threads)
             gathering.leave(session)
-            # What nobody was seen to lead was killed before: to go on with it is for the user to say.
+            # A merge without a leader was killed before: the user says whether to go on with it.
             leads = taking_over = session.was_led or self.options.resume
             patience = min(patience, _SHOWN_AFTER)
 
@@ -176,13 +176,13 @@ class RankJob:
             return False
         return not differing(manifest["recipe"], dump_recipe(self.plan.recipe))
 
-    def _published(self, own: int) -> MergeResult:
+    def _published(self, batches: int) -> MergeResult:
         """What there is to say of a merge that another rank has ended.
 
         Raises:
             InputError: this one could not have helped.
         """
-        if not own and not self.out.is_made_here():
+        if not batches and not self.out.is_made_here():
             raise InputError(
                 f"{self.rank} did nothing: {self.out} is there, and nothing was seen of the work on it in "
                 f"{self.out.aside}. Ranks share an output on a URL through the folder "
@@ -193,10 +193,10 @@ class RankJob:
             path=self.out.output.folder,
             recipe=self.plan.recipe,
             stats=cast("Stats", {key: manifest[key] for key in _STATS if key in manifest}),
-            run=cast("RunFigures", {"items": len(self.plan.items), "own_items": own}),
+            run=cast("RunFigures", {"items": len(self.plan.items), "own_items": batches}),
             verification=None,
             notes=(
-                f"{self.rank}: {own} of {len(self.plan.items)} items were done here, and another rank "
+                f"{self.rank}: {batches} of {len(self.plan.items)} items were done here, and another rank "
                 "has published",
             ),
         )

@@ -73,8 +73,8 @@ class Saver:
             for part, headers in self.plan.parts.items():
                 for header in headers:
                     tensor = self.parts[part][header.name]
-                    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                    files.output.write([Place(part, header)], [own])
+                    stored = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    files.output.write([Place(part, header)], [stored])
             hashes = {key: _hashes(one) for key, one in self.checkpoints.all()}
             sources = self.checkpoints.recorded(hashes)
             result = files.finish(

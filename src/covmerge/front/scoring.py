@@ -42,16 +42,16 @@ def score_command(recipe: Mapping[str, Any], out: str) -> str | None:
     set_ = {key: value for key, value in parameters.items() if value is not None}
     given = ",".join(f"{key}={json.dumps(value)}" for key, value in set_.items())
     methods = [f"{method}({given})" if given else method, *(m for m in _BESIDE if m != method)]
-    words = ["covmerge", "compare", "--base", recipe["base"]]
+    command = ["covmerge", "compare", "--base", recipe["base"]]
     by_default = TensorRules().model_dump()
     for name, expert in experts.items():
-        words += ["--expert", f"{name}={expert['source']}"]
+        command += ["--expert", f"{name}={expert['source']}"]
     for name, expert in experts.items():
-        words += ["--weight", f"{name}={expert['weight']:g}"] if expert["weight"] != 1 else []
+        command += ["--weight", f"{name}={expert['weight']:g}"] if expert["weight"] != 1 else []
     for key, value in recipe.get("tensors", {}).items():
-        words += ["--tensors", f"{key}={value}"] if value != by_default.get(key) else []
-    words += ["--methods", ",".join(methods), "--out", f"{out}-scored", "--score", EVALUATION]
-    return shlex.join(words)
+        command += ["--tensors", f"{key}={value}"] if value != by_default.get(key) else []
+    command += ["--methods", ",".join(methods), "--out", f"{out}-scored", "--score", EVALUATION]
+    return shlex.join(command)
 
 
 def _is_more(recipe: Mapping[str, Any]) -> bool:

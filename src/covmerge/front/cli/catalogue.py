@@ -116,12 +116,12 @@ def step_page(step: Step) -> dict[str, Any]:
     }
 
 
-def law_words(
+def law_texts(
     laws: Mapping[str, bool | None], *, looks_at_base: bool = False
 ) -> list[tuple[str, str]]:
-    """What is promised, in words; of a method that looks at how long the base's weights are, with these."""
+    """What is promised, as text; of a method that depends on the norm of the base's weights, with these."""
     with_base = ", where the base's weights are times s too" if looks_at_base else ""
-    words = {
+    labels = {
         "order_invariant": ("order of experts", "changes nothing", "changes the result"),
         "scale_equivariant": (
             "updates times s",
@@ -136,7 +136,7 @@ def law_words(
     }
     return [
         (label, "nothing is promised" if laws[law] is None else yes if laws[law] else no)
-        for law, (label, yes, no) in words.items()
+        for law, (label, yes, no) in labels.items()
     ]
 
 
@@ -190,8 +190,8 @@ def _details(method: Declared) -> list[str]:
 def _departures(method: Declared) -> str:
     """The paragraph of the kernel's docstring that says where it leaves the paper; empty: none."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")
-    own = next((text for text in paragraphs if text.startswith(_DEPARTS)), "")
-    return " ".join(own.removeprefix(_DEPARTS).split())
+    paragraph = next((text for text in paragraphs if text.startswith(_DEPARTS)), "")
+    return " ".join(paragraph.removeprefix(_DEPARTS).split())
 
 
 def _examples(method: Method) -> tuple[str, str]:
@@ -273,12 +273,12 @@ def _tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> 
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
         laws, paper = each["laws"], each["reference"]
-        kept = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
+        holds = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
         tuned = " (tuned)" if each["published_tuning"] else ""
         cells = [
             f"[`{each['name']}`](#{anchor[each['name']]})",
             each["data"] + tuned,
-            *map(_kept, kept),
+            *map(_yes_or_no, holds),
             _cost(each),
             each["tensors"],
             _defaults(each),
@@ -294,7 +294,7 @@ def _steps_tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str
         cells = [
             f"[`{each['name']}`](#{anchor[each['name']]})",
             each["when"],
-            *map(_kept, each["laws"].values()),
+            *map(_yes_or_no, each["laws"].values()),
             each["tensors"],
             each["adapters"],
             _defaults(each),
@@ -302,7 +302,7 @@ def _steps_tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str
         yield f"| {' | '.join(cells)} |"
 
 
-def _kept(holds: bool | None) -> str:
+def _yes_or_no(holds: bool | None) -> str:
     return "not said" if holds is None else "yes" if holds else "no"
 
 

@@ -173,7 +173,7 @@ def read_stages(
         )
     *before, (last, recipe) = found
     return [
-        *((folder, _laid_over(_said(own), of_stages, file)) for folder, own in before),
+        *((folder, _laid_over(_said(fields), of_stages, file)) for folder, fields in before),
         (last, _laid_over(_said(recipe), flags, file)),
     ]
 
@@ -192,7 +192,7 @@ def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | N
     """Return a recipe with the flags over what it says."""
     data = dict(said)
     sources = pairs("--expert", flags.get("experts", ()), "code=./code").items()
-    data["experts"] = {**data["experts"], **{name: {"source": own} for name, own in sources}}
+    data["experts"] = {**data["experts"], **{name: {"source": source} for name, source in sources}}
     _set_method(data, flags, file)
     settings = {
         name: flags[name] for name in (*_ALONE, *_OF_OUTPUT, "shard_size") if flags.get(name)

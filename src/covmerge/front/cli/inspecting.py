@@ -1,4 +1,4 @@
-"""What `covmerge inspect` does: look, and print a picture that a terminal can show."""
+"""What `covmerge inspect` does: measure, and print tables that a terminal can show."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def _experts(inspection: Inspection) -> Table:
     rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
     base = total.base_norm or 1.0
     for place, expert in enumerate(inspection.compared):
-        own = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
+        part = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
         taken = (
-            [f"{median(s.effective_rank for s in own):.0f}", f"{median(s.rank for s in own):.0f}"]
-            if own
+            [f"{median(s.effective_rank for s in part):.0f}", f"{median(s.rank for s in part):.0f}"]
+            if part
             else []
         )
         rows.add_row(
@@ -209,7 +209,7 @@ def _pairs(inspection: Inspection) -> Table:
 
 
 def _foreseen(inspection: Inspection) -> tuple[str, Table]:
-    """What would be done to the layers of each kind: what is told in numbers, headed by symbols."""
+    """What would be done to the layers of each kind: the numeric diagnostics, headed by symbols."""
     found: dict[str, dict[str, list[float]]] = {}
     for layer in inspection.matrices:
         for heading, value in layer.foreseen.items():
@@ -218,7 +218,7 @@ def _foreseen(inspection: Inspection) -> tuple[str, Table]:
     symbols = [heading.partition(",")[0] for heading in found]
     rows = table("layers", *symbols, right=symbols)
     for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
-        cells = (f"{median(own[kind]):.3g}" if kind in own else "" for own in found.values())
+        cells = (f"{median(kinds[kind]):.3g}" if kind in kinds else "" for kinds in found.values())
         rows.add_row(printable(kind), *cells)
     title = f"What {PREFERRED} would do, medians of {'; '.join(found)}"
     return title, rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covmerge.front.cli.catalogue import law_words, markdown, page, show_value, step_page
+from covmerge.front.cli.catalogue import law_texts, markdown, page, show_value, step_page
 from covmerge.front.cli.console import print_json, say, stdout
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _show_step(page: Mapping[str, Any]) -> None:
             ("when", f"{page['when']} a method"),
             ("works on", page["tensors"]),
             ("adapters", page["adapters"]),
-            *law_words(page["laws"]),
+            *law_texts(page["laws"]),
         ],
     )
 
@@ -110,13 +110,13 @@ def _show_page(page: Mapping[str, Any]) -> None:
             ("merges", page["tensors"]),
             ("data", page["data"]),
             *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
-            *law_words(laws, looks_at_base=page["looks_at_base"]),
+            *law_texts(laws, looks_at_base=page["looks_at_base"]),
             ("equal experts give", laws["replicas"]),
         ],
     )
 
 
-def _show(page: Mapping[str, Any], own: Iterable[tuple[str, str]]) -> None:
+def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     """Print a page, with the facts that methods or steps have of their own."""
     from covmerge.front.cli.show import facts
 
@@ -131,7 +131,7 @@ def _show(page: Mapping[str, Any], own: Iterable[tuple[str, str]]) -> None:
     console.print(
         facts(
             [
-                *own,
+                *more,
                 *([("paper", paper)] if paper else []),
                 *([("departs from it", page["departs"])] if page["departs"] else []),
                 *([("from", page["from"])] if page["from"] else []),

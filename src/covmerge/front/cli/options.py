@@ -27,8 +27,8 @@ def setting(name: str, panel: str, metavar: str | None = None, **more: Any) -> A
         metavar: what stands for its value.
         **more: as `typer.Option` takes it.
     """
-    told = _HELP.get(name, "").replace("`", "")
-    more.setdefault("help", told[:1].upper() + told[1:])
+    text = _HELP.get(name, "").replace("`", "")
+    more.setdefault("help", text[:1].upper() + text[1:])
     return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)
 
 

@@ -48,7 +48,7 @@ def interrupt_on_sigterm() -> None:
 
 @contextmanager
 def interruptible() -> Generator[None, None, None]:
-    """Have Ctrl-C and SIGTERM end a command in words whenever they come, before it has begun too.
+    """Have Ctrl-C and SIGTERM end a command with a message whenever they come, before it has begun too.
 
     Raises:
         SystemExit: with the exit code of the signal that came.
@@ -70,13 +70,13 @@ def _interrupted() -> int:
 
 
 class ReportingGroup(TyperGroup):
-    """The commands, with errors that are meant for the user told to the user.
+    """The commands; errors that are meant for the user are printed as messages.
 
     Anything unexpected keeps its traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note whether a recipe is among the arguments, in whose words errors are told then."""
+        """Note whether a recipe is among the arguments: errors then name its keys, not flags."""
         named = (arg for arg in args if not arg.startswith("-"))
         ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) for arg in named)
         return super().parse_args(ctx, args)
@@ -123,7 +123,7 @@ class ReportingGroup(TyperGroup):
 def _of_memory(error: Exception) -> bool:
     """Whether the system refused memory: to Python, to torch, or for the stack of a thread."""
     said = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
+    return isinstance(error, MemoryError) or any(text in said for text in _NO_MEMORY)
 
 
 def _fail(error: CovmergeError) -> NoReturn:

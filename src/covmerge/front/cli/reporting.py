@@ -30,7 +30,7 @@ def report(
         CheckFailed: the output fails its verification; the report is there.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    read_manifest(local_path(out))  # a wrong folder is told before a missing package
+    read_manifest(local_path(out))  # a wrong folder is reported before a missing package
     path = html or (None if as_json or as_csv else out / FILE_NAME)
     if path is not None:
         check_page(path, overwrite=options.overwrite)

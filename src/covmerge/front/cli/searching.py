@@ -113,7 +113,7 @@ def _best(found: Search) -> list[Trial]:
     if len(found.objectives) > 1:
         return list(found.front[:_BEST])
     known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]
-    return [trial for _, trial in sorted(known, key=lambda own: own[0], reverse=True)[:3]]
+    return [trial for _, trial in sorted(known, key=lambda pair: pair[0], reverse=True)[:3]]
 
 
 def _files(found: Search) -> str:

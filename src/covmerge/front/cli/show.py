@@ -36,7 +36,7 @@ from covmerge.run.verification import Verification
 
 _LAYERS = 12  # of a table by layer
 _EXACT = 1e-12  # of an update's energy: lost to rounding, not to the rank
-_LOSS = 0.01  # of the update's norm to rounding, from which on everybody is told
+_LOSS = 0.01  # of the update's norm to rounding, from which on the loss is always shown
 NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
@@ -77,7 +77,7 @@ def show_plan(
         facts(
             [
                 *_weights(plan.recipe),
-                *_heads({expert: list(kept) for expert, kept in plan.heads.items()}),
+                *_heads({expert: list(names) for expert, names in plan.heads.items()}),
                 (
                     "work",
                     f"reads {format_size(plan.read_bytes)}, writes {format_size(plan.write_bytes)}, "
@@ -132,7 +132,7 @@ def plan_summary(
 def show_result(
     console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
 ) -> None:
-    """Print what was taken and why, what to look at and what to do next.
+    """Print what was taken and why, what to check and what to do next.
 
     Args:
         console: where to.
@@ -157,7 +157,7 @@ def show_result(
                 ("taken", _taken(result)),
                 *_resumed(run),
                 *_heads(stats["heads"]),
-                *_look_at(result),
+                *_remarks(result),
                 *(_details(result, run) if verbose else ()),
             ]
         )
@@ -185,20 +185,20 @@ def _why(notes: Sequence[str]) -> str | None:
     )
 
 
-def _look_at(result: MergeResult) -> list[tuple[str, str]]:
+def _remarks(result: MergeResult) -> list[tuple[str, str]]:
     """Warnings and notes; that nothing stands out where there are none, with the checks."""
-    told = [(WARNING, warning) for warning in result.warnings]
-    told += [(NOTE, note) for note in result.notes if not note.startswith(UNNAMED_NOTE)]
+    rows = [(WARNING, warning) for warning in result.warnings]
+    rows += [(NOTE, note) for note in result.notes if not note.startswith(UNNAMED_NOTE)]
     if _is_much_lost(result):
-        told = [*_rounding(result), *told]
+        rows = [*_rounding(result), *rows]
     count = counted(len(cast("Verification", result.verification).checks), "check")
-    return told or [
+    return rows or [
         ("look at", f"nothing stands out; the output was read again and passed {count}")
     ]
 
 
 def _is_much_lost(result: MergeResult) -> bool:
-    """Whether rounding, in storing or in the steps before, is to be told to everybody.
+    """Whether the loss to rounding, in storing or in the steps before, is always shown.
 
     It is where it was not measured.
     """
@@ -239,20 +239,20 @@ def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -
 
 def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     """Print what rounding to a quantised format did to the update, the worst layers of many."""
-    ordered = sorted(layers, key=lambda own: -own.get("lost", 0.0))
-    shown = [own for own in layers if own in ordered[:_LAYERS]]
+    ordered = sorted(layers, key=lambda layer: -layer.get("lost", 0.0))
+    shown = [layer for layer in layers if layer in ordered[:_LAYERS]]
     numbers = ("tensors", "rounding", "noise", "kept")
     rows = table("layer", *numbers, right=numbers)
-    for own in shown:
-        lost, kept = (f"{own[key]:.1%}" if key in own else "-" for key in ("lost", "kept"))
+    for layer in shown:
+        lost, kept = (f"{layer[key]:.1%}" if key in layer else "-" for key in ("lost", "kept"))
         rows.add_row(
-            printable(own["layer"]), str(own["tensors"]), f"{own['error']:.2%}", lost, kept
+            printable(layer["layer"]), str(layer["tensors"]), f"{layer['error']:.2%}", lost, kept
         )
     console.print(rows)
-    told = "rounding: of the weights, at most of a tensor; noise and kept: of the merged update"
+    text = "rounding: of the weights, at most of a tensor; noise and kept: of the merged update"
     more = len(layers) - len(shown)
     console.print(
-        f"{told}{f'; {more} layers with less noise are in covmerge.json' if more else ''}"
+        f"{text}{f'; {more} layers with less noise are in covmerge.json' if more else ''}"
     )
 
 
@@ -269,7 +269,7 @@ def show_adapter(
                 *_resumed(run),
                 *_factors(result, verbose=verbose),
                 *_heads(result.stats["heads"]),
-                *_look_at(result),
+                *_remarks(result),
                 *(_details(result, run) if verbose else ()),
             ]
         )
@@ -289,7 +289,7 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
     worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
     lost = merged[worst]["discarded_energy"]
     left_out = totals["left_out_energy"]
-    told = [
+    rows = [
         (
             "adapter",
             f"{counted(len(merged), 'tensor')}, rank {spread([p['rank'] for p in merged.values()])}"
@@ -298,7 +298,7 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
         )
     ]
     if lost > _EXACT:
-        told.append(
+        rows.append(
             (
                 "truncation",
                 f"loses {totals['discarded_energy']:.2%} of the update's energy, at most "
@@ -306,14 +306,14 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
             )
         )
     if verbose:
-        told.append(("rank", _ranks_by_energy([tensors[name] for name in merged])))
+        rows.append(("rank", _ranks_by_energy([tensors[name] for name in merged])))
     if left_out:
-        told.append(
+        rows.append(
             ("left out", f"{left_out:.2%} of the update's energy, in tensors without factors")
         )
     elif verbose:
-        told.append(("left out", "nothing"))
-    return told
+        rows.append(("left out", "nothing"))
+    return rows
 
 
 def _ranks_by_energy(layers: Sequence[Mapping[str, Any]]) -> str:
@@ -364,8 +364,8 @@ def _rounding(result: MergeResult) -> list[tuple[str, str]]:
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    kept = [f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items()]
-    return [("heads kept", f"{', '.join(kept)}, one file each under heads/")] if kept else []
+    texts = [f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items()]
+    return [("heads kept", f"{', '.join(texts)}, one file each under heads/")] if texts else []
 
 
 def _disk(plan: Plan, room: Room | None) -> str:

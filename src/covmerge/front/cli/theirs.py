@@ -15,7 +15,7 @@ _SHORT = re.compile(r"(-[jI])([^=].*)")
 _VERBOSE = re.compile(r"-v+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9}
 
-# Switches that are ours by other words.
+# Switches that have another name here.
 _AS: Mapping[str, Sequence[str]] = {
     "--cuda": ("--device", "cuda"),
     "--gpu-rich": ("--device", "cuda"),

@@ -31,7 +31,7 @@ class LayerCost:
 
 @dataclass(frozen=True, repr=False)
 class Report(Tabular):
-    """A look at experts, and at what a merge made of them.
+    """An inspection of experts, and of what a merge made of them.
 
     Attributes:
         title: a name for people: the output folder's, or the base's.

@@ -55,12 +55,12 @@ def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
         found.setdefault(key, {}).setdefault(str(block), []).append(layer)
     for (prefix, kind), columns in list(found.items()):
         if len(columns) == 1:
-            ((block, own),) = columns.items()
-            single[".".join(part for part in (prefix, block, kind) if part)] = own
+            ((block, members),) = columns.items()
+            single[".".join(part for part in (prefix, block, kind) if part)] = members
             del found[prefix, kind]
     labels = _labels(list(found))
     listed = [
-        Panel(labels[key], {block: tuple(own) for block, own in columns.items()})
+        Panel(labels[key], {block: tuple(column) for block, column in columns.items()})
         for key, columns in found.items()
     ]
     names = list(single)

@@ -39,7 +39,7 @@ def render(report: Report) -> str:
         experts=tables.experts(report),
         rules=() if manifest is None else manifest["totals"]["by_rule"],
         facts=list(page.facts(report)),
-        told=tables.method_columns(report),
+        method_tables=tables.method_columns(report),
         losses=tables.losses(report),
         retention=page.RETENTION if page.is_predicted(report) else None,
         score=page.score_it(report),

@@ -24,9 +24,9 @@ BEFORE, MERGED = "merged, before refinement", "merged"
 _SPECTRA = 4  # layers whose singular values are drawn
 
 
-def inspection_of(look: Inspect) -> Inspection:
+def inspection_of(data: Inspect) -> Inspection:
     """What was measured."""
-    return look.inspection if isinstance(look, Report) else look
+    return data.inspection if isinstance(data, Report) else data
 
 
 def kind_name(layer: LayerView) -> str:
@@ -47,14 +47,14 @@ def changed(layer: LayerView, values: Mapping[str, float]) -> dict[str, float | 
 
 
 def keeps_least(inspection: Inspection) -> str:
-    """The expert of which least is kept; of several of which nothing is, the one harmed most."""
-    kept = inspection.retention()
+    """The expert of which least is retained; of several of which nothing is, the one harmed most."""
+    shares = inspection.retention()
 
     def standing(expert: str) -> tuple[float, float]:
         raw = mean(layer.retention.get(expert) for layer in inspection.matrices)
-        return kept[expert], raw or 0.0
+        return shares[expert], raw or 0.0
 
-    return min(kept, key=standing)
+    return min(shares, key=standing)
 
 
 def moved_by(inspection: Inspection, expert: str) -> float:
@@ -80,10 +80,10 @@ class Pair:
     chance: float | None
 
 
-def pairs(look: Inspect) -> dict[tuple[str, str], Pair]:
+def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
     """Compare each two experts."""
-    inspection = inspection_of(look)
-    seen = [
+    inspection = inspection_of(data)
+    rows = [
         (layer, layer.norms, layer.pairs(layer.sums.cosines), layer.pairs(layer.sums.sign_conflict))
         for layer in inspection.matrices
     ]
@@ -91,7 +91,7 @@ def pairs(look: Inspect) -> dict[tuple[str, str], Pair]:
     for pair in combinations(inspection.compared, 2):
         both = [
             (layer, cosines[pair], conflicts[pair])
-            for layer, norms, cosines, conflicts in seen
+            for layer, norms, cosines, conflicts in rows
             if all(norms.get(expert) for expert in pair)
         ]
         overlaps = [layer for layer, _, _ in both if layer.overlap]
@@ -119,14 +119,14 @@ class Gamma:
     fired: bool | None
 
 
-def gammas(look: Inspect) -> list[Gamma]:
+def gammas(data: Inspect) -> list[Gamma]:
     """γ of every matrix that two experts or more changed."""
-    merge: Mapping[str, TensorDiagnostics] = look.diagnostics if isinstance(look, Report) else {}
+    merge: Mapping[str, TensorDiagnostics] = data.diagnostics if isinstance(data, Report) else {}
     found: list[Gamma] = []
-    seen: dict[str, int] = {}
-    for layer in inspection_of(look).matrices:
-        place = seen.get(layer.tensor, 0)
-        seen[layer.tensor] = place + 1
+    counts: dict[str, int] = {}
+    for layer in inspection_of(data).matrices:
+        place = counts.get(layer.tensor, 0)
+        counts[layer.tensor] = place + 1
         sizes = [norm for norm in layer.norms.values() if norm]
         if len(sizes) < 2:
             continue
@@ -136,12 +136,12 @@ def gammas(look: Inspect) -> list[Gamma]:
     return found
 
 
-def thresholds(look: Inspect) -> dict[Statistic, float]:
+def thresholds(data: Inspect) -> dict[Statistic, float]:
     """The gate's τ by statistic: what the recipe says, or else its default."""
     found = dict(DEFAULT_TAU)
-    if not isinstance(look, Report) or look.manifest is None:
+    if not isinstance(data, Report) or data.manifest is None:
         return found
-    recipe, family = look.manifest["recipe"], look.manifest["family"]
+    recipe, family = data.manifest["recipe"], data.manifest["family"]
     parameters = Settings(registry.get(recipe["method"]), recipe["parameters"], family).shown()
     statistic, tau = parameters.get("gate"), parameters.get("tau")
     if statistic in found and isinstance(tau, float):
@@ -149,21 +149,21 @@ def thresholds(look: Inspect) -> dict[Statistic, float]:
     return found
 
 
-def shown_spectra(look: Inspect) -> list[LayerView]:
+def shown_spectra(data: Inspect) -> list[LayerView]:
     """A few of the matrices whose spectra were taken, of different kinds, from input to output.
 
     Where the merge refined some, these.
     """
-    taken = [layer for layer in inspection_of(look).matrices if layer.spectra]
-    seen = [layer for layer in taken if layer.before is not None] or taken
+    taken = [layer for layer in inspection_of(data).matrices if layer.spectra]
+    layers = [layer for layer in taken if layer.before is not None] or taken
     kinds = [
-        [layer for own in panel.columns.values() for layer in own]
-        for panel in panels((kind_name(layer), layer) for layer in seen)
+        [layer for column in panel.columns.values() for layer in column]
+        for panel in panels((kind_name(layer), layer) for layer in layers)
     ]
     if len(kinds) < _SPECTRA:
-        return [seen[place] for place in evenly(len(seen), _SPECTRA)]
+        return [layers[place] for place in evenly(len(layers), _SPECTRA)]
     chosen = [kinds[place] for place in evenly(len(kinds), _SPECTRA)]
-    return [own[step * (len(own) - 1) // (_SPECTRA - 1)] for step, own in enumerate(chosen)]
+    return [kind[step * (len(kind) - 1) // (_SPECTRA - 1)] for step, kind in enumerate(chosen)]
 
 
 def evenly(count: int, wanted: int) -> list[int]:

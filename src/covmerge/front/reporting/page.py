@@ -1,4 +1,4 @@
-"""What a report says in words."""
+"""The text of a report."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         )
     heads: Mapping[str, Sequence[str]] = report.manifest["heads"]
     if heads:
-        kept = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
-        yield "heads kept", f"{', '.join(kept)}; one file each under heads/"
+        texts = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
+        yield "heads kept", f"{', '.join(texts)}; one file each under heads/"
     yield from summarise(tuple(report.diagnostics.values())).rows
     yield from account_of_losses(totals).rows
 

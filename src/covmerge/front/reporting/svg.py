@@ -101,10 +101,10 @@ def _attributes(element: Element, name: str, used: set[str]) -> Iterator[tuple[s
 def _style(value: str) -> str:
     """The same in the page's colours and type."""
     parts = [part.strip() for part in value.split(";")]
-    kept = "; ".join(part for part in parts if part and not part.startswith("font-family"))
+    style = "; ".join(part for part in parts if part and not part.startswith("font-family"))
     for name, colour in COLOURS.items():
-        kept = kept.replace(colour.light, f"var(--{name})")
-    return kept
+        style = style.replace(colour.light, f"var(--{name})")
+    return style
 
 
 def _references(element: Element) -> Iterator[str]:

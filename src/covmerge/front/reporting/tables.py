@@ -28,42 +28,42 @@ from covmerge.run.inspection.result import LayerView
 _PLACES = 9  # singular values of a curve
 
 
-def norms(look: Inspect) -> Table:
+def norms(data: Inspect) -> Table:
     """‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
-    return _by_expert(look, lambda layer: _percents(layer.relative))
+    return _by_expert(data, lambda layer: _percents(layer.relative))
 
 
-def retention(look: Inspect) -> Table:
+def retention(data: Inspect) -> Table:
     """What the merged model keeps of each expert in percent, layer by expert."""
-    return _by_expert(look, lambda layer: _percents(layer.retention))
+    return _by_expert(data, lambda layer: _percents(layer.retention))
 
 
-def merged_cosines(look: Inspect) -> Table:
+def merged_cosines(data: Inspect) -> Table:
     """Cosine of each expert's update with the merged one, layer by expert."""
-    return _by_expert(look, lambda layer: changed(layer, layer.merged_cosines))
+    return _by_expert(data, lambda layer: changed(layer, layer.merged_cosines))
 
 
-def cosines(look: Inspect) -> Table:
+def cosines(data: Inspect) -> Table:
     """Cosine between the updates of each two experts."""
-    return _by_pair(look, "cosine", lambda pair: pair.cosine)
+    return _by_pair(data, "cosine", lambda pair: pair.cosine)
 
 
-def sign_conflicts(look: Inspect) -> Table:
+def sign_conflicts(data: Inspect) -> Table:
     """Weights that each two experts pull apart, in percent."""
-    return _by_pair(look, "opposite signs, %", lambda pair: _percent(pair.conflict))
+    return _by_pair(data, "opposite signs, %", lambda pair: _percent(pair.conflict))
 
 
-def overlaps(look: Inspect) -> Table:
+def overlaps(data: Inspect) -> Table:
     """Leading inputs that each two experts share, in percent, and how many unrelated ones would."""
-    found = _by_pair(look, "shared inputs, %", lambda pair: _percent(pair.overlap))
-    chances = [_percent(pair.chance) for pair in pairs(look).values()]
+    found = _by_pair(data, "shared inputs, %", lambda pair: _percent(pair.overlap))
+    chances = [_percent(pair.chance) for pair in pairs(data).values()]
     rows = [(*row, chance) for row, chance in zip(found.rows, chances, strict=True)]
     return Table((*found.columns, "by chance, %"), tuple(rows))
 
 
-def gamma(look: Inspect) -> Table:
+def gamma(data: Inspect) -> Table:
     """γ, whether it is above its threshold, and whether the merge's gate fired."""
-    taus, found = thresholds(look), gammas(look)
+    taus, found = thresholds(data), gammas(data)
     known = any(entry.fired is not None for entry in found)
     columns = [
         "layer",
@@ -88,13 +88,13 @@ def spectrum(layer: LayerView) -> Table:
     found = curves(layer)
     places = {s.places[i] for s in found.values() for i in evenly(len(s.places), _PLACES)}
     values = [dict(zip(s.places, s.sigma, strict=True)) for s in found.values()]
-    rows = [(f"σ{place + 1}", *(own.get(place) for own in values)) for place in sorted(places)]
+    rows = [(f"σ{place + 1}", *(sigma.get(place) for sigma in values)) for place in sorted(places)]
     return Table((layer.name, *found), tuple(rows))
 
 
-def ranks(look: Inspect) -> Table:
+def ranks(data: Inspect) -> Table:
     """Effective ranks and leading energy of every matrix; the experts' in the mean."""
-    layers = [layer for layer in inspection_of(look).matrices if layer.spectra]
+    layers = [layer for layer in inspection_of(data).matrices if layer.spectra]
     parts = [label for label in (BEFORE, MERGED) if any(label in curves(layer) for layer in layers)]
     columns = [
         "layer",
@@ -103,14 +103,14 @@ def ranks(look: Inspect) -> Table:
     ]
     rows: list[tuple[Cell, ...]] = []
     for layer in layers:
-        own, found = layer.spectra.values(), curves(layer)
+        spectra, found = layer.spectra.values(), curves(layer)
         views = [found.get(part) for part in parts]
         rows.append(
             (
                 layer.name,
-                mean(view.effective_rank for view in own),
+                mean(view.effective_rank for view in spectra),
                 *(None if view is None else view.effective_rank for view in views),
-                _percent(mean(view.top_energy for view in own)),
+                _percent(mean(view.top_energy for view in spectra)),
                 *(None if view is None else _percent(view.top_energy) for view in views),
             )
         )
@@ -123,9 +123,9 @@ def experts(report: Report) -> Table:
     manifest = report.manifest or {"recipe": {"experts": {}}, "heads": {}}
     given: Mapping[str, Mapping[str, Any]] = manifest["recipe"]["experts"]
     heads: Mapping[str, Sequence[str]] = manifest["heads"]
-    kept, layers = inspection.retention(), inspection.matrices
+    shares, layers = inspection.retention(), inspection.matrices
     columns: dict[str, Mapping[str, float | None]] = {
-        "kept of what it adds, %": {} if inspection.adapters else _percents(kept),
+        "kept of what it adds, %": {} if inspection.adapters else _percents(shares),
         "cosine with the merged update": {
             name: mean(layer.merged_cosines.get(name) for layer in layers)
             for name in inspection.compared
@@ -140,7 +140,7 @@ def experts(report: Report) -> Table:
         "weight": {name: expert["weight"] for name, expert in given.items()},
         "tensors of its own head": {name: len(names) for name, names in heads.items()},
     }
-    known = {h: v for h, v in columns.items() if any(own is not None for own in v.values())}
+    known = {h: v for h, v in columns.items() if any(value is not None for value in v.values())}
     rows = [(name, *(values.get(name) for values in known.values())) for name in inspection.experts]
     return Table(("expert", *known), tuple(rows))
 
@@ -150,10 +150,10 @@ def method_columns(report: Report) -> list[Table]:
     found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
     for one in report.diagnostics.values():
         for place, matrix in enumerate(one.matrices):
-            own = matrix.report_columns(one.experts)
-            if own:
+            cells = matrix.report_columns(one.experts)
+            if cells:
                 name = f"{one.tensor}[{place}]" if len(one.matrices) > 1 else one.tensor
-                found.setdefault(("layer", *own), []).append((name, *own.values()))
+                found.setdefault(("layer", *cells), []).append((name, *cells.values()))
     return [Table(columns, tuple(rows)) for columns, rows in found.items()]
 
 
@@ -166,13 +166,13 @@ def losses(report: Report) -> Table | None:
     layers: Sequence[Mapping[str, Any]] = found["layers"]
     rows = [
         (
-            own["layer"],
-            own["tensors"],
-            _percent(own["error"]),
-            _percent(own.get("lost")),
-            _percent(own.get("kept")),
+            layer["layer"],
+            layer["tensors"],
+            _percent(layer["error"]),
+            _percent(layer.get("lost")),
+            _percent(layer.get("kept")),
         )
-        for own in layers
+        for layer in layers
     ]
     columns = (
         *("layer", "quantised tensors", "rounding at most, % of a tensor's weights"),
@@ -192,13 +192,13 @@ def costs(report: Report) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _by_pair(look: Inspect, heading: str, value: Callable[[Pair], float | None]) -> Table:
-    rows = [(f"{one} and {other}", value(pair)) for (one, other), pair in pairs(look).items()]
+def _by_pair(data: Inspect, heading: str, value: Callable[[Pair], float | None]) -> Table:
+    rows = [(f"{one} and {other}", value(pair)) for (one, other), pair in pairs(data).items()]
     return Table(("experts", heading), tuple(rows))
 
 
-def _by_expert(look: Inspect, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
-    inspection = inspection_of(look)
+def _by_expert(data: Inspect, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
+    inspection = inspection_of(data)
     names = inspection.compared
     rows = [
         (layer.name, *(found.get(expert) for expert in names))

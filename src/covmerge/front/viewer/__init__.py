@@ -1,7 +1,7 @@
-"""A page on this machine on which experts are weighed, and what is kept of each is seen at once.
+"""A page on this machine on which experts are weighed; it shows at once what each retains.
 
 job     measures base, experts and a merged model once
-scene   what the page is told of them
+scene   the data that the page gets of them
 choice  weights as they are chosen on the page, and the recipe that they are
 server  the page on loopback, for whoever knows its address
 page    the page itself: what a browser gets, as it is

@@ -81,7 +81,7 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
 
     Args:
         choice: weights of these sources.
-        recipe: what was looked at: its base, dtype, output and whatever it leaves to the base are kept.
+        recipe: what was inspected: its base, dtype, output and whatever it leaves to the base are kept.
         sources: where base (under "") and experts lie, wherever the recipe is put.
 
     Raises:
@@ -90,7 +90,7 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
     _check_names(choice, sources)
     parts = (choice, *choice.groups)
     weights = {
-        name: _value(choice, [own.weights.get(name, 0.0) for own in parts])
+        name: _value(choice, [part.weights.get(name, 0.0) for part in parts])
         for name in sources
         if name
     }
@@ -104,9 +104,9 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
     if len(experts) == 1 and choice.method == MEAN:
         # The mean of one is itself; the weight of an expert alone would be the share of its update.
         (name,) = experts
-        whole = [float(own.weights.get(name, 0.0) != 0.0) for own in parts]
+        whole = [float(part.weights.get(name, 0.0) != 0.0) for part in parts]
         experts = {name: Expert(source=sources[name], weight=_value(choice, whole))}
-    scale = _value(choice, [own.scale for own in parts])
+    scale = _value(choice, [part.scale for part in parts])
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {
         "base": sources[""],
@@ -136,8 +136,8 @@ def _of_recipe(rule: Rule) -> Rule:
 
 
 def _check_names(choice: Choice, sources: Mapping[str, str]) -> None:
-    for own in (choice, *choice.groups):
-        for name in own.weights:
+    for part in (choice, *choice.groups):
+        for name in part.weights:
             if not name or name not in sources:
                 raise RecipeError(f"there is no expert {name!r} to give a weight to")
 
@@ -169,15 +169,15 @@ def _grouped(
         return None
     listed = [_entries(value) for value in varied]
     patterns = listed[0] if listed else []
-    same = all([match for match, _ in own] == [match for match, _ in patterns] for own in listed)
-    if not same or any(is_varied(value) for own in listed for _, value in own):
+    same = all([match for match, _ in each] == [match for match, _ in patterns] for each in listed)
+    if not same or any(is_varied(value) for entries in listed for _, value in entries):
         return None
     columns: list[list[float]] = []
     for value, default in zip(values, defaults, strict=True):
         if not is_varied(value):
             columns.append([float(value)] * (len(patterns) + 1))
             continue
-        said = [float(own) for _, own in _entries(value)]
+        said = [float(number) for _, number in _entries(value)]
         columns.append([*said, _last(value, default)])
     rows = list(zip(*columns, strict=True))
 
@@ -193,7 +193,7 @@ def _grouped(
     return Choice(
         method=method,
         **named(rows[-1]),
-        groups=tuple(Group(patterns=tuple(own), **named(row)) for own, row in groups),
+        groups=tuple(Group(patterns=tuple(matches), **named(row)) for matches, row in groups),
     )
 
 

@@ -19,7 +19,7 @@ from covmerge.run.sources import OpenCheckpoints, open_recipe
 
 @dataclass(frozen=True)
 class ViewJob:
-    """What is looked at, and the options of one run.
+    """What is inspected, and the options of one run.
 
     Attributes:
         path: an output of covmerge, or a recipe.
@@ -94,7 +94,7 @@ def _place(source: str, kind: object) -> str:
 
 def _free(name: str, recipe: Recipe) -> str:
     """A name that no expert has."""
-    taken, found, count = {own.lower() for own in recipe.experts}, name, 1
+    taken, found, count = {expert.lower() for expert in recipe.experts}, name, 1
     while found in taken:
         count += 1
         found = f"{name}-{count}"

@@ -1,4 +1,4 @@
-"""What the page is told: measured once, and enough to predict every weighted sum."""
+"""The data of the page: measured once, and enough to predict every weighted sum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scene:
 
     Attributes:
         title: a name for people.
-        recipe: what was looked at.
+        recipe: what was inspected.
         inspection: of its matrices, with `LayerView.quadratics`.
         sources: where base (under "") and experts lie, wherever a recipe is put; the merged model's
             under `merged`, where a recipe may have it as an expert.
@@ -69,13 +69,13 @@ class Scene:
             "movable": merged in self.sources,
             "start": self.start.model_dump(mode="json"),
             "layers": [_layer(layer) for layer in layers],
-            "others": [_named(own) for own in inspection.layers if not own.is_matrix],
+            "others": [_named(layer) for layer in inspection.layers if not layer.is_matrix],
             "panels": [
                 {
                     "label": printable(panel.label),
                     "numbered": panel.numbered,
                     "cells": {
-                        printable(column): list(own) for column, own in panel.columns.items()
+                        printable(column): list(layers) for column, layers in panel.columns.items()
                     },
                 }
                 for panel in shown
@@ -115,7 +115,7 @@ class Scene:
 
 def _layer(layer: LayerView) -> dict[str, Json]:
     forms = [layer.quadratics[name] for name in layer.experts]
-    return {**_named(layer), "forms": [None if own is None else _triangle(own) for own in forms]}
+    return {**_named(layer), "forms": [None if form is None else _triangle(form) for form in forms]}
 
 
 def _named(layer: LayerView) -> dict[str, Json]:

@@ -68,7 +68,7 @@ class Server:
             InputError: the port is taken, or may not be used.
         """
         token = token_urlsafe(24)
-        content = {name: _file(*own) for name, own in _PAGE.items()}
+        content = {name: _file(*place) for name, place in _PAGE.items()}
         content["colours.css"] = ("text/css", _colours())
         content["scene.json"] = (_JSON, json.dumps(scene.as_json(), allow_nan=False).encode())
         handler = partial(_Handler, token, content, partial(recipe_text, scene))
@@ -111,8 +111,8 @@ def recipe_text(scene: Scene, body: bytes) -> str:
     found = recipe_of(choice, scene.recipe, scene.sources)
     said = found.model_dump(mode="json", exclude_defaults=True)
     said["experts"] = {
-        name: own["source"] if own.keys() == {"source"} else own
-        for name, own in said["experts"].items()
+        name: expert["source"] if expert.keys() == {"source"} else expert
+        for name, expert in said["experts"].items()
     }
     # What is sent is read as every recipe is, and is refused here where it would be there.
     if parse_recipe(said, origin="the page's recipe") != found:
@@ -169,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         size = self.headers.get("Content-Length", "")
-        own = self.headers.get("Origin") in (None, self._origin)
-        if not own or self.headers.get_content_type() != _JSON:
+        same_origin = self.headers.get("Origin") in (None, self._origin)
+        if not same_origin or self.headers.get_content_type() != _JSON:
             self._refuse(HTTPStatus.FORBIDDEN)
             return
         if not (size.isascii() and size.isdigit() and len(size) < 9) or int(size) > _MOST_BYTES:

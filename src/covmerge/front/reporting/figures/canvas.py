@@ -157,7 +157,7 @@ def column_width(shown: Sequence[Panel[Any]], left: float, limits: tuple[float, 
 
 def panel_width(panel: Panel[Any], column: float) -> float:
     """Inches of a panel: its columns, or its label where that is wider."""
-    return max(_own_column(panel, column) * len(panel.columns), LETTER * len(panel_label(panel)))
+    return max(_column_of(panel, column) * len(panel.columns), LETTER * len(panel_label(panel)))
 
 
 def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0) -> None:
@@ -165,11 +165,11 @@ def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0
 
     A panel that its label widens is left empty to the right.
     """
-    own = _own_column(panel, column)
-    axes.set_xlim(-0.5 - margin, panel_width(panel, column) / own - 0.5 + margin)
+    width = _column_of(panel, column)
+    axes.set_xlim(-0.5 - margin, panel_width(panel, column) / width - 0.5 + margin)
     names = list(panel.columns)
     if panel.numbered:
-        step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if s * own >= 0.22)
+        step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if s * width >= 0.22)
         places = range(0, len(names), step)
         axes.set_xticks(places, [names[place] for place in places])
         axes.set_xlabel("block", fontsize=SMALL, color=MUTED.light, labelpad=1)
@@ -180,7 +180,7 @@ def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0
         axes.set_xticks([])
 
 
-def _own_column(panel: Panel[Any], column: float) -> float:
+def _column_of(panel: Panel[Any], column: float) -> float:
     # Names stand upright, and need a line each.
     return column if panel.numbered else max(column, _LINE)
 

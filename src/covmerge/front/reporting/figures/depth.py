@@ -50,13 +50,13 @@ _LINES: Mapping[Statistic, Any] = {
 }
 
 
-def gamma(look: Inspect) -> Figure:
+def gamma(data: Inspect) -> Figure:
     """Draw γ over its threshold, of the paper's statistic and of the scale-free one.
 
     Raises:
         NothingToDraw: no matrix was changed by two experts.
     """
-    found, taus = gammas(look), thresholds(look)
+    found, taus = gammas(data), thresholds(data)
     require(found, "no two experts changed the same matrix")
     shown = panels((kind_name(entry.layer), entry) for entry in found)
     top = 2 * max([1.0, *(r for e in found for r in _ratios(e, taus).values() if r < inf)])
@@ -112,7 +112,7 @@ def costs(report: Report) -> Figure:
             axes.locator_params(axis="y", nbins=4)
             axes.tick_params(labelleft=first_of_row)
             _finish_strip(axes, panel, column, unit if first_of_row else "")
-            memory = max(report.costs[n].memory for own in panel.columns.values() for n in own)
+            memory = max(report.costs[n].memory for names in panel.columns.values() for n in names)
             axes.annotate(
                 format_size(memory),
                 (0, 1),
@@ -172,8 +172,8 @@ def _draw_line(
 ) -> None:
     places = list(range(len(panel.columns)))
     ratios = [
-        min(top, fmean(_ratios(entry, taus)[statistic] for entry in own))
-        for own in panel.columns.values()
+        min(top, fmean(_ratios(entry, taus)[statistic] for entry in entries))
+        for entries in panel.columns.values()
     ]
     axes.plot(places, ratios, markersize=2.5, clip_on=False, **line)
 
@@ -193,7 +193,7 @@ def _kinds(shown: Sequence[Panel[str]], spent: Mapping[str, float]) -> Iterator[
 
 
 def _heights(panel: Panel[str], spent: Mapping[str, float]) -> list[float]:
-    return [sum(spent[name] for name in own) for own in panel.columns.values()]
+    return [sum(spent[name] for name in names) for names in panel.columns.values()]
 
 
 def _without_crumbs(
@@ -208,9 +208,9 @@ def _without_crumbs(
             yield panel
             continue
         columns = zip(panel.columns.items(), heights, strict=True)
-        kept = dict(column for column, height in columns if height >= least)
+        large = dict(column for column, height in columns if height >= least)
         yield replace(
-            panel, columns=kept, label=next(iter(kept)) if len(kept) == 1 else panel.label
+            panel, columns=large, label=next(iter(large)) if len(large) == 1 else panel.label
         )
 
 

@@ -64,13 +64,13 @@ def _alike(most: float, least: float) -> bool:
     return number(most / least, 2) == number(1.0, 2)
 
 
-def norms(look: Inspect) -> Figure:
+def norms(data: Inspect) -> Figure:
     """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far it moved.
 
     Raises:
         NothingToDraw: no expert changed a matrix of the base.
     """
-    inspection = inspection_of(look)
+    inspection = inspection_of(data)
     layers = [(layer, changed(layer, layer.relative)) for layer in inspection.matrices]
     values = [value for _, found in layers for value in found.values() if value]
     require(values, "no expert changed a matrix of the base")
@@ -96,15 +96,15 @@ def norms(look: Inspect) -> Figure:
     return _heat_map(title, layers, scale, {e: share(v) for e, v in moved.items()})
 
 
-def retention(look: Inspect) -> Figure:
+def retention(data: Inspect) -> Figure:
     """Draw the share of every expert's contribution that the merged model keeps, layer by layer.
 
     Raises:
         NothingToDraw: nothing was merged.
     """
-    inspection = inspection_of(look)
-    kept = inspection.retention()
-    require(kept, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
+    inspection = inspection_of(data)
+    shares = inspection.retention()
+    require(shares, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
     layers = [(layer, layer.retention) for layer in inspection.matrices]
     scale = _Scale(
         "RdBu",
@@ -112,38 +112,38 @@ def retention(look: Inspect) -> Figure:
         {-1: f"{share(-1)} or less", 0: share(0), 1: share(1)},
         "share of the expert's contribution that is kept",
     )
-    labels = {expert: share(kept.get(expert)) for expert in inspection.compared}
-    return _heat_map(_who_keeps_least(inspection, kept, layers), layers, scale, labels)
+    labels = {expert: share(shares.get(expert)) for expert in inspection.compared}
+    return _heat_map(_who_keeps_least(inspection, shares, layers), layers, scale, labels)
 
 
 def _who_keeps_least(
     inspection: Inspection,
-    kept: Mapping[str, float],
+    shares: Mapping[str, float],
     layers: Sequence[tuple[LayerView, _Values]],
 ) -> str:
     """Say it by prediction; of adapters nothing, where it says nothing (`page.RETENTION`)."""
     if inspection.adapters:
         return "What is predicted to be kept; of adapters it does not agree with accuracy"
-    worst, best = keeps_least(inspection), max(kept, key=kept.__getitem__)
-    if len(kept) > 1 and share(kept[best]) == share(kept[worst]):
-        return f"By prediction every expert keeps {share(kept[worst])} of what it adds"
-    title = f"{quoted(worst)} keeps least by prediction, {share(kept[worst])} of what it adds"
-    if len(kept) == 1:
-        title = f"By prediction {quoted(worst)} keeps {share(kept[worst])} of what it adds"
+    worst, best = keeps_least(inspection), max(shares, key=shares.__getitem__)
+    if len(shares) > 1 and share(shares[best]) == share(shares[worst]):
+        return f"By prediction every expert keeps {share(shares[worst])} of what it adds"
+    title = f"{quoted(worst)} keeps least by prediction, {share(shares[worst])} of what it adds"
+    if len(shares) == 1:
+        title = f"By prediction {quoted(worst)} keeps {share(shares[worst])} of what it adds"
     blocks = _by_block(layers, worst)
     if len(blocks) > _WORST:
         least = sorted(blocks, key=blocks.__getitem__)[:_WORST]
         title += f", least in blocks {ranges(least)}"
-    return title if best == worst else f"{title}; {quoted(best)} most, {share(kept[best])}"
+    return title if best == worst else f"{title}; {quoted(best)} most, {share(shares[best])}"
 
 
-def merged_cosines(look: Inspect) -> Figure:
+def merged_cosines(data: Inspect) -> Figure:
     """Draw the cosine of every expert's update with the merged one, layer by layer.
 
     Raises:
         NothingToDraw: nothing was merged.
     """
-    inspection = inspection_of(look)
+    inspection = inspection_of(data)
     layers = [
         (layer, changed(layer, layer.merged_cosines))
         for layer in inspection.matrices
@@ -205,7 +205,7 @@ def _draw_panel(
     axes: Any, panel: Panel[_Values], experts: Sequence[str], scale: _Scale, column: float
 ) -> None:
     cells = [
-        [mean(values.get(expert) for values in own) for own in panel.columns.values()]
+        [mean(values.get(expert) for values in layers) for layers in panel.columns.values()]
         for expert in experts
     ]
     known = [[float("nan") if cell is None else cell for cell in line] for line in cells]
@@ -229,7 +229,7 @@ def _draw_key(sheet: Sheet, scale: _Scale, gaps: bool) -> None:
 
 def _by_kind(layers: Sequence[tuple[LayerView, _Values]], expert: str) -> dict[str, float]:
     found = {
-        panel.label: mean(values.get(expert) for own in panel.columns.values() for values in own)
+        panel.label: mean(row.get(expert) for column in panel.columns.values() for row in column)
         for panel in panels((kind_name(layer), values) for layer, values in layers)
     }
     return {kind: value for kind, value in found.items() if value is not None}
@@ -241,7 +241,7 @@ def _by_block(layers: Sequence[tuple[LayerView, _Values]], expert: str) -> dict[
         block, value = block_of(layer.name), values.get(expert)
         if block is not None and value is not None:
             found.setdefault(block, []).append(value)
-    return {block: fmean(own) for block, own in found.items()}
+    return {block: fmean(values) for block, values in found.items()}
 
 
 def _round_values(low: float, high: float) -> list[float]:

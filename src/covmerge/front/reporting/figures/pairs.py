@@ -35,13 +35,13 @@ _CHANCE = 0.51
 _LIGHT = 0.18  # luminance from which black is read better than white
 
 
-def cosines(look: Inspect) -> Figure:
+def cosines(data: Inspect) -> Figure:
     """Draw the cosine between the updates of each two experts, mean over the matrices.
 
     Raises:
         NothingToDraw: there are not two experts that changed the same matrix.
     """
-    found = {pair: own.cosine for pair, own in pairs(look).items() if own.cosine is not None}
+    found = {key: pair.cosine for key, pair in pairs(data).items() if pair.cosine is not None}
     require(found, "no two experts changed the same matrix")
     most = max(found, key=found.__getitem__)
     title = (
@@ -54,16 +54,16 @@ def cosines(look: Inspect) -> Figure:
         title = f"The updates of every two experts have a cosine of {cosine(found[most])}"
     limit = limit_of(found.values())
     label = "cosine; 0: unrelated, 1: the same"
-    return _triangle(look, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
+    return _triangle(data, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
 
 
-def sign_conflicts(look: Inspect) -> Figure:
+def sign_conflicts(data: Inspect) -> Figure:
     """Draw the share of the elements that two experts pull apart, mean over the matrices.
 
     Raises:
         NothingToDraw: there are not two experts that changed the same matrix.
     """
-    found = {pair: own.conflict for pair, own in pairs(look).items() if own.conflict is not None}
+    found = {key: pair.conflict for key, pair in pairs(data).items() if pair.conflict is not None}
     require(found, "no two experts changed the same matrix")
     most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
     if found[most] > _CHANCE and len({share(value) for value in found.values()}) == 1:
@@ -78,17 +78,17 @@ def sign_conflicts(look: Inspect) -> Figure:
     limit = min(0.5, limit_of(value - 0.5 for value in found.values()))
     norm = Normalize(0.5 - limit, 0.5 + limit)
     label = f"moved in opposite directions; {share(0.5)}: chance"
-    return _triangle(look, title, found, "RdBu_r", norm, label, share)
+    return _triangle(data, title, found, "RdBu_r", norm, label, share)
 
 
-def overlaps(look: Inspect) -> Figure:
+def overlaps(data: Inspect) -> Figure:
     """Draw how far the inputs that matter most to two experts are the same, mean over the matrices.
 
     Raises:
         NothingToDraw: no spectra were taken, or there are not two experts that changed the same matrix.
     """
-    found = pairs(look)
-    known = {pair: own.overlap for pair, own in found.items() if own.overlap is not None}
+    found = pairs(data)
+    known = {key: pair.overlap for key, pair in found.items() if pair.overlap is not None}
     require(known, f"no spectra of two experts were taken; take some by {Hint('spectra', 'some')}")
     most = max(known, key=known.__getitem__)
     title = (
@@ -102,11 +102,11 @@ def overlaps(look: Inspect) -> Figure:
             f"{share(found[most].chance)}"
         )
     label = f"shared leading inputs; {share(1.0)}: the same"
-    return _triangle(look, title, known, "viridis", Normalize(0, max(known.values())), label, share)
+    return _triangle(data, title, known, "viridis", Normalize(0, max(known.values())), label, share)
 
 
 def _triangle(
-    look: Inspect,
+    data: Inspect,
     title: str,
     values: _Pairs,
     colours: str,
@@ -114,7 +114,7 @@ def _triangle(
     label: str,
     write: Callable[[float], str],
 ) -> Figure:
-    experts = inspection_of(look).compared
+    experts = inspection_of(data).compared
     rows, columns = experts[1:], experts[:-1]
     cells = [[values.get((column, row), nan) for column in columns] for row in rows]
     names = [shorten(name, _LABEL) for name in experts]

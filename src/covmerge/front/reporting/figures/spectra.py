@@ -34,17 +34,17 @@ _LINES: dict[str, Any] = {
 }
 
 
-def spectra(look: Inspect) -> Figure:
+def spectra(data: Inspect) -> Figure:
     """Draw the singular values of a few matrices, on a logarithmic scale.
 
     Raises:
         NothingToDraw: no spectra were taken.
     """
-    layers = shown_spectra(look)
+    layers = shown_spectra(data)
     require(layers, f"no spectra were taken; take some by {Hint('spectra', 'some')}")
     with style():
         sheet = panelled(
-            _title([layer for layer in inspection_of(look).matrices if layer.spectra]),
+            _title([layer for layer in inspection_of(data).matrices if layer.spectra]),
             [_SIDE] * len(layers),
             _SIDE,
             left=0.8,
