@@ -122,7 +122,7 @@ def _reads(parameters: Parameters) -> int:
     cost=_cost,
     unit=_unit,
     sees="weights",
-    tensor_pass=TensorPass(_kept_entries, _tensor_pass_bytes, looks=_reads),
+    tensor_pass=TensorPass(_kept_entries, _tensor_pass_bytes, readings=_reads),
 )
 def generalized_task_arithmetic(
     group: LinearGroup,

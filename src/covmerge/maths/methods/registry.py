@@ -87,14 +87,14 @@ class TensorPass:
         entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
         together: whether it reads all experts, once; else each expert by itself.
         applies: whether it tells all that is needed, with these parameters.
-        looks: how often it reads its input, as far as the parameters say.
+        readings: how often it reads its input, as far as the parameters say.
     """
 
     of: Callable[[Groups, Sequence[int], Parameters], Known]
     entry_bytes: Callable[[Parameters], float]
     together: bool = False
     applies: Callable[[Parameters], bool] = lambda parameters: True
-    looks: Callable[[Parameters], int] = lambda parameters: 1
+    readings: Callable[[Parameters], int] = lambda parameters: 1
 
 
 @dataclass(frozen=True)

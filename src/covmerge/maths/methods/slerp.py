@@ -65,7 +65,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     ),
     cost=_cost,
     unit="tensor",
-    tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, looks=lambda parameters: 2),
+    tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, readings=lambda parameters: 2),
     sees="weights",
     experts=(1, 1),
 )

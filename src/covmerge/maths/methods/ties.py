@@ -51,7 +51,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=elect_cost,
     unit=trim_unit,
-    tensor_pass=TensorPass(find_threshold, lambda parameters: 0.0, looks=lambda parameters: 2),
+    tensor_pass=TensorPass(find_threshold, lambda parameters: 0.0, readings=lambda parameters: 2),
     global_pass=GlobalPass(ranked_density, lambda group, parameters: group.updates),
     published_tuning="λ, on labelled validation data; where there is none it is 1",
 )

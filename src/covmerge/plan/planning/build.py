@@ -637,9 +637,9 @@ def _pass_bytes(tensor: TensorPlan, stored: int, models: Mapping[str, Model], nu
         for expert, operand in tensor.operands.items()
     }
     if method.tensor_pass.together:
-        return method.tensor_pass.looks(given) * (stored + sum(sizes.values()))
+        return method.tensor_pass.readings(given) * (stored + sum(sizes.values()))
     return sum(
-        method.tensor_pass.looks(method.for_experts(given, experts, [expert])) * (stored + size)
+        method.tensor_pass.readings(method.for_experts(given, experts, [expert])) * (stored + size)
         for expert, size in sizes.items()
     )
 
