@@ -149,6 +149,23 @@ def test_goes_on_as_if_it_had_not_stopped(models, sampler):
     assert [t.scores for t in went_on.trials] == [t.scores for t in whole.trials]
 
 
+def test_no_state_of_a_sampler_is_taken_from_the_record(models, monkeypatch):
+    """Optuna keeps it pickled among the attributes that systems write, where a stranger could write too."""
+    out, told = models / "out", []
+    covmerge.search(recipe(models), closeness(models), out, trials=2)
+    study = optuna.load_study(study_name="covmerge", storage=f"sqlite:///{out / 'search.db'}")
+    trial = study.trials[0]
+    trial.params["parameters.scale"] *= 0.9  # one that the sampler would not have asked for
+    trial.system_attrs = {"cma:optimizer": "harmless"}
+    study.add_trial(trial)
+    adds = optuna.Study.add_trial
+    monkeypatch.setattr(
+        optuna.Study, "add_trial", lambda own, given: told.append(given) or adds(own, given)
+    )
+    covmerge.search(recipe(models), closeness(models), out, trials=4, resume=True)
+    assert len(told) == 2 and not any(given.system_attrs for given in told)
+
+
 def test_several_objectives(models):
     """The front is what no other trial is better than, by its definition."""
     experts = {e: load_file(models / e / "model.safetensors") for e in "ab"}

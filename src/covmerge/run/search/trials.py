@@ -149,6 +149,9 @@ class Trials:
     def replay(self) -> None:
         """Ask and tell the sampler again what the record has, so that it is where it was."""
         recorded = self._record.get_trials()
+        for trial in recorded:
+            # covmerge writes none, and samplers would unpickle what a stranger wrote.
+            trial.system_attrs = {}
         while len(self.finished) < len(recorded):
             for asked in self._asked(recorded[len(self.finished)].user_attrs[_TOGETHER]):
                 if len(self.finished) == len(recorded):
