@@ -12,7 +12,7 @@ REASONS = {
     "no advice: a page, a table, a name, a report's words, the front of another message": [
         r"^front/cli/(catalogue|show|plan|comparing|methods|inspecting)\.py: ",
         r"^maths/methods/(other_names|__init__|esm|free|ctm)\.py: ",
-        r"^run/search/(job\.py: --objective|trials\.py: --sampler)",
+        r"^run/search/job\.py: --(objective|sampler)",
         r"^maths/layer\.py: update \{\}, copy",
         r"^run/export/(card\.py: |adapter\.py: (PEFT would|they are))",
         r"^front/publish\.py: Merge by",

@@ -166,6 +166,17 @@ def test_no_state_of_a_sampler_is_taken_from_the_record(models, monkeypatch):
     assert len(told) == 2 and not any(given.system_attrs for given in told)
 
 
+def test_a_search_without_any_score_can_be_begun_anew(models):
+    out = models / "out"
+    with pytest.raises(InputError, match="'foo' is none of tpe, cmaes, random"):
+        covmerge.search(recipe(models), closeness(models), out, sampler="foo")
+    assert not out.exists()
+    with pytest.raises(CheckFailed, match="the merge without a search has no score"):
+        covmerge.search(recipe(models), "echo {model}", out, trials=2)
+    assert list(out.iterdir()) == []
+    assert covmerge.search(recipe(models), closeness(models), out, trials=2).best is not None
+
+
 def test_several_objectives(models):
     """The front is what no other trial is better than, by its definition."""
     experts = {e: load_file(models / e / "model.safetensors") for e in "ab"}

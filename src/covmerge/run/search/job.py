@@ -29,7 +29,7 @@ from covmerge.run.scoring.job import ScoreProgress
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.together import Together
-from covmerge.run.search.trials import RECORD, Asked, Trial, Trials
+from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
 from covmerge.run.sources import open_recipe
 
 CSV_NAME, BEST_RECIPE, BEST_MODEL, FRONT = "trials.csv", "best.yml", "best", "front"
@@ -79,16 +79,27 @@ class SearchJob:
             check_not_input(self.out, checkpoints.paths())
             merges = Together(checkpoints, replace(self.options, progress=None))
             self._check_ends(merges)
+            new = not (self.out / RECORD).exists()
             with closing(self._trials(checkpoints.identity())) as trials:
                 state = _State(self, trials, merges, work)
-                with closing(state):
-                    state.search()
+                try:
+                    with closing(state):
+                        state.search()
+                except CovmergeError:
+                    if new and trials.untuned is None and not trials.finished:
+                        # Nothing was scored: the search can be begun anew, with another scorer too.
+                        (self.out / RECORD).unlink()
+                    raise
                 return state.written()
 
     def _check(self) -> None:
         for name, value in (("trials", self.count), ("together", self.together)):
             if value < 1:
                 raise InputError(f"{Hint(name, value)}: give 1 or more")
+        if self.sampler not in SAMPLERS:
+            raise InputError(
+                f"{Hint('sampler')}: '{self.sampler}' is none of {', '.join(SAMPLERS)}"
+            )
         self.scorer.check()
         local_path(self.out)
         if "?" in str(self.out):

@@ -221,8 +221,6 @@ def _equal(one: Mapping[str, Value], other: Mapping[str, Value]) -> bool:
 
 
 def _optuna(sampler: str) -> Any:
-    if sampler not in SAMPLERS:
-        raise InputError(f"{Hint('sampler')}: '{sampler}' is none of {', '.join(SAMPLERS)}")
     try:
         if sampler == "cmaes":
             import_module("cmaes")
