@@ -138,15 +138,22 @@ def shorter_by_updates(group: LinearGroup) -> Tensor:
 
 def shorter_by_sum(group: LinearGroup) -> Tensor:
     """Return the same with e of ΣΔ_t, whose spectrum `auto` has."""
-    return _shortened(
-        group, _half_power_share(torch.stack(list(group.updates)).double().sum(dim=0))
-    )
+    return _shortened(group, _share_of_sum(group))
 
 
-def _shortened(group: LinearGroup, share: float) -> Tensor:
+def mixed_by_sum(group: LinearGroup) -> Tensor:
+    """Return `auto`, s times as long: s = e + (1 − e) ½ (1 + N^(−½)), e of ΣΔ_t."""
+    return _shortened(group, _share_of_sum(group), power=1)
+
+
+def _share_of_sum(group: LinearGroup) -> float:
+    return _half_power_share(torch.stack(list(group.updates)).double().sum(dim=0))
+
+
+def _shortened(group: LinearGroup, share: float, power: int = 2) -> Tensor:
     merged = registry.get("auto")(group)
     experts = float(str(merged.stats["unlike_experts"]))
-    return merged.delta * (1 - 0.5 * (1 - share) ** 2 * (1 - experts**-0.5))
+    return merged.delta * (1 - 0.5 * (1 - share) ** power * (1 - experts**-0.5))
 
 
 def _half_power_share(matrix: Tensor) -> float:
@@ -206,6 +213,7 @@ OF_AUTO: Mapping[str, Callable[[LinearGroup], Tensor]] = {
     f"{PREFIX}common inputs": common_inputs,
     f"{PREFIX}shorter by updates": shorter_by_updates,
     f"{PREFIX}shorter by sum": shorter_by_sum,
+    f"{PREFIX}mixed by sum": mixed_by_sum,
 }
 BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
