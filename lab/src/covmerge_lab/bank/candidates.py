@@ -74,21 +74,21 @@ MEANS: tuple[Mean, ...] = (
 )
 # Those of the eighth round.
 LATEST: tuple[Mean, ...] = (
-    Mean(("auto", "tsv_m")),
-    Mean(("auto", "iso_c")),
-    Mean(("auto", "auto", "tsv_m")),
-    Mean(("auto",), length=0.8),
-    Mean(("auto",), others="other tensors too"),
-    Mean(("auto",), others="others by lengths"),
-    Mean(("auto",), others="others summed"),
-    Mean(("auto",), length=1.2),
-    Mean(("auto", "task_arithmetic")),
-    Mean(("auto", "tsv_m", "iso_c")),
-    Mean(("auto", "tsv_m", "dc_merge")),
-    Mean(("auto",), length=0.8, others="others by lengths"),
-    Mean(("auto",), length=0.65),
-    Mean(("auto",), length=0.0),
-    Mean(("auto",), length=0.0, others="others by lengths"),
+    Mean((rules.SECOND, "tsv_m")),
+    Mean((rules.SECOND, "iso_c")),
+    Mean((rules.SECOND, rules.SECOND, "tsv_m")),
+    Mean((rules.SECOND,), length=0.8),
+    Mean((rules.SECOND,), others="other tensors too"),
+    Mean((rules.SECOND,), others="others by lengths"),
+    Mean((rules.SECOND,), others="others summed"),
+    Mean((rules.SECOND,), length=1.2),
+    Mean((rules.SECOND, "task_arithmetic")),
+    Mean((rules.SECOND, "tsv_m", "iso_c")),
+    Mean((rules.SECOND, "tsv_m", "dc_merge")),
+    Mean((rules.SECOND,), length=0.8, others="others by lengths"),
+    Mean((rules.SECOND,), length=0.65),
+    Mean((rules.SECOND,), length=0.0),
+    Mean((rules.SECOND,), length=0.0, others="others by lengths"),
 )
 TITLES = tuple(mean.title for mean in LATEST)
 _MATRICES = ("auto", "average")  # they differ in what a matrix method merges

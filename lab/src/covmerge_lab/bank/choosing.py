@@ -52,7 +52,8 @@ def markdown(sets: Sequence[Scored]) -> str:
 
 def published(scored: Scored) -> list[str]:
     """Return the methods of a set that are ranked: those whose merges are kept, without `auto`."""
-    return [name for name in scored["criteria"] if name != "auto" and name in scored["methods"]]
+    known = set(scored["methods"]) - {"auto", rules.SECOND}
+    return [name for name in scored["criteria"] if name in known]
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -68,7 +69,7 @@ def _line(name: str, way: Way | None, sets: Sequence[Scored]) -> tuple[float, st
     correlations: list[float] = []
     regrets: list[float] = []
     for scored in sets:
-        chosen = "auto"
+        chosen = rules.SECOND
         if way is not None:
             others = [s for s in sets if s["card"]["base"] != scored["card"]["base"]]
             values = way(scored, others)
@@ -168,11 +169,13 @@ def _neighbours(scored: Scored, others: Sequence[Scored]) -> Values:
 
 
 def _candidates(scored: Scored, others: Sequence[Scored]) -> Values:
-    """Return how much better than `auto` each latest candidate that all sets have is on other bases."""
+    """Return how much better than `auto`'s second rule each latest candidate is on other bases."""
     every = [set(each["methods"]) for each in (scored, *others)]
-    names = [n for n in ("auto", *rules.OF_AUTO, *candidates.TITLES) if all(n in e for e in every)]
+    names = [n for n in (*rules.OF_AUTO, *candidates.TITLES) if all(n in e for e in every)]
     return {
-        name: fmean(table.regret(other, "auto") - table.regret(other, name) for other in others)
+        name: fmean(
+            table.regret(other, rules.SECOND) - table.regret(other, name) for other in others
+        )
         for name in names
     }
 

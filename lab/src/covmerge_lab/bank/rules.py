@@ -115,16 +115,28 @@ def _inverse_root(matrix: Tensor) -> Tensor:
 
 
 # --- `auto` changed: these see the whole group.
+def whole_length(group: LinearGroup) -> Tensor:
+    """Return `auto` with s = 1: its second rule, which rounds eight and nine start from."""
+    return _whole_length(group)[0]
+
+
+def _whole_length(group: LinearGroup) -> tuple[Tensor, Any]:
+    """Return `auto` with s = 1, and its diagnostics."""
+    merged = registry.get("auto")(group)
+    found: Any = merged.diagnostics
+    return merged.delta / (found.length or 1.0), found
+
+
 def as_long_as_one(group: LinearGroup) -> Tensor:
-    """Return `auto`, no longer than Σ‖Δ_t‖²/Σ‖Δ_t‖."""
-    merged = registry.get("auto")(group).delta
+    """Return the second rule, no longer than Σ‖Δ_t‖²/Σ‖Δ_t‖."""
+    merged = whole_length(group)
     sizes = [float(_linalg.matrix_norm(update)) for update in group.updates]
     most = sum(size**2 for size in sizes) / sum(sizes)
     return merged * min(1.0, most / max(float(_linalg.matrix_norm(merged)), 1e-300))
 
 
 def shorter_by_updates(group: LinearGroup) -> Tensor:
-    """Return `auto`, s times as long: s = 1 − ½ (1 − e)² (1 − N^(−½)).
+    """Return the second rule, s times as long: s = 1 − ½ (1 − e)² (1 − N^(−½)).
 
     A low-rank update does not tell where its inputs lie. Then the length is the mean of two: the sum's,
     and that of one expert, which is N^(−½) of it where updates are unlike. e is (Σ√σ)²/(nΣσ) of an
@@ -138,22 +150,13 @@ def shorter_by_updates(group: LinearGroup) -> Tensor:
 
 def shorter_by_sum(group: LinearGroup) -> Tensor:
     """Return the same with e of ΣΔ_t, whose spectrum `auto` has."""
-    return _shortened(group, _share_of_sum(group))
+    share = _half_power_share(torch.stack(list(group.updates)).double().sum(dim=0))
+    return _shortened(group, share)
 
 
-def mixed_by_sum(group: LinearGroup) -> Tensor:
-    """Return `auto`, s times as long: s = e + (1 − e) ½ (1 + N^(−½)), e of ΣΔ_t."""
-    return _shortened(group, _share_of_sum(group), power=1)
-
-
-def _share_of_sum(group: LinearGroup) -> float:
-    return _half_power_share(torch.stack(list(group.updates)).double().sum(dim=0))
-
-
-def _shortened(group: LinearGroup, share: float, power: int = 2) -> Tensor:
-    merged = registry.get("auto")(group)
-    experts = float(str(merged.stats["unlike_experts"]))
-    return merged.delta * (1 - 0.5 * (1 - share) ** power * (1 - experts**-0.5))
+def _shortened(group: LinearGroup, share: float) -> Tensor:
+    merged, found = _whole_length(group)
+    return merged * (1 - 0.5 * (1 - share) ** 2 * (1 - found.unlike_experts**-0.5))
 
 
 def _half_power_share(matrix: Tensor) -> float:
@@ -163,12 +166,12 @@ def _half_power_share(matrix: Tensor) -> float:
 
 
 def common_inputs(group: LinearGroup) -> Tensor:
-    """Return `auto` with covariances e_tC_t + (1 − e_t) ‖Δ_t‖ ΣC_u/Σ‖Δ_u‖ in its regression.
+    """Return the second rule with covariances e_tC_t + (1 − e_t) ‖Δ_t‖ ΣC_u/Σ‖Δ_u‖ in its regression.
 
     e_t is the effective rank of Δ_t as a share of its smaller side: what it tells of its own inputs.
     """
     wide = [update.double() for update in group.updates if update.any()]
-    merged = registry.get("auto")(group)
+    merged, found = _whole_length(group)
     sizes: Any = torch.stack([_linalg.vector_norm(update) for update in wide])
     grams = torch.stack([u.T @ u / size for u, size in zip(wide, sizes, strict=True)])
     total = grams.sum(dim=0)
@@ -181,7 +184,7 @@ def common_inputs(group: LinearGroup) -> Tensor:
     alike = ((flat @ flat.T).square() / torch.outer(sizes, sizes)).sum()
     shorter = sizes.square().sum() / alike
     parts = [_solved(wide, own, float(shorter)) for own in (grams, shared)]
-    return merged.delta + (1 - float(str(merged.stats["flat_share"]))) * (parts[1] - parts[0])
+    return merged + (1 - found.flat_share) * (parts[1] - parts[0])
 
 
 def _solved(updates: Sequence[Tensor], grams: Any, shorter: float) -> Tensor:
@@ -208,12 +211,13 @@ RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
     f"{PREFIX}two-sided, ridge 0.02, length 0.8": partial(two_sided, ridge=0.02, length=0.8),
     **{f"{PREFIX}by roots, ridge {r}": partial(by_roots, ridge=r) for r in (0.01, 0.03, 0.1, 0.3)},
 }
+SECOND = "auto, second rule"
 OF_AUTO: Mapping[str, Callable[[LinearGroup], Tensor]] = {
+    SECOND: whole_length,
     f"{PREFIX}as long as one": as_long_as_one,
     f"{PREFIX}common inputs": common_inputs,
     f"{PREFIX}shorter by updates": shorter_by_updates,
     f"{PREFIX}shorter by sum": shorter_by_sum,
-    f"{PREFIX}mixed by sum": mixed_by_sum,
 }
 BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"

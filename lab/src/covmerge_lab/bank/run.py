@@ -193,7 +193,7 @@ def _these(methods: Sequence[str], card: Card, cache: Path, on_progress: OnProgr
 
 
 def _candidates(card: Card, cache: Path, on_progress: OnProgress) -> None:
-    scoring.score(card, cache, [*scoring.data_free(card), *rules.RULES], on_progress)
+    scoring.score(card, cache, [*scoring.data_free(card), *rules.RULES, rules.SECOND], on_progress)
     candidates.score(card, cache, (*candidates.MEANS, *candidates.LATEST))
 
 

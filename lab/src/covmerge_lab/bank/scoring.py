@@ -41,7 +41,7 @@ _FOR_ADAPTERS = (
 KEPT = (
     *("average", "task_arithmetic", "ties", "ace", "actmat", "aswudi", "swudi", "tsv_m", "iso_c"),
     *("iso_cts", "dc_merge", "cart", "knots", "core_space", "auto"),
-    *(rules.BY_LENGTHS, rules.TWO_SIDED),
+    *(rules.SECOND, rules.BY_LENGTHS, rules.TWO_SIDED),
 )
 
 

@@ -52,6 +52,7 @@ class AutoDiagnostics(Diagnostics):
         unchanged: experts whose update is zero.
         unlike_experts: N, as how many experts without a common direction they count.
         flat_share: h, the share of the flat spectrum in the merge.
+        length: s, how much of its length the merge has.
         agreement: cosine between the updates of the regression and of the flat spectrum.
     """
 
@@ -60,6 +61,7 @@ class AutoDiagnostics(Diagnostics):
     unchanged: int = 0
     unlike_experts: float | None = None
     flat_share: float | None = None
+    length: float | None = None
     agreement: float | None = None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
@@ -67,6 +69,7 @@ class AutoDiagnostics(Diagnostics):
         return {
             "N, unlike experts": self.unlike_experts,
             "h, flat share": self.flat_share,
+            "s, length": self.length,
             "agreement of both parts": self.agreement,
         }
 
@@ -87,8 +90,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto",
-    equation="W̄ = W₀ + (1 − h) R + h F,  R = (Σ Δ_tC_t + ρκ ΣΔ_t) (Σ C_t + ρI)⁻¹,  "
-    "C_t = Δ_tᵀΔ_t / ‖Δ_t‖,  F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  ΣΔ_t = U diag(σ) Vᵀ,  h = ½ (1 − N⁻²)",
+    equation="W̄ = W₀ + s ((1 − h) R + h F),  R = (Σ Δ_tC_t + ρκ ΣΔ_t) (Σ C_t + ρI)⁻¹,  "
+    "C_t = Δ_tᵀΔ_t / ‖Δ_t‖,  F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  ΣΔ_t = U diag(σ) Vᵀ,  h = ½ (1 − N⁻²),  "
+    "s = e + (1 − e) ½ (1 + q)",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -103,7 +107,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def auto(group: LinearGroup) -> Merged:
     """Merge one linear layer by the mean of a regression and of a flat spectrum.
 
-    W̄ = W₀ + (1 − h) R + h F
+    W̄ = W₀ + s ((1 − h) R + h F)
 
     R = (Σ w_tΔ_tC_t + ρκ Σ w_tΔ_t) (Σ w_tC_t + ρI)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖  (ACTMat, Eq. 3),
     ρ = 0.1 Tr(B²) / Tr(B),  B = Σ w_tC_t,  κ = Σ w_t‖Δ_t‖² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
@@ -113,11 +117,16 @@ def auto(group: LinearGroup) -> Merged:
 
     h = ½ (1 − N⁻²),  N = (Σ w_t‖Δ_t‖)² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
 
+    s = e + (1 − e) ½ (1 + q),  e = (Σ√σ)² / (min(d_out, d_in) Σσ),
+    q = min(1, (Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖) / κ‖Σ w_tΔ_t‖)
+
     R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
     direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
     which, so they are averaged. Outside the inputs that updates tell of, R is their sum. κ shortens that
     sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or
     copies of it, have N = 1 and come back whole. An update that vanishes leaves both parts without a jump.
+    e is the share of directions that the sum has. Where it has few, the merge could be as long as the sum,
+    or as long as one expert, which is q of it. s is the mean of both there.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
@@ -145,12 +154,13 @@ def auto(group: LinearGroup) -> Merged:
     merged = _regression(active, alike)
     share = 0.5 * (1.0 - alike.experts**-2)
     if not share:
-        return Merged(merged, AutoDiagnostics(active.unchanged, alike.experts, share))
-    flat = _flat(active, alike, group)
+        return Merged(merged, AutoDiagnostics(active.unchanged, alike.experts, share, 1.0))
+    flat, length = _flat(active, alike, group)
     sizes = norm(merged), norm(flat)
     agreement = float(_cosines((merged, flat), sizes)[0, 1]) if all(sizes) else None
-    diagnostics = AutoDiagnostics(active.unchanged, alike.experts, share, agreement)
-    return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), diagnostics)
+    diagnostics = AutoDiagnostics(active.unchanged, alike.experts, share, length, agreement)
+    merged.mul_(length * (1.0 - share)).add_(flat, alpha=length * share)
+    return Merged(merged, diagnostics)
 
 
 @dataclass(frozen=True)
@@ -161,11 +171,13 @@ class _Alike:
         weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. One of an update that vanishes changes no other.
         experts: N.
         shortening: κ.
+        one: length of one expert, Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖.
     """
 
     weights: tuple[float, ...]
     experts: float
     shortening: float
+    one: float
 
     @classmethod
     def of(cls, active: Active) -> _Alike:
@@ -176,7 +188,8 @@ class _Alike:
         counts = torch.tensor(weighted, dtype=torch.float64)
         alike = float(counts @ _cosines(active.updates, sizes).square() @ counts)
         energy = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
-        return cls(weights, max(1.0, sum(weighted) ** 2 / alike), energy / alike)
+        experts = max(1.0, sum(weighted) ** 2 / alike)
+        return cls(weights, experts, energy / alike, energy / sum(weighted))
 
 
 def _regression(active: Active, alike: _Alike) -> Tensor:
@@ -189,8 +202,8 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
     return solve_ridge(normal.with_prior(covariances, shares, ridge))[0]
 
 
-def _flat(active: Active, alike: _Alike, group: LinearGroup) -> Tensor:
-    """Return F `(d_out, d_in)`, of the updates' dtype; 0 where the updates cancel each other."""
+def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, float]:
+    """Return F `(d_out, d_in)`, of the updates' dtype, and s; 0 and 1 where the updates cancel."""
     total = stack_weighted(active.updates, alike.weights)
     pairs = zip(active.rounding, alike.weights, strict=True)
     weighted = [error.times(weight) for error, weight in pairs]
@@ -199,11 +212,19 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> Tensor:
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
     sigma = top.kept
     if not len(sigma):
-        return total
+        return total, 1.0
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
     raised = sigma / torch.hypot(sigma, faint)
     raised *= alike.shortening * sigma.sum() / raised.sum()
-    return (top.left * raised.to(total.dtype)) @ top.right
+    return (top.left * raised.to(total.dtype)) @ top.right, _length(sigma, alike, min(group.shape))
+
+
+def _length(sigma: Tensor, alike: _Alike, side: int) -> float:
+    """Return s, by the sum's singular values and the smaller side of the layer."""
+    total = float(sigma.sum())
+    directions = min(1.0, float(sigma.sqrt().sum()) ** 2 / (side * total))
+    one = min(1.0, alike.one / (alike.shortening * norm(sigma)))
+    return directions + (1.0 - directions) * 0.5 * (1.0 + one)
 
 
 def _cosines(matrices: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:

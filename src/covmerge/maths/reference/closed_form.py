@@ -138,7 +138,7 @@ def ace(
 
 
 def auto(group: LinearGroup) -> Tensor:
-    """(1 − h) R + h F, a regression and a flat spectrum  (docs/auto.md)."""
+    """(1 − h) R + h F, a regression and a flat spectrum, times s  (docs/auto.md)."""
     each = zip(deltas_of(group), group.weights, roundings(group, None), strict=True)
     changed = [(d, length(d), w, e) for d, w, e in each if d.any()]
     if not changed:
@@ -166,7 +166,10 @@ def auto(group: LinearGroup) -> Tensor:
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     raised = top.S / (top.S**2 + tau**2).sqrt()
     F = top.U @ torch.diag(raised * kappa * top.S.sum() / raised.sum()) @ top.Vh
-    return (1 - h) * R + h * F
+    e = float(top.S.sqrt().sum() ** 2 / top.S.sum()) / min(group.shape)
+    one = sum(w * n**2 for _, n, w, _ in changed) / sum(w * n for _, n, w, _ in changed)
+    q = min(1.0, one / (kappa * length(top.S)))
+    return (e + (1 - e) * (1 + q) / 2) * ((1 - h) * R + h * F)
 
 
 def share_of_inputs(G: Tensor) -> float:
