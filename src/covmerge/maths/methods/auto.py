@@ -117,7 +117,7 @@ def auto(group: LinearGroup) -> Merged:
 
     h = ½ (1 − N⁻²),  N = (Σ w_t‖Δ_t‖)² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
 
-    s = e + (1 − e) ½ (1 + q),  e = (Σ√σ)² / (min(d_out, d_in) Σσ),
+    s = e + (1 − e) ½ (1 + q),  e = Σ σ/√(σ² + τ²) / min(d_out, d_in),
     q = min(1, (Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖) / κ‖Σ w_tΔ_t‖)
 
     R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
@@ -125,7 +125,7 @@ def auto(group: LinearGroup) -> Merged:
     which, so they are averaged. Outside the inputs that updates tell of, R is their sum. κ shortens that
     sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or
     copies of it, have N = 1 and come back whole. An update that vanishes leaves both parts without a jump.
-    e is the share of directions that the sum has. Where it has few, the merge could be as long as the sum,
+    e is the share of directions that F raises. Where these are few, the merge could be as long as the sum,
     or as long as one expert, which is q of it. s is the mean of both there.
 
     Args:
@@ -215,16 +215,11 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, fl
         return total, 1.0
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
     raised = sigma / torch.hypot(sigma, faint)
-    raised *= alike.shortening * sigma.sum() / raised.sum()
-    return (top.left * raised.to(total.dtype)) @ top.right, _length(sigma, alike, min(group.shape))
-
-
-def _length(sigma: Tensor, alike: _Alike, side: int) -> float:
-    """Return s, by the sum's singular values and the smaller side of the layer."""
-    total = float(sigma.sum())
-    directions = min(1.0, float(sigma.sqrt().sum()) ** 2 / (side * total))
+    directions = min(1.0, float(raised.sum()) / min(group.shape))
     one = min(1.0, alike.one / (alike.shortening * norm(sigma)))
-    return directions + (1.0 - directions) * 0.5 * (1.0 + one)
+    raised *= alike.shortening * sigma.sum() / raised.sum()
+    flat = (top.left * raised.to(total.dtype)) @ top.right
+    return flat, directions + (1.0 - directions) * 0.5 * (1.0 + one)
 
 
 def _cosines(matrices: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:

@@ -166,7 +166,7 @@ def auto(group: LinearGroup) -> Tensor:
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     raised = top.S / (top.S**2 + tau**2).sqrt()
     F = top.U @ torch.diag(raised * kappa * top.S.sum() / raised.sum()) @ top.Vh
-    e = float(top.S.sqrt().sum() ** 2 / top.S.sum()) / min(group.shape)
+    e = float(raised.sum()) / min(group.shape)
     one = sum(w * n**2 for _, n, w, _ in changed) / sum(w * n for _, n, w, _ in changed)
     q = min(1.0, one / (kappa * length(top.S)))
     return (e + (1 - e) * (1 + q) / 2) * ((1 - h) * R + h * F)
