@@ -12,8 +12,7 @@ import torch
 from tqdm import tqdm
 
 import covmerge
-from covmerge.base.notebook import lines_svg, table_html
-from covmerge.base.table import Table
+from covmerge.base.table import Table, lines_svg, table_html
 from covmerge.errors import InputError
 from covmerge.run.engine.progress import as_progress
 from tests.advised import advice

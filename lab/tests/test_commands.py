@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from covmerge.front.cli.extensions import GROUP, LAB
+from covmerge.front.cli.commands import GROUP, LAB
 from covmerge_lab import run
 from tests.cli.runs import covmerge, words
 from tests.cli.test_light import WITHOUT_TORCH

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import covmerge
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.maths.covariance.gate import gate
+from covmerge.maths.covariance.estimate import gate
 from covmerge_lab.alone import Cost, Order, run_alone
 from covmerge_lab.bench import Bench
 from covmerge_lab.models import Section

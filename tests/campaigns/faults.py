@@ -34,7 +34,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from covmerge.files.stores import object_server, retries
+from covmerge.files.stores import link, servers
 from covmerge.run.verification import verify
 from tests.campaigns.buckets import HELD, HELD_DONE, PASSING, REFUSED, Bucket, StoredScene
 from tests.campaigns.disturbed import (
@@ -799,8 +799,8 @@ def _told(own: Set, random: Random, ended: Ended) -> str:
 
 def _impatient() -> None:
     """Wait for a server as long as a campaign can."""
-    retries.WAITS = (0.01, 0.01)
-    for kind in (object_server._READING, object_server._WRITING):
+    link.WAITS = (0.01, 0.01)
+    for kind in (servers._READING, servers._WRITING):
         kind["s3"]["config_kwargs"] |= {"read_timeout": 0.5}
 
 

@@ -33,7 +33,7 @@ from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised.view import dequantised
-from covmerge.files.stores import object_server, page_server, retries
+from covmerge.files.stores import link, servers
 from covmerge.files.stores.local import local_store
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 from covmerge.front.api import run_recipe
@@ -44,7 +44,7 @@ from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.chat import template_of
 from covmerge.plan.vocabulary.tokens import Reader as TokenizerReader
-from covmerge.run.export.licences import read_licence
+from covmerge.run.export.parents import read_licence
 from covmerge.run.recompute import recompute
 from covmerge.run.verification import verify
 from tests.campaigns import pages
@@ -534,7 +534,7 @@ def _build_remote() -> None:
 
 def _read_remote(path: Path) -> None:
     """What a merge asks of a file of a web server."""
-    retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01,), 2.0, 0.4
+    link.WAITS, link.LONGEST, servers.SILENCE = (0.01,), 2.0, 0.4
     address = f"{pages.start(path.absolute().parent)}/{path}"
     for file in path.glob("*.safetensors"):
         with closing(open_checkpoint(f"{address}/{file.name}")) as checkpoint:
@@ -545,7 +545,7 @@ def _read_remote(path: Path) -> None:
 
 def _build_stored(kind: str) -> None:
     """What a bucket or a Hub has; see `pages.py`."""
-    for module in ("s3fs", "huggingface_hub.utils", "covmerge.files.checkpoints.hub"):
+    for module in ("s3fs", "huggingface_hub.utils", "covmerge.files.checkpoints.remote"):
         import_module(module)
     _save(_model(), IN / "shards" / "a-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(_model(), "a-00001-of-00001.safetensors")}
@@ -559,8 +559,8 @@ def _build_stored(kind: str) -> None:
 
 def _read_bucket(path: Path) -> None:
     """The same of a bucket of S3."""
-    retries.WAITS, retries.LONGEST, object_server.SILENCE = (0.01,), 2.0, 0.4
-    object_server._READING["s3"]["config_kwargs"] |= {"read_timeout": 0.4, "connect_timeout": 0.4}
+    link.WAITS, link.LONGEST, servers.SILENCE = (0.01,), 2.0, 0.4
+    servers._READING["s3"]["config_kwargs"] |= {"read_timeout": 0.4, "connect_timeout": 0.4}
     os.environ |= {**KEYS, "AWS_ENDPOINT_URL": pages.start(path.absolute().parent)}
     _use(f"s3://{pages.listings.BUCKET}/{path}")
 

@@ -29,7 +29,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from safetensors.torch import load, save, save_file
 
-from covmerge.files.stores import hub, object_server, page_server, remote, retries
+from covmerge.files.stores import hub, link, remote, servers
 from tests.campaigns import listings, pages
 from tests.campaigns.buckets import CHANGES, NAME, OTHER, PASSING, REFUSED, Bucket
 from tests.campaigns.disturbed import At, Ended, kill_self
@@ -88,10 +88,10 @@ _OF_A_HUB = (
 
 def impatient() -> None:
     """Wait for a server as long as a campaign can, and read in small pieces."""
-    retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01,) * 2, 4.0, 0.4
-    for kind in (object_server._READING, object_server._WRITING):
+    link.WAITS, link.LONGEST, servers.SILENCE = (0.01,) * 2, 4.0, 0.4
+    for kind in (servers._READING, servers._WRITING):
         kind["s3"]["config_kwargs"] |= {"read_timeout": 0.5, "connect_timeout": 0.5}
-    object_server._PIECE = _PART
+    servers._PIECE = _PART
     remote._SMALL = remote._WIDEST = remote._WINDOW = 1024
     hub.TIMEOUT, hub._AHEAD = 1.5, 1024
     constants.HF_HUB_DOWNLOAD_TIMEOUT = constants.HF_HUB_ETAG_TIMEOUT = 1  # type: ignore[misc]

@@ -22,7 +22,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.staging import find_unfinished
 from covmerge.files.quantised.view import dequantised
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.page_server import onward
+from covmerge.files.stores.servers import onward
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import Reading
@@ -30,8 +30,7 @@ from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.tokens import Reader
 from covmerge.run.engine.processes import _serve
 from covmerge.run.engine.threads import Threads
-from covmerge.run.export.companions import copy_companions
-from covmerge.run.export.generation import notes_on_generation
+from covmerge.run.export.companions import copy_companions, notes_on_generation
 from covmerge.run.recompute import recompute
 from tests.cli.runs import save_plain
 from tests.mergekit.token_cases import WORDS, save_model

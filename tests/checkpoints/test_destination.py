@@ -9,8 +9,7 @@ import pytest
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.staging import Staging
-from covmerge.files.stores.destination import Destination
-from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.destination import Destination, LocalDestination
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.store import StoredFile, WritableFile, tree
 from tests.checkpoints.test_writer_staging import manifest

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from covmerge.errors import InputError, ResourceError
-from covmerge.files.stores import descriptor, lock, scratch
+from covmerge.files.stores import lock, regular_file
 from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import REMOVED, Lock
-from covmerge.files.stores.scratch import scratch_folder
+from covmerge.plan.statistics import write
+from covmerge.plan.statistics.write import scratch_folder
 from tests.advised import advice
 
 
@@ -29,11 +30,11 @@ def test_space_is_reserved_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
     ):
         change()
         with (tmp_path / "file").open("wb") as file:
-            descriptor.reserve(file.fileno(), size)
+            regular_file.reserve(file.fileno(), size)
         assert (tmp_path / "file").stat().st_size == size
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO), raising=False)
     with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="Input/output"):
-        descriptor.reserve(file.fileno(), 5)
+        regular_file.reserve(file.fileno(), 5)
 
 
 def test_a_limit_on_files_is_told_by_its_name(tmp_path: Path) -> None:
@@ -109,13 +110,13 @@ def test_abandoned_scratch_folders_are_removed_and_no_others(tmp_path: Path, mon
     (tmp_path / ".w-22222222").mkdir()
     used = Lock(tmp_path / ".w-22222222")
     tokens = iter(["22222222", "33333333"])  # the first is taken
-    monkeypatch.setattr(scratch, "token_hex", lambda _: next(tokens))
+    monkeypatch.setattr(write, "token_hex", lambda _: next(tokens))
     with scratch_folder(tmp_path, ".w-") as folder:
         assert folder.name == ".w-33333333"
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"elsewhere", ".w-00000000", ".w-22222222", ".w-33333333"}
     used.release()
     monkeypatch.setattr(lock, "lock_descriptor", failing(errno.ENOLCK))
-    monkeypatch.setattr(scratch, "token_hex", lambda _: "44444444")
+    monkeypatch.setattr(write, "token_hex", lambda _: "44444444")
     with scratch_folder(tmp_path, ".w-"):
         assert (tmp_path / ".w-22222222").is_dir()  # nothing tells whether it is in use

@@ -18,7 +18,7 @@ from covmerge.files.stores.regular_file import open_regular
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.statistics.examples import Reading, read_texts
 from covmerge.plan.statistics.file import StatisticsFile
-from covmerge.run.export.front_matter import read_front_matter
+from covmerge.run.export.markdown import read_front_matter
 
 
 def adapter_whose(name: str, path: Path) -> Path:

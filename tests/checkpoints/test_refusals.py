@@ -24,9 +24,8 @@ from covmerge.files.checkpoints.distributed import METADATA
 from covmerge.files.checkpoints.hashes import _Reader
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.trainer import last_steps
-from covmerge.files.quantised.undeclared import packed_pair
-from covmerge.files.quantised.writing.layouts import LAYOUTS
-from covmerge.files.quantised.writing.settings import with_plain
+from covmerge.files.quantised.view import packed_pair
+from covmerge.files.quantised.writing.layouts import LAYOUTS, with_plain
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.files.stores.store import StoredFile

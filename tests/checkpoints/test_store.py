@@ -12,7 +12,7 @@ from safetensors.torch import save
 from covmerge.errors import CheckpointError, InputError
 from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.folder import open_file, open_folder
-from covmerge.files.stores import descriptor
+from covmerge.files.stores import regular_file
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import (
     Store,
@@ -163,7 +163,7 @@ def test_a_strangers_name_stays_inside(store: Store, name: str) -> None:
 
 
 def test_more_than_one_call_moves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptor, "_MOST", 3)
+    monkeypatch.setattr(regular_file, "_MOST", 3)
     store.create("a", 10, b"0123456789", needed=10)
     store.write("a", memoryview(b"abcdefgh"), 1)
     assert read(store, "a") == b"0abcdefgh9"

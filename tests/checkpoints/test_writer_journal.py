@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from covmerge.errors import CheckpointError, InputError
 from covmerge.files.checkpoints.journal import Entry, Journal
-from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.stores.store import Store, StoredFile
 from tests.advised import advice
 

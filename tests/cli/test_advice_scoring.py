@@ -10,9 +10,8 @@ import pytest
 
 from covmerge.errors import CheckFailed, CovmergeError, InputError
 from covmerge.run.scoring import lm_eval
-from covmerge.run.scoring.command import Command
 from covmerge.run.scoring.files import read_columns
-from covmerge.run.scoring.scorer import scorer_of
+from covmerge.run.scoring.scorer import Command, scorer_of
 from covmerge.run.scoring.values import scores_of
 from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words

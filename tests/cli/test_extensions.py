@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from covmerge.front.cli.extensions import GROUP, LAB
+from covmerge.front.cli.commands import GROUP, LAB
 from tests.advised import advice
 from tests.cli.runs import covmerge, words
 from tests.forked import printed
@@ -43,7 +43,7 @@ def install(tmp_path, monkeypatch):
     def seen(**chosen):
         return [e for e in entry_points(**chosen) if (tmp_path / f"{e.module}.py").exists()]
 
-    monkeypatch.setattr("covmerge.front.cli.extensions.entry_points", seen)
+    monkeypatch.setattr("covmerge.front.cli.commands.entry_points", seen)
     monkeypatch.syspath_prepend(tmp_path)
     return installed
 
@@ -137,7 +137,7 @@ def test_without_the_lab_its_commands_say_where_they_are(install, name):
 
 def test_other_packages_are_not_asked_for_a_command_of_covmerge():
     code = (
-        "import sys, covmerge.front.cli.extensions as e; e.entry_points = None\n"
+        "import sys, covmerge.front.cli.commands as e; e.entry_points = None\n"
         "from covmerge.front.cli import app; app(['schema'])"
     )
     printed(code)

@@ -16,7 +16,7 @@ Heard("on the way")
 kept = [[] for _ in range(20_000)]
 Heard("at the end")
 """
-BEGIN = "from covmerge.front.cli.process import collect_seldom; collect_seldom()"
+BEGIN = "from covmerge.front.cli import collect_seldom; collect_seldom()"
 
 
 def said(begin):

@@ -11,7 +11,7 @@ STEPS = """
 import ctypes
 import resource
 import torch
-from covmerge.front.cli.process import keep_freed_memory
+from covmerge.front.cli import keep_freed_memory
 keep_freed_memory()
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, which would come by one fault for many
 def step():

@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from covmerge.front import api
+from covmerge.front.cli.console import format_seconds
 from covmerge.front.cli.progress import BytesProgress, ScoringProgress
-from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import format_size, parse_recipe
 from tests.cli.runs import save_plain
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.base.choice import TAKEN, choose
+from covmerge.base.settings import TAKEN, choose
 from covmerge.errors import RecipeError
 from covmerge.plan.recipe import json_schema
 from tests.cli.runs import covmerge as command

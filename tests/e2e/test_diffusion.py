@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.adapters.ldm_names import diffusers_name
+from covmerge.files.adapters.parts import diffusers_name
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.reporting import ReportJob
 from tests.cli.runs import covmerge as command

@@ -10,8 +10,7 @@ from safetensors.torch import load, load_file, save_file
 import covmerge
 from covmerge.errors import CheckFailed, InputError, TensorError
 from covmerge.files.checkpoints.open import open_store
-from covmerge.files.stores.destination import Destination
-from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.destination import Destination, LocalDestination
 from covmerge.front.job import Job
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.options import RunOptions

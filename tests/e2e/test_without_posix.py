@@ -132,7 +132,7 @@ def test_no_link_is_followed_without_the_flag_for_it(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("precious")
     program = WITHOUT + (
         "from pathlib import Path\n"
-        "from covmerge.files.stores.descriptor import open_descriptor\n"
+        "from covmerge.files.stores.regular_file import open_descriptor\n"
         "open_descriptor(Path(sys.argv[1]), os.O_WRONLY | os.O_TRUNC)\n"
     )
     assert "Too many levels of symbolic links" in run(program, tmp_path / "link").stderr

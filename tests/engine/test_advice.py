@@ -9,7 +9,7 @@ import torch
 import covmerge
 from covmerge.base.diagnostics import Diagnostics, TensorDiagnostics
 from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
-from covmerge.run.engine.advice import account_of_lengths
+from covmerge.run.output import account_of_lengths
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, save_plain, words
 

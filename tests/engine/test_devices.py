@@ -12,8 +12,7 @@ from covmerge.plan.planning.build import build_plan
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing
-from covmerge.run.engine.device_room import _BESIDE, check_room
-from covmerge.run.engine.devices import own_device, usable_device
+from covmerge.run.engine.devices import _BESIDE, check_room, own_device, usable_device
 from covmerge.run.engine.executor import Task
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions

@@ -12,7 +12,7 @@ import covmerge
 from covmerge.errors import ResourceError, TensorError
 from covmerge.run.engine import budget, options
 from covmerge.run.engine.budget import plan_memory
-from covmerge.run.engine.device_room import _BESIDE
+from covmerge.run.engine.devices import _BESIDE
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.staging import pinned_bytes

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covmerge.run.engine.order import largest_first
+from covmerge.run.engine.executor import largest_first
 
 SIZES = st.lists(st.integers(0, 100))
 

@@ -17,19 +17,18 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
-from covmerge.files.checkpoints.content import Content
-from covmerge.files.checkpoints.sealed import sealed
+from covmerge.files.checkpoints.base import Content
+from covmerge.files.checkpoints.journal import sealed
 from covmerge.files.stores.local import LocalFolder
 from covmerge.front import api
 from covmerge.methods import registry
 from covmerge.methods.registry import GlobalPass
 from covmerge.plan.recipe import dump_recipe, parse_recipe
+from covmerge.run.engine.executor import own_first, shares
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.order import own_first, shares
 from covmerge.run.engine.ranks.rank import Rank, find_rank
-from covmerge.run.engine.ranks.reading import SharedHashing
+from covmerge.run.engine.ranks.reading import SharedHashing, Sharing
 from covmerge.run.engine.ranks.session import Session
-from covmerge.run.engine.ranks.sharing import Sharing
 from covmerge.run.verification import WeightsCheck
 from tests.advised import advice
 from tests.e2e.test_resume import save_plain
@@ -146,7 +145,7 @@ import sys, time
 from pathlib import Path
 import covmerge.run.engine.threads as reader
 from covmerge.run.engine.ranks.reading import SharedHashing
-from covmerge.run.engine.ranks.sharing import Sharing
+from covmerge.run.engine.ranks.reading import Sharing
 from covmerge.run.verification import WeightsCheck
 
 go = Path(sys.argv.pop(1))
@@ -251,7 +250,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
     plain, tmp_path, together, monkeypatch, world
 ):
     together(world)
-    monkeypatch.setattr("covmerge.run.engine.reading._CORES", 10**6)  # one thread each
+    monkeypatch.setattr("covmerge.run.engine.hashing._CORES", 10**6)  # one thread each
     recipe = with_output(recipe_of(plain, "ace"), shard_size=40_000)
     api.run_recipe(recipe, tmp_path / "whole", RunOptions())
     seen, look, met = [], WeightsCheck.__call__, threading.Barrier(world)
@@ -576,7 +575,7 @@ def test_ranks_that_would_merge_different_things(plain, tmp_path):
 
 def test_rows_that_another_machine_does_not_show(plain, tmp_path, together, monkeypatch):
     together(2)
-    monkeypatch.setattr("covmerge.run.engine.serving._LOOKS", 2)
+    monkeypatch.setattr("covmerge.run.engine.worker._LOOKS", 2)
     monkeypatch.setattr(
         "covmerge.run.engine.outputs.FileOutput.read_back", lambda self, places: "another"
     )

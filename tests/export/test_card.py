@@ -20,9 +20,9 @@ from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.recipe.strict_yaml import parse_yaml
-from covmerge.run.export.front_matter import read_front_matter
 from covmerge.run.export.library import library_of, pipeline_of
-from covmerge.run.export.licences import Licence, licence_notes, read_licence, shared_licence
+from covmerge.run.export.markdown import read_front_matter
+from covmerge.run.export.parents import Licence, licence_notes, read_licence, shared_licence
 from tests.checkpoints.hub_server import COMMIT, connect, serve
 from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for

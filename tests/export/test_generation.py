@@ -2,7 +2,7 @@
 
 import json
 
-from covmerge.run.export.generation import notes_on_generation
+from covmerge.run.export.companions import notes_on_generation
 
 
 def folder(path, **settings):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.maths.testing.forms import FORMS
-from covmerge.maths.testing.laws import LAWS, SHAPES
+from covmerge.maths.testing.laws import FORMS, LAWS, SHAPES
 from covmerge.testing import Broken, check_method, check_step, checks
 
 pytestmark = pytest.mark.usefixtures("forget")

@@ -10,7 +10,7 @@ import torch
 import covmerge
 from covmerge.base.types import LinearGroup
 from covmerge.errors import CovmergeError, RecipeError, TensorError
-from covmerge.maths.registry.packages import origin_of
+from covmerge.maths.registry import origin_of
 from tests.advised import advice
 
 pytestmark = pytest.mark.usefixtures("forget")

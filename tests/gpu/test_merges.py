@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.errors import ResourceError
-from covmerge.run.engine.device_room import _BESIDE
+from covmerge.run.engine.devices import _BESIDE
 from covmerge.run.engine.inputs import Inputs
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.staging import Staging, pinned_bytes

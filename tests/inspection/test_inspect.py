@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.base.findings import Severity
+from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection import job
-from covmerge.run.tokenizers import check_tokenizers
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covmerge.run.scoring.intervals import Interval, Resamples
+from covmerge.run.scoring.values import Interval, Resamples
 
 
 def drawn(seed, size, chance):

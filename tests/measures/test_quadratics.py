@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.base.types import LowRank
-from covmerge.maths.measures.quadratics import kept, quadratics
 from covmerge.maths.measures.retention import retention
+from covmerge.maths.measures.sums import kept, quadratics
 
 
 def drawn(generator, shape, scale):

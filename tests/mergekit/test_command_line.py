@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from covmerge.errors import RecipeError
 from covmerge.front.cli import app
-from covmerge.front.cli.theirs import translated
+from covmerge.front.cli.commands import translated
 from tests.advised import advice
 from tests.cli.runs import covmerge, save_plain
 

@@ -9,7 +9,7 @@ from covmerge.errors import NotFiniteError
 from covmerge.front.api import plan_recipe
 from covmerge.plan.planning import build, work
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import tensor_pass, worker
+from covmerge.run.engine import worker
 from covmerge.run.engine.options import RunOptions
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
@@ -66,7 +66,7 @@ def looked_over(monkeypatch, folder):
 
     def noting(item, *given):
         found.append(item.tensor.name)
-        return tensor_pass.tensor_pass(item, *given)
+        return worker.tensor_pass(item, *given)
 
     def small():
         monkeypatch.setattr(build, "BLOCK_ELEMENTS", 40)
@@ -114,7 +114,7 @@ def test_a_plan_counts_what_a_look_reads(method, folder, looked_over, monkeypatc
     given = OWN if method == "own" else theirs
     plan, _ = plan_recipe(parse_recipe(given))
     read = []
-    groups = tensor_pass._groups
+    groups = worker._groups
 
     def noting(*given):
         for group in groups(*given):
@@ -122,7 +122,7 @@ def test_a_plan_counts_what_a_look_reads(method, folder, looked_over, monkeypatc
             read.append((1 + len(group.models or group.updates)) * base.nbytes)
             yield group
 
-    monkeypatch.setattr(tensor_pass, "_groups", noting)
+    monkeypatch.setattr(worker, "_groups", noting)
     merge_in_memory(given, folder, 0)
     said = sum(item.looked_at for item in plan.items)
     assert plan.read_bytes == said + sum(item.read_bytes for item in plan.items)

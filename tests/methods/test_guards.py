@@ -9,7 +9,7 @@ import torch
 import covmerge
 from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.maths.covariance.gate import heterogeneity
+from covmerge.maths.covariance.estimate import heterogeneity
 from covmerge.methods import registry
 from tests.methods.edge_cases import PUBLISHED, TINY_HETEROG, draw
 

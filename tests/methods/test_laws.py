@@ -8,8 +8,7 @@ from typing import get_args
 
 import pytest
 
-from covmerge.maths.testing.forms import FORMS
-from covmerge.maths.testing.laws import LAWS, SHAPES
+from covmerge.maths.testing.laws import FORMS, LAWS, SHAPES
 from covmerge.maths.testing.subject import Subject
 from covmerge.methods import registry
 from covmerge.methods.registry import Sides, Unit

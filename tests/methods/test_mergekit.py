@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
-from covmerge.maths.linalg.mersenne import mersenne_twister
+from covmerge.maths.linalg.random import mersenne_twister
 from covmerge.maths.methods.mergekit import SETTINGS, Drawn, places
 from covmerge.maths.methods.sparsify import Rows, keep
 from covmerge.maths.reference import REFERENCES

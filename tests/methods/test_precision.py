@@ -10,7 +10,8 @@ import covmerge
 from covmerge.base.diagnostics import TensorDiagnostics, summarise
 from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.maths.measures.rounding import rounding_of
-from covmerge.maths.methods import ace_rules, registry
+from covmerge.maths.methods import ace as ace_kernel
+from covmerge.maths.methods import registry
 from covmerge.maths.methods.closed_form import active_experts
 from covmerge.maths.reference import REFERENCES
 from tests.advised import advice
@@ -327,9 +328,9 @@ class TestAce:
         def never(*_: object, **__: object):
             raise AssertionError("asked of all together")
 
-        known_rank = ace_rules.known_rank
+        known_rank = ace_kernel.known_rank
         monkeypatch.setattr("covmerge.maths.methods.ace.known_rank", known)
-        monkeypatch.setattr(ace_rules, "joint_directions", never)
+        monkeypatch.setattr(ace_kernel, "joint_directions", never)
         ace = registry.get("ace")
         merged = ace(LinearGroup(tuple(updates), (1.0,) * 3), **ace.resolve({}))
         assert merged.stats["gate_fired"]
@@ -344,7 +345,7 @@ class TestAce:
             for rank in ranks
         ]
         active = active_experts(LinearGroup(tuple(updates), (1.0,) * 3))
-        found = ace_rules.known_rank(active, (48, 192), torch.float32, enough)
+        found = ace_kernel.known_rank(active, (48, 192), torch.float32, enough)
         together = min(192, sum(ranks))
         assert min(found, enough) == min(together, enough)
 

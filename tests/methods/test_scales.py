@@ -8,8 +8,7 @@ import torch
 import covmerge
 from covmerge.base.types import LinearGroup, LowRank
 from covmerge.errors import RecipeError, TensorError
-from covmerge.maths.linalg.exponent import exponent_of
-from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.lapack import exponent_of, norm
 from covmerge.methods import registry
 from tests.methods.edge_cases import draw
 from tests.methods.groups import group_of, random_updates, relative

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
-from covmerge.plan.planning.serving import who_loads_it
+from covmerge.plan.planning.adapter import who_loads_it
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covmerge.files.stores import retries
+from covmerge.files.stores import link
 from covmerge.files.stores.link import link_to
 from tests.remote.servers import KEYS, Server, s3, serving
 from tests.verification.test_files import save_models
@@ -52,7 +52,7 @@ def s3_server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "WAITS", (0.01,) * 5)
+    monkeypatch.setattr(link, "WAITS", (0.01,) * 5)
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import covmerge
-from covmerge.base.cache import user_cache
+from covmerge.base.code import user_cache
 from covmerge.errors import InputError
-from covmerge.files.stores import object_server
+from covmerge.files.stores import servers
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.link import link_to
 from covmerge.files.stores.remote_destination import RemoteDestination
@@ -124,7 +124,7 @@ def test_an_upload_that_breaks_off_is_no_output(
     any_bucket: Bucket, models, tmp_path: Path, monkeypatch, broken: str
 ) -> None:
     base, experts = models
-    send = object_server.ObjectServer.send
+    send = servers.ObjectServer.send
 
     async def break_off(self, file, path):
         if broken in path:
@@ -132,7 +132,7 @@ def test_an_upload_that_breaks_off_is_no_output(
         await send(self, file, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_server.ObjectServer, "send", break_off)
+        patch.setattr(servers.ObjectServer, "send", break_off)
         said = advice(" with --resume, which goes on with finished work")
         with pytest.raises(InputError, match=f"cannot be reached or written: .*{said}"):
             merge_into(destination(any_bucket), base, experts, **SHARDS)
@@ -222,14 +222,14 @@ def test_what_another_machine_makes_before_the_claim_is_not_overwritten(
     bucket: Bucket, models, monkeypatch
 ) -> None:
     base, experts = models
-    claim = object_server.ObjectServer.claim
+    claim = servers.ObjectServer.claim
 
     async def late(self, path, content):
         await self._system._pipe_file(f"{bucket.name}/merged/config.json", b"{}")
         await claim(self, path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_server.ObjectServer, "claim", late)
+        patch.setattr(servers.ObjectServer, "claim", late)
         said = advice(
             "appeared in {}, and is not overwritten: move it away, and go on with --resume"
         )
@@ -243,7 +243,7 @@ def test_what_another_machine_makes_before_the_claim_is_not_overwritten(
 
 def test_what_arrived_is_another_file(bucket: Bucket, models, monkeypatch) -> None:
     base, experts = models
-    send = object_server.ObjectServer.send
+    send = servers.ObjectServer.send
 
     async def spoil(self, file, path):
         await send(self, file, path)
@@ -252,7 +252,7 @@ def test_what_arrived_is_another_file(bucket: Bucket, models, monkeypatch) -> No
 
     said = advice("does something else write there? The work is kept: go on with --resume")
     with monkeypatch.context() as patch:
-        patch.setattr(object_server.ObjectServer, "send", spoil)
+        patch.setattr(servers.ObjectServer, "send", spoil)
         with pytest.raises(InputError, match=said):
             merge_into(destination(bucket), base, experts, **SHARDS)
     merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
@@ -281,7 +281,7 @@ def test_a_place_for_an_output_in_a_bucket(bucket: Bucket, models, tmp_path, mon
 
 
 def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(object_server, "_PIECE", 5 * 2**20)
+    monkeypatch.setattr(servers, "_PIECE", 5 * 2**20)
     large = tmp_path / "large"
     large.write_bytes(bytes(range(256)) * 2**16)  # 16 MiB
     work = destination(bucket)

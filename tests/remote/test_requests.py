@@ -10,17 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.base.cache import user_cache
+from covmerge.base.code import user_cache
 from covmerge.errors import CheckpointError, InputError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.stores import hub, object_server, remote
+from covmerge.files.stores import hub, remote, servers
 from covmerge.files.stores.address import Address
 from covmerge.files.stores.hub import HubStore
 from covmerge.files.stores.hub_cache import is_commit
-from covmerge.files.stores.link import link_to
+from covmerge.files.stores.link import ChangedError, RefusedError, link_to, persist
 from covmerge.files.stores.remote import RemoteStore, remote_store
-from covmerge.files.stores.retries import ChangedError, RefusedError, persist
-from covmerge.files.stores.server import FileStat
+from covmerge.files.stores.servers import FileStat
 from tests.advised import advice
 from tests.checkpoints.hub_server import connect, serve
 
@@ -65,7 +64,7 @@ def test_what_no_further_attempt_mends(error, told, said: str) -> None:
 def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
     for size in (None, -1, "9"):
         with pytest.raises(RefusedError, match="does not say how long it is"):
-            object_server._stat({"size": size})
+            servers._stat({"size": size})
 
 
 def test_the_packages_of_servers(monkeypatch) -> None:

@@ -19,10 +19,10 @@ from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
 from covmerge.files.checkpoints import remote as fetching
 from covmerge.files.checkpoints.base import fingerprint
-from covmerge.files.stores import link, object_server, page_server, remote, retries
+from covmerge.files.stores import link, remote, servers
 from covmerge.files.stores.address import Address
+from covmerge.files.stores.link import RefusedError
 from covmerge.files.stores.remote import remote_store
-from covmerge.files.stores.retries import RefusedError
 from covmerge.files.stores.store import StoredFile
 from covmerge.run.verification import verify
 from tests.advised import advice
@@ -153,7 +153,7 @@ def test_what_fails_in_passing_is_asked_for_again(bucket: Bucket, models, fault)
 
 def test_a_server_that_stands_still_is_asked_again(pages, models, monkeypatch) -> None:
     server, folder = pages
-    monkeypatch.setattr(page_server, "SILENCE", 0.3)
+    monkeypatch.setattr(servers, "SILENCE", 0.3)
     shutil.copytree(models[0], folder / "base")
     address = f"{server.url}/base/{BASE}"
     server.fail("model.safetensors$", late(1.0))
@@ -162,8 +162,8 @@ def test_a_server_that_stands_still_is_asked_again(pages, models, monkeypatch) -
 
 
 def test_a_bucket_that_stands_still_is_asked_again(bucket: Bucket, models, monkeypatch) -> None:
-    patience = {**object_server._READING["s3"]["config_kwargs"], "read_timeout": 0.3}
-    monkeypatch.setitem(object_server._READING, "s3", {"config_kwargs": patience})
+    patience = {**servers._READING["s3"]["config_kwargs"], "read_timeout": 0.3}
+    monkeypatch.setitem(servers._READING, "s3", {"config_kwargs": patience})
     address = bucket.put(models[0], "base")
     bucket.server.fail(f"GET .*{BASE}", late(1.0), 2)
     start = time.monotonic()
@@ -297,7 +297,7 @@ def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeyp
         assert equals(checkpoint, models[0] / BASE)
         here = fingerprint(open_checkpoint(models[0] / BASE))
         assert fingerprint(checkpoint) == here  # nothing tells versions: the files are hashed
-        monkeypatch.setattr(page_server, "_WHOLE", 100)
+        monkeypatch.setattr(servers, "_WHOLE", 100)
         said = advice("the server sends no ranges of it: download it, and pass its folder")
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(f"{server.url}/base/{BASE}")
@@ -403,7 +403,7 @@ def test_where_a_web_server_may_not_lead(pages, models, leads: str, said: str) -
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(f"{server.url}/base/{BASE}")
     with pytest.raises(RefusedError, match="not protected as https is"):
-        page_server.onward("https://example.org/a", "http://example.org/a")
+        servers.onward("https://example.org/a", "http://example.org/a")
 
 
 def test_a_machine_of_this_network_is_named(pages, models) -> None:
@@ -496,8 +496,8 @@ class _Early(socketserver.BaseRequestHandler):
 
 
 def test_a_server_that_never_comes_to_its_answer_is_not_listened_to_for_long(monkeypatch) -> None:
-    monkeypatch.setattr(page_server, "SILENCE", 0.1)
-    monkeypatch.setattr(retries, "WAITS", (0.01,))
+    monkeypatch.setattr(servers, "SILENCE", 0.1)
+    monkeypatch.setattr(link, "WAITS", (0.01,))
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Early) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -13,9 +13,9 @@ from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.reporting import FILE_NAME, Report, tables, write_html
 from covmerge.front.reporting import html as page
-from covmerge.front.reporting.numbers import shown_spectra
+from covmerge.front.reporting.data import shown_spectra
 from covmerge.front.reporting.pictures import pictures
-from covmerge.front.reporting.words import number
+from covmerge.front.reporting.style import number
 from covmerge.run.verification.outcome import Check
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from covmerge.errors import InputError, ResourceError
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
-from covmerge.plan.statistics.blocks import Blocks
+from covmerge.plan.statistics.blocks import Blocks, in_lockstep
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.lockstep import in_lockstep
 from covmerge.plan.statistics.model import Layer, RunningModel, load_model
 from covmerge.plan.statistics.needed import (
     memory_by_block,

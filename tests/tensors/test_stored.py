@@ -13,8 +13,7 @@ from transformers.core_model_loading import (
 )
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors.modules import Kind
-from covmerge.files.tensors.stored import Place, Slot, place_of
+from covmerge.files.tensors.modules import Kind, Place, Slot, place_of
 from covmerge.files.tensors.views import FusedParts
 
 QKV = ["attn.q.weight", "attn.k.weight", "attn.v.weight"]

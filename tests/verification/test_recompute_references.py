@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 import covmerge
 from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
-from covmerge.run.recompute import choice, recompute
+from covmerge.run import recompute as of_recompute
+from covmerge.run.recompute import recompute
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import statistics_for
 from tests.methods.variants import VARIANTS
@@ -267,7 +268,7 @@ class TestWithoutAReference:
 
     def test_a_tensor_that_is_too_large_for_one(self, sources, tmp_path, monkeypatch):
         """Others of its method are taken first, and it is said who computed it."""
-        monkeypatch.setattr(choice, "_MOST_NUMBERS", 3 * 72 * 72 - 1)
+        monkeypatch.setattr(of_recompute, "_MOST_NUMBERS", 3 * 72 * 72 - 1)
         out = merge(sources, tmp_path / "out", "full", "ace")
         few, everything = recompute(out, tensors=4), recompute(out, tensors=8)
         assert few.ok and everything.ok
@@ -284,7 +285,7 @@ class TestWithoutAReference:
     def test_a_method_with_none_within_reach_is_not_passed_over(
         self, sources, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(choice, "_MOST_PRODUCTS", 1)
+        monkeypatch.setattr(of_recompute, "_MOST_PRODUCTS", 1)
         out = merge(sources, tmp_path / "out", "full", "ace")
         assert "'layers.1.mlp.up_proj.weight' (72 × 48 of 3" in recompute(out, tensors=3).detail
 

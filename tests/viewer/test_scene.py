@@ -11,7 +11,7 @@ import covmerge
 from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.viewer import Choice, ViewJob, recipe_of
-from covmerge.maths.measures.quadratics import kept
+from covmerge.maths.measures.sums import kept
 from tests.e2e.models import build, save_family
 from tests.report.merges import checkpoints
 

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.plan.recipe.tokenizer import TokenizerRules
-from covmerge.plan.vocabulary.retokenized import Retokenized
-from covmerge.plan.vocabulary.rows import Source, vocabulary
-from covmerge.plan.vocabulary.tables import Tables, tables_of
+from covmerge.plan.recipe.sections import TokenizerRules
+from covmerge.plan.vocabulary.rows import Retokenized, Source, Tables, tables_of, vocabulary
 from covmerge.plan.vocabulary.tokens import Tokenizer
 
 TOKENS = [f"t{number}" for number in range(14)]

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints.laid import Laid
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.pickled_tensors import kind_of, whole_booleans
-from covmerge.files.checkpoints.unpickler import Inert
+from covmerge.files.checkpoints.torch_file import kind_of, whole_booleans
+from covmerge.files.checkpoints.unpickler import Inert, Laid
 
 _MAX_DEPTH = 100  # of modules in modules
 _MAX_TENSORS = 300_000

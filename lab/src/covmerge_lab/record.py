@@ -11,9 +11,8 @@ from typing import Any
 
 from covmerge.base.types import Json
 from covmerge.errors import InputError
-from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.checkpoints.json_file import dumps, read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
-from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.regular_file import read_regular
 

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from covmerge import __version__
-from covmerge.run.scoring.intervals import Interval
+from covmerge.run.scoring.values import Interval
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.merging import SCALES
 from covmerge_lab.models import Section

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from covmerge.run.scoring.intervals import Interval, Resamples
+from covmerge.run.scoring.values import Interval, Resamples
 from covmerge_lab.bench import EXPERTS, Outcome, Scored
 from covmerge_lab.merging import TUNED
 from covmerge_lab.models import Section

@@ -1,8 +1,9 @@
-"""Which code made a saved result: one that other code made is made anew, not continued."""
+"""Where covmerge keeps what it can make again, and which code made it."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
@@ -11,6 +12,27 @@ from types import CodeType, ModuleType
 from typing import cast
 
 from covmerge.base.version import __version__
+
+# Where covmerge keeps what it can make again.
+
+
+def user_cache() -> Path:
+    """Return COVMERGE_CACHE, or by the standard of freedesktop.org ~/.cache/covmerge; it need not exist.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    if is_cache_named():
+        return Path(os.environ["COVMERGE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covmerge"
+
+
+def is_cache_named() -> bool:
+    """Whether the user has said where that is."""
+    return bool(os.environ.get("COVMERGE_CACHE"))
+
+
+# Which code made a saved result: one that other code made is made anew, not continued.
 
 
 def digest(*modules: ModuleType) -> str:

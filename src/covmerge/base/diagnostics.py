@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import TypeAdapter
 from typing_extensions import Self
 
-from covmerge.base.json_type import Json
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 
 @dataclass(frozen=True)

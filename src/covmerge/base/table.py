@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib import import_module
 from io import StringIO
+from math import isfinite, log10
 from typing import Any
 
 from covmerge.base.errors import InputError
@@ -92,3 +95,109 @@ def _plain(cell: Cell) -> Cell:
         return cell
     text = printable(cell)
     return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+# Tables and pictures as a notebook shows them: one piece of HTML, without scripts, styles or files.
+
+_ROWS = 20
+# They are visible on white and on black.
+_COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#79706e")
+_BAR = "rgba(76,120,168,.35)"
+_WIDTH, _HEIGHT, _EDGE = 480, 120, 8
+
+
+def table_html(table: Table, *, drawn: Collection[str] = (), most: int = _ROWS) -> str:
+    """Return a table; beyond `most` rows those in the middle are counted, not shown.
+
+    Args:
+        table: the rows.
+        drawn: headings of columns of non-negative numbers with a bar behind each.
+        most: rows.
+
+    Example:
+        >>> table_html(Table(("x",), (("<b>",),)))
+        '<table><tr><th>x</th></tr><tr><td style="text-align:left">&lt;b&gt;</td></tr></table>'
+    """
+    rows = list(table.rows)
+    head = rows[: most - most // 2] if len(rows) > most else rows
+    tail = rows[len(rows) - most // 2 :] if len(rows) > most else []
+    longest = {
+        name: max(_sizes(row[place] for row in rows), default=0.0)
+        for place, name in enumerate(table.columns)
+        if name in drawn
+    }
+    lines = ["".join(f"<th>{_text(name)}</th>" for name in table.columns)]
+    lines += [_row(table.columns, row, longest) for row in head]
+    if tail:
+        span, hidden = len(table.columns), len(rows) - len(head) - len(tail)
+        lines.append(f'<td colspan="{span}" style="text-align:left">… {hidden} more</td>')
+    lines += [_row(table.columns, row, longest) for row in tail]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def lines_svg(series: Mapping[str, Sequence[float | None]], label: str) -> str:
+    """Draw a line for each name, on a logarithmic scale from the least number above zero to the largest.
+
+    Returns nothing where there are no two numbers to draw a line between.
+    """
+    positive = [
+        v for values in series.values() for v in values if v is not None and 0.0 < v and isfinite(v)
+    ]
+    if len(positive) < 2:
+        return ""
+    low, high = log10(min(positive)), log10(max(positive))
+    parts = [
+        _polyline(values, low, high, _COLOURS[place % len(_COLOURS)])
+        for place, values in enumerate(series.values())
+    ]
+    said = f"{label}: {min(positive):.2g} to {max(positive):.2g}, logarithmic"
+    legend = " ".join(
+        f'<span style="color:{_COLOURS[place % len(_COLOURS)]}">■</span> {_text(name)}'
+        for place, name in enumerate(series)
+    )
+    return (
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{_text(said)}" '
+        f'style="display:block">{"".join(parts)}</svg><div>{_text(said)}. {legend}</div>'
+    )
+
+
+def paragraph(text: str) -> str:
+    """Return text as a line of its own."""
+    return f"<div>{_text(text)}</div>"
+
+
+def _polyline(values: Sequence[float | None], low: float, high: float, colour: str) -> str:
+    step = (_WIDTH - 2 * _EDGE) / max(1, len(values) - 1)
+    tall, span = _HEIGHT - 2 * _EDGE, high - low or 1.0
+    points = " ".join(
+        f"{_EDGE + place * step:.1f},{_HEIGHT - _EDGE - tall * (log10(value) - low) / span:.1f}"
+        for place, value in enumerate(values)
+        if value is not None and 0.0 < value and isfinite(value)
+    )
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+
+def _row(columns: Sequence[str], row: Sequence[Cell], longest: Mapping[str, float]) -> str:
+    return "".join(_cell(cell, longest.get(name)) for name, cell in zip(columns, row, strict=True))
+
+
+def _cell(cell: Cell, longest: float | None) -> str:
+    if isinstance(cell, str):
+        return f'<td style="text-align:left">{_text(cell)}</td>'
+    text = "" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    (size,) = list(_sizes([cell])) or [0.0]
+    if not longest or not size:
+        return f"<td>{text}</td>"
+    share = f"{100 * size / longest:.0f}%"
+    return f'<td style="background:linear-gradient(90deg,{_BAR} {share},transparent {share})">{text}</td>'
+
+
+def _sizes(cells: Iterable[Cell]) -> Iterable[float]:
+    """What a bar can show of them."""
+    for cell in cells:
+        if isinstance(cell, int | float) and not isinstance(cell, bool) and isfinite(cell):
+            yield max(0.0, float(cell))
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics
-from covmerge.base.json_type import Json as Json
+from covmerge.base.diagnostics import Json as Json
 
 _T = TypeVar("_T")
 

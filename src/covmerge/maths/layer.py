@@ -11,15 +11,14 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from covmerge.base.choice import UNNAMED, choose
 from covmerge.base.errors import RecipeError, TensorError
+from covmerge.base.settings import UNNAMED, choose
 from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Rounding
-from covmerge.maths.linalg.exponent import exponent_of
-from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.lapack import exponent_of, norm
 from covmerge.maths.linalg.random import Stream
 from covmerge.maths.linalg.spectral import rank_tolerance, singular_values
 from covmerge.maths.linalg.stored import all_finite, stored_as
-from covmerge.maths.measures.length import times_as_long
+from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.measures.rounding import has_few_digits, rounding_of
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import merge_factors

@@ -16,9 +16,8 @@ from typing import Any, cast
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.findings import Fit
 from covmerge.base.memory import peak_memory
-from covmerge.base.notebook import paragraph, table_html
 from covmerge.base.settings import Hint
-from covmerge.base.table import Table, Tabular
+from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -33,7 +32,7 @@ from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import Recipe, dump_recipe, read_call
-from covmerge.plan.recipe.called import split
+from covmerge.plan.recipe.parts import split
 from covmerge.plan.statistics.file import StatisticsFile
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.hashing import Contents, Hashes

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from covmerge.base.diagnostics import MergeSummary, summarise
+from covmerge.base.diagnostics import MergeSummary, TensorDiagnostics, summarise
 from covmerge.base.findings import Fit
 from covmerge.base.memory import peak_memory
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
@@ -20,25 +20,24 @@ from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.quantised.view import is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
+from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
-from covmerge.run.alike import alike_by_content
-from covmerge.run.engine.advice import account_of_lengths
 from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.entries import diagnostics_in, tensor_entries, totals
-from covmerge.run.engine.losses import account_of_losses
-from covmerge.run.engine.reading import ReadFiles, read_files
+from covmerge.run.engine.entries import account_of_losses, diagnostics_in, tensor_entries, totals
+from covmerge.run.engine.hashing import ReadFiles, read_files
 from covmerge.run.engine.run import RunResult
+from covmerge.run.experts import alike_by_content
 from covmerge.run.export.adapter import (
     bases_that_differ,
     changed_and_left_out,
     write_adapter_config,
 )
 from covmerge.run.export.card import write_card
-from covmerge.run.export.companions import Companions, copy_companions
+from covmerge.run.export.companions import Companions, copy_companions, notes_on_generation
 from covmerge.run.export.config import write_config
 from covmerge.run.export.expert_models import BASE_PROBE, write_rescalers
 from covmerge.run.export.files import (
@@ -48,10 +47,59 @@ from covmerge.run.export.files import (
     write_indices,
     write_manifest,
 )
-from covmerge.run.export.generation import notes_on_generation
 from covmerge.run.result import MergedFolder, RunFigures, Stats
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification import DIFFERS, Check, Verification, examine
+
+# Merged updates that were blown up: a message with what to do about it.
+
+_BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more than worth knowing
+
+
+def account_of_lengths(
+    entries: Mapping[str, Mapping[str, Any]], diagnostics: Sequence[TensorDiagnostics] = ()
+) -> MergeSummary:
+    """How many times as long as all of its experts' together an update is at most, in words.
+
+    Args:
+        entries: of the tensors, as in covmerge.json.
+        diagnostics: the methods', of them; one that goes by the lengths of outputs is taken at that.
+    """
+    outputs = {
+        one.tensor: max(lengths)
+        for one in diagnostics
+        if (lengths := [m.length_in_outputs for m in one.matrices]) and None not in lengths
+    }
+    ratios = {
+        name: times
+        for name, entry in entries.items()
+        if "merged_norm" in entry
+        and (times := times_as_long(entry["merged_norm"], entry["update_norm"].values())) > 1.0
+    }
+    meant = {name: times for name, times in ratios.items() if outputs.get(name, 2.0) <= 1.0}
+    long = {name: times for name, times in ratios.items() if name not in meant}
+    account = MergeSummary()
+    if long:
+        text = f"{_longest(long)}: take a smaller scale where the method has one, or another method"
+        blown_up = max(long.values()) > _BLOWN_UP
+        account += MergeSummary(warnings=(text,)) if blown_up else MergeSummary(notes=(text,))
+    if meant:
+        most = max(outputs[name] for name in meant)
+        text = (
+            f"{_longest(meant)}, but not what it adds to the outputs: on the inputs that it looked at that "
+            f"is at most {most:.2g} times as long as the experts' together there. It is longer where these "
+            "inputs hardly ever go; on inputs very unlike them outputs may be too"
+        )
+        account += MergeSummary(notes=(text,))
+    return account
+
+
+def _longest(ratios: Mapping[str, float]) -> str:
+    longest = max(ratios, key=lambda name: ratios[name])
+    return (
+        f"the merged update is longer than the experts' together in {counted(len(ratios), 'tensor')} "
+        f"({some(list(ratios), 2)}), {ratios[longest]:.3g} times in '{longest}'"
+    )
 
 
 class OutputFiles:

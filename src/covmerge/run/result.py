@@ -11,8 +11,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from covmerge.base.errors import InputError
-from covmerge.base.notebook import paragraph, table_html
-from covmerge.base.table import Table, Tabular
+from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.text import counted, some
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.recipe import Recipe

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from covmerge.base.errors import CheckpointError, InputError
+from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
@@ -21,7 +21,7 @@ from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.describe import describe_checkpoint
-from covmerge.files.tensors.donor import Donor
+from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning.align import Model, over_base
@@ -33,14 +33,30 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary.decide import Text, decide
-from covmerge.run.alike import alike_by_place
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.processes import Opener
-from covmerge.run.engine.ties import check_ties
+from covmerge.run.experts import alike_by_place, check_tokenizers
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents
-from covmerge.run.tokenizers import check_tokenizers
+
+# Tied tensors that are stored twice must hold one value.
+
+
+def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
+    """Compare what a config ties: only one of the two goes into the output.
+
+    Raises:
+        TensorError: they differ, so the config is wrong and dropping one would change the model.
+    """
+    for name, target in tied.items():
+        if not same_values(checkpoint, name, target):
+            raise TensorError(
+                f"config.json of {checkpoint.source} ties '{name}' to '{target}', but both are stored "
+                'and differ. If they are meant to differ, set "tie_word_embeddings": false in its '
+                "config.json."
+            )
+
 
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
 _BY_TOKEN = "A recipe with `tokenizer: {source: union}` merges token by token"

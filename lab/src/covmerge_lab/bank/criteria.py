@@ -16,7 +16,7 @@ from torch import Tensor
 
 import covmerge
 from covmerge import LinearGroup
-from covmerge.maths.measures.along import along
+from covmerge.maths.measures.retention import along
 from covmerge.maths.measures.spectrum import Spectrum
 from covmerge.methods import registry
 from covmerge_lab.bank import pretraining, rules, scoring

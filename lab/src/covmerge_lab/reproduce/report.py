@@ -7,7 +7,7 @@ from pathlib import Path
 
 from covmerge import __version__
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.stores.disk import replace_file
 from covmerge_lab.reproduce.published import MEAN, Row, Setting, Table
 from covmerge_lab.reproduce.run import Line, Result

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from covmerge.run.scoring.intervals import Interval
+from covmerge.run.scoring.values import Interval
 from covmerge_lab.bench import EXPERTS, Bench, Outcome
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section

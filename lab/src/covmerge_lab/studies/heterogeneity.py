@@ -15,8 +15,8 @@ from typing import Any, cast
 import matplotlib.pyplot as plt
 
 import covmerge
-from covmerge.maths.covariance.gate import DEFAULT_TAU, Statistic, gate
-from covmerge.run.judgement.names import by_depth
+from covmerge.maths.covariance.estimate import DEFAULT_TAU, Statistic, gate
+from covmerge.run.judgement.layers import by_depth
 from covmerge_lab.bench import Bench
 from covmerge_lab.studies.layers import METHOD, short, train
 from covmerge_lab.studies.study import Findings, Study

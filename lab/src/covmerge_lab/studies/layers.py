@@ -17,7 +17,7 @@ from covmerge.plan.planning.build import build_plan
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Sources, dense, read_inputs, take_updates
-from covmerge.run.judgement.names import by_depth
+from covmerge.run.judgement.layers import by_depth
 from covmerge.run.sources import open_checkpoints
 from covmerge_lab.bench import Bench
 from covmerge_lab.suite import Variant

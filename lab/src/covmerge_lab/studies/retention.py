@@ -41,7 +41,7 @@ class Pair:
     Attributes:
         kept: predicted with Ĉ_t = Δ_tᵀΔ_t, over all matrices.
         unweighted: the same with Ĉ_t = I, which knows nothing of inputs.
-        along: predicted along the expert's own update, `covmerge.maths.measures.along`.
+        along: predicted along the expert's own update, `covmerge.maths.measures.retention`.
         measured: accuracy over the expert's own.
     """
 

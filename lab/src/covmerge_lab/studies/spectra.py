@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from torch import Tensor
 
 from covmerge import merge_layer
-from covmerge.maths.covariance.gate import gate
+from covmerge.maths.covariance.estimate import gate
 from covmerge.maths.linalg.lapack import norm, svd
 from covmerge.maths.measures.spectrum import TOP, leading
 from covmerge_lab.bench import Bench

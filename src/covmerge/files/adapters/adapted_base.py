@@ -11,8 +11,7 @@ from torch import Tensor
 from covmerge.base.errors import InputError
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.content import Content
+from covmerge.files.checkpoints.base import Checkpoint, Content
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.view import View
 

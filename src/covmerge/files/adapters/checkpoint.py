@@ -49,9 +49,9 @@ from covmerge.files.checkpoints.folder import (
     open_modules,
 )
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
-from covmerge.files.checkpoints.hub import HubCheckpoint
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
+from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file

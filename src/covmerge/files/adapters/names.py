@@ -16,11 +16,9 @@ from covmerge.files.adapters.folds import Folded
 from covmerge.files.adapters.layout import PREFIX
 from covmerge.files.adapters.mlx import MLX_ENDS, MLX_NAME
 from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
-from covmerge.files.adapters.types.diff import DIFF, DIFFERENCE, OF_BIAS
-from covmerge.files.adapters.types.dora import MAGNITUDE
-from covmerge.files.adapters.types.kasa import DIAGONAL
-from covmerge.files.adapters.types.locon import OF_GROUPS, is_grouped
-from covmerge.files.adapters.types.tokens import TOKENS, TRAINABLE_TOKENS
+from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
+from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE
+from covmerge.files.adapters.types.lycoris import DIFF, DIFFERENCE, OF_BIAS, OF_GROUPS, is_grouped
 
 _PARTS = {  # what a name ends in, longest first where one ends in another
     ".lora_A.weight": "down",

@@ -13,11 +13,39 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.types import Json, LowRank, TensorHeader
-from covmerge.files.checkpoints.content import Content, at_once
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import Stamp, StoredFile
+
+# What covmerge.json has a hash of, piece by piece: most often the files of a checkpoint.
+
+# Called before each block with the bytes of the piece that have been hashed; it may wait, or raise to stop.
+Pace = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A piece of a checkpoint that is hashed by itself.
+
+    Attributes:
+        name: of the file, or what else is hashed.
+        size: bytes that are read for it; 0: next to none.
+        hash: reads it, and returns the hash with its kind, such as `sha256:1f2e...`; what was opened
+            and has changed since is a CheckpointError.
+        early: it comes before the others: what lies beside the weights is small, and may change later
+            without harm.
+    """
+
+    name: str
+    size: int
+    hash: Callable[[Pace], str]
+    early: bool = False
+
+
+def at_once(done: int) -> None:
+    """Wait for nobody: a `Pace`."""
+
 
 CARD_NAME = "README.md"  # the model card
 

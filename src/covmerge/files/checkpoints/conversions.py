@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from covmerge.files.checkpoints.assembled import (
+from covmerge.files.checkpoints.authors_layouts import rules_for
+from covmerge.files.checkpoints.pieces import (
     Assembly,
     Normed,
     Shape,
@@ -28,8 +29,7 @@ from covmerge.files.checkpoints.assembled import (
     only,
     transposed,
 )
-from covmerge.files.checkpoints.authors_layouts import rules_for
-from covmerge.files.checkpoints.equivalent_names import by_inner_name, inner_name, weight_norms
+from covmerge.files.checkpoints.view import by_inner_name, inner_name, weight_norms
 
 Slots = list[list[Assembly]]  # by pattern, the tensors that it matches
 _DIGITS = re.compile(r"(\d+)")

@@ -19,13 +19,14 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.checkpoints.base import (
     CARD_NAME,
+    Content,
     Kind,
+    Pace,
     WeightFile,
     check_unchanged,
     find_header,
 )
 from covmerge.files.checkpoints.beside import is_of_training, notes_on_others
-from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.checkpoints.file_formats import (
     INDEX,
     MODEL_SUFFIXES,

@@ -22,8 +22,7 @@ from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_me
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.ranges import open_stored, read_into
-from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.files.checkpoints.ranges import SafetensorsFile, open_stored, read_into
 from covmerge.files.stores.store import Store, StoredFile, child
 
 SLICES = re.compile(

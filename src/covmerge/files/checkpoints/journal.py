@@ -10,7 +10,10 @@ journal only claims: a resumed merge reads the bytes back and compares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,13 +21,125 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
-from covmerge.base.text import some
+from covmerge.base.text import shown, some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.differences import changes
-from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.checkpoints.sealed import check_seal, parsed, sealed
+from covmerge.files.checkpoints.json_file import dumps, shorten
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.store import StoredFile, WritableFile
+
+# Lines of JSON that each end in their own checksum: a line that a crash or a file system tore is found.
+
+_SEAL = re.compile(rb',"crc":"[0-9a-f]{8}"}')
+_SEAL_BYTES = len(',"crc":"01234567"}')
+
+
+def sealed(record: Mapping[str, Json], what: str) -> bytes:
+    r"""Return a record as a line with its checksum; `what` names it in an error.
+
+    Raises:
+        InputError: it holds what JSON cannot, such as NaN.
+
+    Example:
+        >>> sealed({"a": 1}, "record")
+        b'{"a":1,"crc":"561bacaf"}\n'
+    """
+    text = dumps(record, what=what).encode()
+    return text[:-1] + _seal(text) + b"\n"
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; its checksum is not looked at.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(record, dict):
+        raise ValueError("it is not a JSON object")
+    return cast("dict[str, Any]", record)
+
+
+def check_seal(line: bytes) -> None:
+    """Compare a line, without its end, with its checksum.
+
+    Raises:
+        ValueError: they differ.
+    """
+    text, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
+    if not _SEAL.fullmatch(seal) or seal != _seal(text):
+        raise ValueError("its checksum is another")
+
+
+def _seal(text: bytes) -> bytes:
+    """The end of a line whose record is `text`: its checksum as the last key."""
+    return f',"crc":"{zlib.crc32(text):08x}"}}'.encode()
+
+
+# Where two JSON values differ, as text: what changed between the begin of a merge and its resumption.
+
+_LONGEST = 60  # characters of a value
+
+
+def changes(before: object, now: Mapping[str, object], listed: Collection[str]) -> list[str]:
+    """Name what changed: each value under the keys `listed`, of other keys that they did.
+
+    Example:
+        >>> before = {"recipe": {"k": 1}, "base": {"size": 5}}
+        >>> changes(before, {"recipe": {"k": 2}, "base": {"size": 6}}, ["recipe"])
+        ['recipe.k was 1 and is now 2', 'base changed']
+    """
+    old = _mapping(before) or {}
+    found = [text for key in listed for text in differences(old.get(key), now.get(key), key)]
+    others = sorted({*old, *now} - {*listed})
+    return found + [
+        f"{key} changed" for key in others if [*differences(old.get(key), now.get(key))]
+    ]
+
+
+def differences(before: object, now: object, path: str = "") -> Iterator[str]:
+    """Name each key whose value is another, with both values.
+
+    Args:
+        before: a JSON value.
+        now: another.
+        path: of keys, which led here.
+
+    Example:
+        >>> list(differences({"method": "ace", "eps": 1}, {"method": "ties"}))
+        ['eps was 1 and is not set now', "method was 'ace' and is now 'ties'"]
+    """
+    old, new = _mapping(before), _mapping(now)
+    if old is None or new is None:
+        if json.dumps(before) != json.dumps(now):
+            yield from _change(path, before, now)
+        return
+    for key in sorted({*old, *new}):
+        inner = f"{path}.{key}" if path else key
+        if key in old and key in new:
+            yield from differences(old[key], new[key], inner)
+        else:
+            yield from _change(inner, old.get(key), new.get(key))
+
+
+def _mapping(value: object) -> Mapping[str, object] | None:
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else None
+
+
+def _change(path: str, before: object, now: object) -> Iterator[str]:
+    if before is None:
+        yield f"{path} was not set and is now {_shown(now)}"
+    elif now is None:
+        yield f"{path} was {_shown(before)} and is not set now"
+    else:
+        yield f"{path} was {_shown(before)} and is now {_shown(now)}"
+
+
+def _shown(value: object) -> str:
+    return shorten(value) if isinstance(value, str) else shown(value)[:_LONGEST]
+
 
 FORMAT = 2
 

@@ -247,3 +247,16 @@ def _refuse_duplicates(headers: Iterable[TensorHeader]) -> None:
         if header.name in names:
             raise TensorError(f"'{header.name}' is listed twice: every tensor is written once")
         names.add(header.name)
+
+
+# masks/<expert>.safetensors: one bit per element and expert, beside a unified model.
+
+MASKS_FOLDER = "masks"
+
+
+def packed_header(header: TensorHeader) -> TensorHeader:
+    """Header of the packed mask of a tensor."""
+    shape = header.shape
+    if len(shape) > 1:
+        shape = (*shape[:-1], -(-shape[-1] // 8))
+    return TensorHeader(header.name, shape, torch.uint8)

@@ -19,13 +19,14 @@ from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.adapter_reader import adapter_reader
 from covmerge.files.checkpoints.base import (
     Checkpoint,
+    Content,
     Kind,
+    Pace,
     copy_rows,
     find_header,
     fingerprint,
     header_of,
 )
-from covmerge.files.checkpoints.content import Content, Pace
 from covmerge.files.stores.hub_cache import HubModel
 
 

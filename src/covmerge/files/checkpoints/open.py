@@ -15,9 +15,8 @@ from covmerge.files.checkpoints.adapter_reader import adapter_reader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.file_formats import WEIGHT_SUFFIXES
 from covmerge.files.checkpoints.folder import FileCheckpoint, open_folder
-from covmerge.files.checkpoints.hub import open_hub
 from covmerge.files.checkpoints.memory import MemoryCheckpoint, open_module
-from covmerge.files.checkpoints.remote import RemoteCheckpoint
+from covmerge.files.checkpoints.remote import RemoteCheckpoint, open_hub
 from covmerge.files.stores.address import PAGES, Address, address_of, hub_address
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.remote import remote_store

@@ -19,7 +19,6 @@ from typing import IO, cast
 import torch
 
 from covmerge.base.errors import CheckpointError
-from covmerge.files.checkpoints.laid import Storage
 from covmerge.files.checkpoints.pickle_bounds import (
     MAX_STEPS,
     ZIP_MAGIC,
@@ -27,7 +26,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_steps,
     check_whole,
 )
-from covmerge.files.checkpoints.unpickler import NEXT, Loading, StorageOf, Unpickler
+from covmerge.files.checkpoints.unpickler import NEXT, Loading, Storage, StorageOf, Unpickler
 from covmerge.files.stores.regular_file import open_regular, reading
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's own, at the start of its format from before 1.6

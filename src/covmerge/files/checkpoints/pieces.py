@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import find_header
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.store import StoredFile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -142,3 +144,238 @@ def tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
     return reached == shape[axis] and all(
         tile(inner, shape, axis + 1) for inner in intervals.values()
     )
+
+
+# Tensors that are put together from others that are stored: joined, cut, turned, or of a weight norm.
+
+Shape = tuple[int, ...]
+Read = Callable[[str, range], Tensor]
+
+
+class Assembly(ABC):
+    """What a tensor is made of."""
+
+    shape: Shape
+
+    @abstractmethod
+    def read(self, read: Read, rows: range) -> Tensor:
+        """Return rows of it."""
+
+    @abstractmethod
+    def stored(self) -> Iterable[str]:
+        """The names of the stored tensors that it is made of."""
+
+    def all(self, read: Read) -> Tensor:
+        """Return all of it."""
+        return self.read(read, range(self.shape[0]))
+
+
+@dataclass(frozen=True)
+class Whole(Assembly):
+    """A stored tensor."""
+
+    name: str
+    shape: Shape
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        return read(self.name, rows)
+
+    def stored(self) -> Iterable[str]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class Joined(Assembly):
+    """Several, one behind the other along an axis."""
+
+    parts: tuple[Assembly, ...]
+    dim: int
+    shape: Shape
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        if self.dim:
+            return torch.cat([part.read(read, rows) for part in self.parts], self.dim)
+        found, start = list[Tensor](), 0
+        for part in self.parts:
+            first, last = (
+                min(max(row - start, 0), part.shape[0]) for row in (rows.start, rows.stop)
+            )
+            if first < last or not found:
+                found.append(part.read(read, range(first, last)))
+            start += part.shape[0]
+        return torch.cat(found)
+
+    def stored(self) -> Iterable[str]:
+        return (name for part in self.parts for name in part.stored())
+
+
+@dataclass(frozen=True)
+class _Of(Assembly):
+    whole: Assembly
+    shape: Shape
+
+    def stored(self) -> Iterable[str]:
+        return self.whole.stored()
+
+
+@dataclass(frozen=True)
+class Cut(_Of):
+    """A range along an axis."""
+
+    dim: int
+    start: int
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        if self.dim:
+            return self.whole.read(read, rows).narrow(self.dim, self.start, self.shape[self.dim])
+        return self.whole.read(read, range(rows.start + self.start, rows.stop + self.start))
+
+
+@dataclass(frozen=True)
+class Alone(_Of):
+    """A matrix as a stack of one."""
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        return self.whole.all(read)[None][rows.start : rows.stop]
+
+
+@dataclass(frozen=True)
+class Only(_Of):
+    """The matrix of a stack of one."""
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        return self.whole.read(read, range(1))[0][rows.start : rows.stop]
+
+
+@dataclass(frozen=True)
+class Turned(_Of):
+    """With its axes in another order, some of them split in two before: `split` is (axis, size)."""
+
+    split: tuple[int, int] | None
+    dims: tuple[int, int]
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        moves_rows = 0 in self.dims
+        tensor = self.whole.all(read) if moves_rows else self.whole.read(read, rows)
+        if self.split is None:
+            tensor = tensor.transpose(*self.dims)
+        else:
+            dim, size = self.split
+            shape = (*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+            tensor = tensor.reshape(shape).transpose(*self.dims).flatten(*self.dims)
+        return tensor[rows.start : rows.stop] if moves_rows else tensor
+
+
+@dataclass(frozen=True)
+class Normed(Assembly):
+    """The weight of a weight norm: w = g · v / ‖v‖, the norm over the axes in which g has one entry."""
+
+    length: Assembly
+    direction: Assembly
+    shape: Shape
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        by_rows = self.length.shape[0] == self.shape[0]  # otherwise norms are over rows too
+        taken = rows if by_rows else range(self.shape[0])
+        direction = self.direction.read(read, taken)
+        v = direction.double()
+        g = self.length.read(read, taken if by_rows else range(1)).double()
+        axes = [axis for axis, size in enumerate(self.length.shape) if size == 1]  # one at least
+        w = v * (g / v.square().sum(axes, keepdim=True).sqrt())
+        return (w if by_rows else w[rows.start : rows.stop]).to(direction.dtype)
+
+    def stored(self) -> Iterable[str]:
+        return (*self.direction.stored(), *self.length.stored())
+
+
+def joined(parts: Sequence[Assembly], dim: int) -> Assembly:
+    """Return what `torch.cat` makes of parts of one number of axes; what was cut is whole again."""
+    size = sum(part.shape[dim] for part in parts)
+    first = parts[0]
+    if isinstance(first, Cut) and first.whole.shape[dim] == size:
+        start = 0
+        for part in parts:
+            if not (isinstance(part, Cut) and part.whole == first.whole and part.dim == dim):
+                break
+            if part.start != start:
+                break
+            start += part.shape[dim]
+        else:
+            return first.whole
+    if len(parts) == 1:
+        return first
+    return Joined(tuple(parts), dim, (*first.shape[:dim], size, *first.shape[dim + 1 :]))
+
+
+def cut(whole: Assembly, dim: int, start: int, stop: int) -> Assembly:
+    """Return a range of it along an axis: of what was joined, the part if it is one."""
+    if (start, stop) == (0, whole.shape[dim]):
+        return whole
+    if isinstance(whole, Joined) and whole.dim == dim:
+        at = 0
+        for part in whole.parts:
+            if (at, at + part.shape[dim]) == (start, stop):
+                return part
+            at += part.shape[dim]
+    return Cut(whole, (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :]), dim, start)
+
+
+def alone(matrix: Assembly) -> Assembly:
+    """Return a matrix as a stack of one."""
+    return matrix.whole if isinstance(matrix, Only) else Alone(matrix, (1, *matrix.shape))
+
+
+def only(stack: Assembly) -> Assembly:
+    """Return the matrix of a stack of one."""
+    return stack.whole if isinstance(stack, Alone) else Only(stack, stack.shape[1:])
+
+
+def transposed(whole: Assembly, one: int, other: int) -> Assembly:
+    """Return it with two axes exchanged."""
+    if isinstance(whole, Turned) and whole.split is None and {*whole.dims} == {one, other}:
+        return whole.whole
+    shape = list(whole.shape)
+    shape[one], shape[other] = shape[other], shape[one]
+    return Turned(whole, tuple(shape), None, (one, other))
+
+
+def interleaved(whole: Assembly, dim: int, *, back: bool) -> Assembly:
+    """Return it with every second row of an axis behind the others; `back`: the reverse."""
+    size = whole.shape[dim] // 2 if back else 2
+    opposite = 2 if back else whole.shape[dim] // 2
+    if isinstance(whole, Turned) and whole.split == (dim, opposite):
+        return whole.whole
+    return Turned(whole, whole.shape, (dim, size), (dim, dim + 1))
+
+
+class Assembled(View):
+    """A view of a checkpoint in which some tensors are put together from stored ones.
+
+    Args:
+        stored: the checkpoint.
+        made: what they are made of, by the name here. What they are made of is not shown by itself.
+        notes: what a user should know.
+    """
+
+    def __init__(self, stored: Checkpoint, made: Mapping[str, Assembly], *notes: str) -> None:
+        used = {name for assembly in made.values() for name in assembly.stored()}
+        super().__init__(stored, {n: n for n in stored.headers if n not in used}, *notes)
+        self._made = made
+        self.headers = MappingProxyType(
+            {**self.headers, **{name: _header(stored, name, made[name]) for name in made}}
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        assembly = self._made.get(name)
+        if assembly is None:
+            return super().read(name, rows)
+        find_header(self.headers, name, rows, self.source)
+        if isinstance(assembly, Whole):
+            return self._stored.read(assembly.name, rows)
+        wanted = range(assembly.shape[0]) if rows is None else rows
+        return assembly.read(self._stored.read, wanted).contiguous()
+
+
+def _header(stored: Checkpoint, name: str, assembly: Assembly) -> TensorHeader:
+    first = stored.headers[next(iter(assembly.stored()))]
+    return replace(first, name=name, shape=assembly.shape)

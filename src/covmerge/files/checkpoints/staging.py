@@ -13,8 +13,7 @@ from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.manifest import unknown_files
 from covmerge.files.checkpoints.trainer import refuse_as_step
 from covmerge.files.stores.address import address_of, hub_address
-from covmerge.files.stores.destination import Destination
-from covmerge.files.stores.local_destination import LocalDestination
+from covmerge.files.stores.destination import Destination, LocalDestination
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.remote_destination import RemoteDestination
 from covmerge.files.stores.store import WritableFile, WritableStore, tree

@@ -9,14 +9,79 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
-from covmerge.files.checkpoints.laid import Laid, Storage
+from covmerge.files.checkpoints.base import check_unchanged
+from covmerge.files.stores.store import Stamp, stamp_of
+
+# Tensors as a pickle describes them: laid over a storage, by shape and strides.
+
+
+class _Fixed:
+    """What a pickle is given, and cannot change: it could set `__dict__` past what keeps others out."""
+
+    def __setstate__(self, state: object) -> None:
+        raise UnpicklingError("the pickle sets the state of a tensor or of its storage")
+
+
+@dataclass(frozen=True)
+class Storage(_Fixed):
+    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them.
+
+    `start` is the byte of the file at which they begin, where they lie in it as they are.
+    """
+
+    dtype: torch.dtype
+    count: int
+    read: Callable[[int, int], bytes]
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Laid(_Fixed):
+    """A tensor that is laid over a storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its numbers."""
+        return self.storage.dtype
+
+    def span(self, rows: range | None = None) -> tuple[int, tuple[int, ...], int]:
+        """Return where (rows of) it begin in the storage, their shape, and how many numbers they span."""
+        first, shape = self.offset, self.shape
+        if rows is not None:
+            first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        return first, shape, spanned
+
+    def tensor(self, rows: range | None = None) -> Tensor:
+        """Read (rows of) it into memory of its own, and of its storage what lies between.
+
+        Raises:
+            CheckpointError: the file ends early.
+        """
+        first, shape, spanned = self.span(rows)
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        data = bytearray(self.storage.read(first, spanned))
+        # As bytes, truth values stay as they are stored, whatever they are.
+        dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
+        laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
+        return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
+
 
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
 
@@ -273,3 +338,63 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     if not all(type(item) is int and item >= 0 for item in items):
         return None
     return cast("tuple[int, ...]", tuple(items))
+
+
+# What the pickled files of a training's ranks have in common, once they are read as records.
+
+
+@dataclass(frozen=True)
+class LaidPart:
+    """A tensor in a pickled file of one rank, of which rows are read."""
+
+    path: Path
+    stamp: Stamp
+    name: str
+    laid: Laid
+
+    def __call__(self, rows: range | None) -> Tensor:
+        """Read some rows, all for None."""
+        check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
+        found = self.laid.tensor(rows)
+        if found.dtype is torch.bool and found.numel() and int(found.view(torch.uint8).max()) > 1:
+            raise CheckpointError(
+                f"{self.path}: '{self.name}' is of bool and holds bytes other than 0 and 1: save it again"
+            )
+        return found
+
+    def within(self, start: int, stop: int) -> LaidPart:
+        """Return a part of a flat one."""
+        laid = replace(
+            self.laid, offset=self.laid.offset + start * self.laid.strides[0], shape=(stop - start,)
+        )
+        return replace(self, laid=laid)
+
+
+def attributes(value: object) -> Mapping[object, object]:
+    """Return what a record keeps as its attributes, alone or beside those of its slots."""
+    state = value.state if isinstance(value, Inert) else value
+    for one in (state, *listed(state)):
+        if isinstance(one, Mapping):
+            return cast("Mapping[object, object]", one)
+    return {}
+
+
+def listed(value: object) -> Sequence[object]:
+    """Return a list's or a tuple's items, of anything else none."""
+    return cast("Sequence[object]", value) if isinstance(value, tuple | list) else ()
+
+
+def numbers(value: object) -> tuple[int, ...] | None:
+    """Return sizes, or None for anything else."""
+    items = listed(value)
+    fits = isinstance(value, tuple | list) and all(type(n) is int and 0 <= n < 2**62 for n in items)
+    return tuple(cast("Sequence[int]", items)) if fits else None
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a class, or of a value's class; its module changes with releases."""
+    if isinstance(value, Sealed):
+        return value.origin.rpartition(".")[2]
+    return (
+        type(value).origin.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
+    )

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from covmerge.base.text import counted
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.assembled import Assembled, Assembly, Whole
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted
-from covmerge.files.checkpoints.equivalent_names import (
+from covmerge.files.checkpoints.pieces import Assembled, Assembly, Whole
+from covmerge.files.checkpoints.view import (
     WRAPPERS,
+    View,
     differences,
     respelled,
     without_wrappers,
 )
-from covmerge.files.checkpoints.view import View
 
 _PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
 _AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged

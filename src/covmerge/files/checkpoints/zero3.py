@@ -24,11 +24,10 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import check_name
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.checkpoints.laid import Laid
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pickled import load_records
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.records import LaidPart, listed, numbers
+from covmerge.files.checkpoints.unpickler import Laid, LaidPart, listed, numbers
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.store import Store, StoredFile, child, stamp_of
 

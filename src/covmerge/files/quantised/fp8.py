@@ -18,7 +18,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.low_bits import BYTE, numbers, scales_of
+from covmerge.files.quantised.integers import BYTE, numbers, scales_of
 from covmerge.files.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

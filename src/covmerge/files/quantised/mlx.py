@@ -20,8 +20,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.integers import WORD, in_a_row
-from covmerge.files.quantised.low_bits import BYTE, numbers, scales_of
+from covmerge.files.quantised.integers import BYTE, WORD, in_a_row, numbers, scales_of
 from covmerge.files.quantised.packed import ByRows, Found, Read, Stored
 
 METHOD = "mlx"

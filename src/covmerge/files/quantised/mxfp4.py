@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.low_bits import numbers, scales_of
+from covmerge.files.quantised.integers import numbers, scales_of
 from covmerge.files.quantised.packed import Found, Read, Stored, pieces
 
 _BYTES = 16  # of a group

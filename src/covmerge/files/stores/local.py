@@ -9,10 +9,9 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from covmerge.files.stores.descriptor import is_own, opened, read_at, reserve, write_at
 from covmerge.files.stores.disk import disk_errors, fsync_path
 from covmerge.files.stores.paths import safe_child
-from covmerge.files.stores.regular_file import open_raw
+from covmerge.files.stores.regular_file import is_own, open_raw, opened, read_at, reserve, write_at
 from covmerge.files.stores.store import Stamp, Store, StoredFile, WritableFile, stamp_of
 
 AnyStore = TypeVar("AnyStore", bound=Store)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
-from covmerge.files.stores.descriptor import open_descriptor
+from covmerge.files.stores.regular_file import open_descriptor
 
 _NAME = "lock"
 REMOVED = "removed"  # a folder of the folder, while it is removed

@@ -20,13 +20,10 @@ from typing import Any, TypeVar
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
-from covmerge.files.stores.link import link_to
+from covmerge.files.stores.link import all_of, link_to, persist
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.object_server import ObjectServer
-from covmerge.files.stores.page_server import PageServer
 from covmerge.files.stores.paths import check_bare
-from covmerge.files.stores.retries import all_of, persist
-from covmerge.files.stores.server import CheckedFile, FileStat, Server
+from covmerge.files.stores.servers import CheckedFile, FileStat, ObjectServer, PageServer, Server
 from covmerge.files.stores.store import Stamp
 
 Found = TypeVar("Found")

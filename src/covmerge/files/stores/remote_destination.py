@@ -30,15 +30,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from covmerge.base.cache import is_cache_named, user_cache
+from covmerge.base.code import is_cache_named, user_cache
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.stores.address import OBJECTS, Address
+from covmerge.files.stores.destination import LocalDestination
 from covmerge.files.stores.disk import UNFINISHED, disk_errors, replace_file
-from covmerge.files.stores.local_destination import LocalDestination
-from covmerge.files.stores.object_server import ObjectServer
 from covmerge.files.stores.remote import RemoteStore, ask
+from covmerge.files.stores.servers import ObjectServer
 from covmerge.files.stores.store import Stamp, StoredFile, file_at, tree
 
 _CLAIM = ".covmerge-upload.json"

@@ -3,12 +3,117 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import conv
 
-from covmerge.base.types import Role
+from covmerge.base.types import Role, TensorHeader
+from covmerge.files.tensors.views import FusedParts
+
+# Known fused projections: weights whose rows belong to several projections.
+#
+# What is not listed here stays whole: a wrong split would merge rows of different meaning.
+
+_QKV = ("q", "k", "v")
+_Split = Callable[[Any, int], FusedParts | None]
+
+
+def equal_parts(names: Sequence[str], d_out: int) -> FusedParts | None:
+    """Split rows into equal runs, one after another; None where they do not divide.
+
+    Example:
+        >>> equal_parts(("gate", "up"), 10)
+        FusedParts(names=('gate', 'up'), sizes=(5, 5), groups=1)
+    """
+    size, rest = divmod(d_out, len(names))
+    return None if rest else FusedParts(tuple(names), (size,) * len(names))
+
+
+def known_parts(path: str, module: nn.Module, config: Any, d_out: int) -> FusedParts | None:
+    """Return the parts of a module's own weight, if it is a fused projection known to covmerge.
+
+    Args:
+        path: dotted name of the weight in the model.
+        module: the module that owns it.
+        config: transformers config of the nearest enclosing model.
+        d_out: rows of the oriented weight.
+    """
+    parts = _split(path, module, config, d_out)
+    # A config that contradicts the weight's shape says nothing about its rows.
+    return parts if parts is not None and sum(parts.rows) == d_out else None
+
+
+def _split(path: str, module: nn.Module, config: Any, d_out: int) -> FusedParts | None:
+    leaf = path.rpartition(".")[2]
+    if isinstance(module, nn.MultiheadAttention):
+        return equal_parts(_QKV, d_out) if leaf == "in_proj_weight" else None
+    if leaf == "gate_up_proj":
+        return _packed_gate_up(module, d_out)
+    for model_types, pattern, split in _PROJECTIONS:
+        if getattr(config, "model_type", None) in model_types and pattern.search(path):
+            return split(config, d_out)
+    return None
+
+
+def _packed_gate_up(module: nn.Module, d_out: int) -> FusedParts | None:
+    """Gate and up rows of packed experts: halves, or alternating (GPT-OSS)."""
+    if type(module).__name__ == "Llama4TextExperts":  # its class does not say; forward: chunk(2)
+        return equal_parts(("gate", "up"), d_out)
+    concatenated = getattr(module, "is_concatenated", None)
+    if concatenated is None or not getattr(module, "has_gate", False):
+        return None
+    if concatenated:
+        return equal_parts(("gate", "up"), d_out)
+    return FusedParts(("gate", "up"), (1, 1), groups=d_out // 2)
+
+
+def _equal(*names: str) -> _Split:
+    return lambda config, d_out: equal_parts(names, d_out)
+
+
+def _per_head(config: Any, d_out: int) -> FusedParts:
+    """(heads, 3, head_dim): q, k and v of one head after another."""
+    heads = config.num_attention_heads
+    return FusedParts(_QKV, (d_out // (3 * heads),) * 3, groups=heads)
+
+
+def _grouped_query(config: Any, d_out: int) -> FusedParts:
+    """All of q, then all of k, then all of v, with fewer heads in k and v."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = d_out // (heads + 2 * kv_heads)
+    return FusedParts(_QKV, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+
+
+def _falcon(config: Any, d_out: int) -> FusedParts:
+    heads = config.num_attention_heads
+    if config.new_decoder_architecture:  # (kv_heads, q heads of this kv head + 2, head_dim)
+        queries = heads // config.num_kv_heads
+        head_dim = d_out // (config.num_kv_heads * (queries + 2))
+        return FusedParts(_QKV, (queries * head_dim, head_dim, head_dim), config.num_kv_heads)
+    if config.multi_query:  # all of q, then one k and one v head
+        head_dim = d_out // (heads + 2)
+        return FusedParts(_QKV, (heads * head_dim, head_dim, head_dim))
+    return _per_head(config, d_out)
+
+
+# (model types, where in the model, how the rows split), each read off the model's forward.
+_PROJECTIONS: tuple[tuple[tuple[str, ...], re.Pattern[str], _Split], ...] = tuple(
+    (model_types, re.compile(pattern), split)
+    for model_types, pattern, split in (
+        (("gpt2",), r"\bcrossattention\.c_attn\.weight$", _equal("k", "v")),
+        (("gpt2",), r"\battn\.c_attn\.weight$", _equal(*_QKV)),
+        (("phi3",), r"\bqkv_proj\.weight$", _grouped_query),
+        (("phi3", "glm", "glm4"), r"\bgate_up_proj\.weight$", _equal("gate", "up")),
+        (("gpt_neox", "bloom"), r"\bquery_key_value\.weight$", _per_head),
+        (("falcon",), r"\bquery_key_value\.weight$", _falcon),
+        (("mpt", "modernbert"), r"\bWqkv\.weight$", _equal(*_QKV)),
+        (("modernbert",), r"\bmlp\.Wi\.weight$", _equal("input", "gate")),
+    )
+)
+
 
 # Stacks of expert matrices whose class does not say how they lie (`is_transposed`), read off each
 # class's forward: True is (experts, d_in, d_out), applied as x @ W; False is F.linear's order.
@@ -105,3 +210,103 @@ def _is_conv1d(module: nn.Module) -> bool:
         c.__name__ == "Conv1D" and c.__module__.startswith("transformers")
         for c in type(module).__mro__
     )
+
+
+# What a stored tensor is, when the loader makes a parameter of the model out of it.
+#
+# Mostly the two are the same. But transformers may store each expert by itself and pack all of them
+# on loading (Mixtral), split what is stored in one, or transpose: a list of operations by which the
+# stored tensor's role and orientation follow from the parameter's.
+
+MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
+# Operations of transformers' loader that leave rows rows and columns columns.
+_KEEP_ORIENTATION = frozenset(
+    {
+        "Chunk",
+        "Concatenate",
+        "Conv3dToLinear",
+        "ErnieFuseAndSplitTextVisionExperts",
+        "Interleave",
+        "LinearToConv3d",
+        "MergeModulelist",
+        "PermuteForRope",
+        "Split",
+        "SplitModulelist",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter or buffer of the model."""
+
+    kind: Kind
+    parts: FusedParts | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a stored tensor is in the model.
+
+    Attributes:
+        parameter: dotted name of the parameter or buffer in the model. Several stored tensors have
+            the same one where the model packs them.
+        kind: role and orientation of the stored tensor.
+        parts: the split of a fused projection, if known.
+        expected: shape that the config gives it; None where it is stored in other pieces.
+    """
+
+    parameter: str
+    kind: Kind
+    parts: FusedParts | None
+    expected: tuple[int, ...] | None
+
+
+def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | None) -> Place:
+    """Return what a stored tensor is, given the slot it goes to and the loader's converter."""
+    if converter is None:
+        parts = slot.parts if header.shape == slot.shape else None
+        return Place(target, _stored_kind(slot, header, ()), parts, slot.shape)
+    operations: list[Any] = converter.operations
+    kind = _stored_kind(slot, header, operations)
+    parts = None
+    if [type(o).__name__ for o in operations] == ["Chunk"] and kind.role is Role.LINEAR:
+        chunk = operations[0]
+        if chunk.dim == 0 and chunk.num_shards_attribute is None and not kind.transposed:
+            names = [
+                p.removesuffix(".weight").rpartition(".")[2] for p in converter.target_patterns
+            ]
+            parts = equal_parts(names, header.shape[0])
+    return Place(target, kind, parts, None)
+
+
+def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) -> Kind:
+    """Kind of a stored tensor that the loader turns into (a piece of) the slot by operations."""
+    kind, axes = slot.kind, len(header.shape)
+    if not operations:
+        if axes == len(slot.shape) or kind.role is Role.BUFFER:
+            return kind
+        why = f"{kind.why}, but stored {list(header.shape)} instead of {list(slot.shape)}"
+        return Kind(Role.OTHER, why, unsure=True)
+    transposed = kind.transposed
+    for operation in operations:
+        name = type(operation).__name__
+        if name == "Transpose" and _swaps_matrix_axes(operation, len(slot.shape)):
+            if not (operation.check_dims and header.shape == slot.shape):
+                transposed = not transposed
+        elif name not in _KEEP_ORIENTATION:
+            why = f"{kind.why}, but stored for {operation}, which covmerge does not know"
+            return Kind(Role.OTHER, why, unsure=True)
+    piece_of = f"{kind.why}, converted on loading"
+    if kind.role in MATRICES and axes >= 2:
+        role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
+        return Kind(role, piece_of, transposed, stays_full=kind.stays_full)
+    as_a_whole = kind.role in (Role.CONV, Role.EMBEDDING, Role.OUTPUT)
+    if as_a_whole and (axes != len(slot.shape) or transposed != kind.transposed):
+        return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
+    return Kind(kind.role, piece_of, kind.transposed)
+
+
+def _swaps_matrix_axes(operation: Any, axes: int) -> bool:
+    return {operation.dim0 % axes, operation.dim1 % axes} == {axes - 2, axes - 1}

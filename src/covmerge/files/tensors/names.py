@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors.fused import equal_parts
-from covmerge.files.tensors.modules import Kind
+from covmerge.files.tensors.modules import Kind, equal_parts
 from covmerge.files.tensors.views import FusedParts
 
 _Headers = Mapping[str, TensorHeader]

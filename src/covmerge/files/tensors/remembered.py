@@ -23,7 +23,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from covmerge.base import code
-from covmerge.base.cache import user_cache
+from covmerge.base.code import user_cache
 from covmerge.base.errors import InputError
 from covmerge.base.types import TensorHeader
 from covmerge.files.stores.disk import replace_file

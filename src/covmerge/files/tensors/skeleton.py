@@ -23,9 +23,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors.fused import known_parts
-from covmerge.files.tensors.modules import Kind, kind_of_parameter
-from covmerge.files.tensors.stored import MATRICES, Place, Slot, place_of
+from covmerge.files.tensors.modules import (
+    MATRICES,
+    Kind,
+    Place,
+    Slot,
+    kind_of_parameter,
+    known_parts,
+    place_of,
+)
 
 # Where code, kernels or weights come from, and what the stored weights are packed as.
 _DROPPED_KEYS = re.compile(

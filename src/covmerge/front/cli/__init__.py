@@ -5,6 +5,11 @@ Nothing here imports torch before a command needs it, so that help and version c
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
+import os
+import platform
 import sys
 from io import TextIOWrapper
 from typing import Annotated
@@ -13,25 +18,51 @@ import typer
 
 from covmerge.base.version import __version__
 from covmerge.front.cli.collect import collect
-from covmerge.front.cli.command import Command
-from covmerge.front.cli.compare import compare
-from covmerge.front.cli.explain import explain
-from covmerge.front.cli.extensions import OpenGroup
-from covmerge.front.cli.extract import extract
-from covmerge.front.cli.import_mergekit import import_mergekit
-from covmerge.front.cli.inspect import inspect
+from covmerge.front.cli.commands import Command, OpenGroup, TakesTheirFlags
+from covmerge.front.cli.experts import compare, extract, inspect, search
 from covmerge.front.cli.merge import merge
-from covmerge.front.cli.methods import methods
+from covmerge.front.cli.methods import explain, methods
 from covmerge.front.cli.outcome import ReportingGroup, interruptible
-from covmerge.front.cli.plan import plan
-from covmerge.front.cli.process import collect_seldom, keep_freed_memory
-from covmerge.front.cli.push import push
-from covmerge.front.cli.report import report
-from covmerge.front.cli.schema import schema
-from covmerge.front.cli.search import search
-from covmerge.front.cli.theirs import TakesTheirFlags
-from covmerge.front.cli.verify import verify
-from covmerge.front.cli.view import view
+from covmerge.front.cli.outputs import push, report, verify, view
+from covmerge.front.cli.recipes import import_mergekit, plan, schema
+
+# Memory of a process that lives for one command: garbage collection, and what malloc keeps.
+
+_SETTINGS = (  # of mallopt(3), by the variable that sets the same
+    ("MALLOC_TRIM_THRESHOLD_", -1, 64 * 2**20),
+    ("MALLOC_MMAP_THRESHOLD_", -3, 32 * 2**20),
+    ("MALLOC_ARENA_MAX", -8, 1),
+)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to keep some tens of MB that were freed, and one heap for all threads.
+
+    By itself it gives the temporaries of every step back to the system, which then clears their
+    pages anew for the next step. Elsewhere, and for whatever the environment sets, nothing changes.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    for variable, number, value in _SETTINGS:
+        if variable not in os.environ:
+            libc.mallopt(number, value)
+
+
+# Objects more than were freed before the youngest are searched for garbage; 700 in Python itself. A plan
+# of a few thousand work items is made of a million, none of which is garbage.
+_YOUNG = 50_000
+
+
+def collect_seldom() -> None:
+    """Search for garbage rarely, and not at all at the end, where the process gives all back.
+
+    What is not in a cycle, as tensors, is freed at once either way. At the end the interpreter would
+    search once more everything that torch made when it was imported.
+    """
+    gc.set_threshold(_YOUNG)
+    atexit.register(gc.freeze)
+
 
 __all__ = ["app", "main"]
 

@@ -10,8 +10,7 @@ import typer
 
 from covmerge.base.errors import InputError
 from covmerge.front.cli import options
-from covmerge.front.cli.console import print_json, printable, say, stderr, stdout
-from covmerge.front.cli.units import format_seconds
+from covmerge.front.cli.console import format_seconds, print_json, printable, say, stderr, stdout
 
 if TYPE_CHECKING:
     from covmerge.plan.statistics import Collected, Generated

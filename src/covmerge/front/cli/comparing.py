@@ -14,6 +14,7 @@ from covmerge.base.text import counted
 from covmerge.front import api
 from covmerge.front.cli.console import (
     check_one_form,
+    format_seconds,
     print_csv,
     print_json,
     printable,
@@ -23,7 +24,6 @@ from covmerge.front.cli.console import (
 )
 from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
-from covmerge.front.cli.units import format_seconds
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.engine.options import RunOptions

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covmerge.base.choice import UNNAMED
 from covmerge.base.errors import RecipeError
-from covmerge.base.settings import flag_of
+from covmerge.base.settings import UNNAMED, flag_of
 from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import say, stderr
 from covmerge.front.cli.outcome import RECIPES

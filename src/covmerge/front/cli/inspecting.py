@@ -1,4 +1,4 @@
-"""What `covmerge inspect` does: measure, and print tables that a terminal can show."""
+"""What `covmerge inspect` and `covmerge report` do."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covmerge.base.choice import PREFERRED
 from covmerge.base.findings import Severity
+from covmerge.base.settings import PREFERRED
 from covmerge.base.text import counted
+from covmerge.files.checkpoints.manifest import read_manifest
+from covmerge.files.stores.address import local_path
 from covmerge.front import api
-from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
+from covmerge.front.cli.console import (
+    check_one_form,
+    format_seconds,
+    print_csv,
+    print_json,
+    printable,
+    stdout,
+)
 from covmerge.front.cli.show import facts, table
-from covmerge.front.cli.units import format_seconds
-from covmerge.front.reporting import Report, check_page, write_html
-from covmerge.maths.covariance.gate import Statistic
+from covmerge.front.reporting import FILE_NAME, Report, ReportJob, check_page, write_html
+from covmerge.front.reporting.page import summary
+from covmerge.maths.covariance.estimate import Statistic
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, SpectraOf
 from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
-from covmerge.run.judgement.names import block_of, kind_of
+from covmerge.run.judgement.layers import block_of, kind_of
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
@@ -245,3 +254,37 @@ def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
 
 def _kinds(inspection: Inspection) -> Iterator[str]:
     return (kind_of(layer.name) for layer in inspection.matrices)
+
+
+def report(
+    out: Path,
+    options: RunOptions,
+    *,
+    spectra: str,
+    html: Path | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    """Report on an output.
+
+    Raises:
+        InputError: not an output of covmerge, or no place for the page.
+        CheckFailed: the output fails its verification; the report is there.
+    """
+    check_one_form(as_json=as_json, as_csv=as_csv)
+    read_manifest(local_path(out))  # a wrong folder is reported before a missing package
+    path = html or (None if as_json or as_csv else out / FILE_NAME)
+    if path is not None:
+        check_page(path, overwrite=options.overwrite)
+    job = ReportJob(out, spectra=cast("SpectraOf", spectra), options=options)
+    found = job.run()
+    if path is not None:
+        write_html(found, path, overwrite=options.overwrite)
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found)
+    else:
+        stdout().print(printable(f"{summary(found)}\nReport: {path}"), soft_wrap=True)
+    if found.verification is not None:
+        found.verification.raise_if_failed()

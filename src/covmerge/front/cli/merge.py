@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from covmerge.base.choice import TAKEN
+from covmerge.base.settings import TAKEN
 from covmerge.front.cli import options
 
 
@@ -126,7 +126,7 @@ def merge(
     """
     given = options.given(locals())
     from covmerge.front.cli import flags, merging
-    from covmerge.front.cli.stages import merge_stages
+    from covmerge.front.cli.merging import merge_stages
 
     file, out = flags.place_paths(
         first, second, experts=bool(experts or run), dry_run=dry_run, stages=stages is not None

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from covmerge.base.cache import user_cache
+from covmerge.base.code import user_cache
 from covmerge.base.errors import InputError
 from covmerge.base.settings import flag_of
 from covmerge.front.keywords import descriptions

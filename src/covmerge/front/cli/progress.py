@@ -10,8 +10,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from covmerge.base.text import counted
-from covmerge.front.cli.console import printable
-from covmerge.front.cli.units import format_seconds
+from covmerge.front.cli.console import format_seconds, printable
 from covmerge.plan.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds

@@ -13,16 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from covmerge.base.choice import UNNAMED_NOTE
+from covmerge.base.settings import UNNAMED_NOTE
 from covmerge.base.text import counted, some, spread
 from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.modules import MODULES
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store
-from covmerge.front.cli.console import printable
+from covmerge.front.cli.console import format_flops, format_seconds, printable
 from covmerge.front.cli.machine import Speed
-from covmerge.front.cli.units import format_flops, format_seconds
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.types import Plan

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from covmerge.run.judgement.names import block_of, kind_of
+from covmerge.run.judgement.layers import block_of, kind_of
 
 _Of = TypeVar("_Of")
 # The experts of a mixture are too many for a panel each: a cell is the mean of them.

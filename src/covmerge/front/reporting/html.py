@@ -7,11 +7,9 @@ from typing import Any
 from covmerge.base.text import printable
 from covmerge.base.version import __version__
 from covmerge.front.reporting import page, tables
-from covmerge.front.reporting.colours import COLOURS
 from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.extra import needed_for_reports
 from covmerge.front.reporting.pictures import cost_pictures, pictures
-from covmerge.front.reporting.words import number
+from covmerge.front.reporting.style import COLOURS, needed_for_reports, number
 
 with needed_for_reports():
     from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -18,8 +18,7 @@ from covmerge.plan.recipe import Recipe, parse_recipe
 from covmerge.plan.recipe.varied import is_varied
 from covmerge.run.engine.entries import diagnostics_in
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.inspection.job import InspectJob, SpectraOf
-from covmerge.run.inspection.merged import open_merged
+from covmerge.run.inspection.job import InspectJob, SpectraOf, open_merged
 from covmerge.run.sources import open_recipe
 from covmerge.run.verification import Verification, verify
 

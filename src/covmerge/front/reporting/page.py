@@ -14,15 +14,14 @@ from covmerge.base.diagnostics import summarise
 from covmerge.base.findings import Severity
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.words import number, quoted, share
+from covmerge.front.reporting.style import number, quoted, share
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import format_size
-from covmerge.run.engine.entries import lost_before
-from covmerge.run.engine.losses import account_of_losses
+from covmerge.run.engine.entries import account_of_losses, lost_before
 
 RETENTION = (
     "What is kept of an expert is predicted from the updates alone. It is the share of what an expert "

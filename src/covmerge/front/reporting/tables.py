@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covmerge.base.table import Cell, Table
-from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.numbers import (
+from covmerge.front.reporting.data import (
     BEFORE,
     MERGED,
     STATISTICS,
     Inspect,
     Pair,
+    Report,
     changed,
     curves,
     evenly,

@@ -7,9 +7,8 @@ server  the page on loopback, for whoever knows its address
 page    the page itself: what a browser gets, as it is
 """
 
-from covmerge.front.viewer.choice import Choice, Group, choice_of, recipe_of
 from covmerge.front.viewer.job import ViewJob
-from covmerge.front.viewer.scene import Scene
+from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of, recipe_of
 from covmerge.front.viewer.server import Server
 
 __all__ = ["Choice", "Group", "Scene", "Server", "ViewJob", "choice_of", "recipe_of"]

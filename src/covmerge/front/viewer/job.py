@@ -11,8 +11,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, re
 from covmerge.front.viewer.scene import Scene
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.inspection.job import InspectJob
-from covmerge.run.inspection.merged import open_merged
+from covmerge.run.inspection.job import InspectJob, open_merged
 from covmerge.run.inspection.result import Inspection
 from covmerge.run.sources import OpenCheckpoints, open_recipe
 

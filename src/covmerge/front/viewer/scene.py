@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
+from pydantic import Field
+
+from covmerge.base.errors import RecipeError
 from covmerge.base.findings import Severity
 from covmerge.base.text import counted, printable
 from covmerge.base.types import Json
@@ -13,9 +16,213 @@ from covmerge.base.version import __version__
 from covmerge.files.tensors.layers import layer_name
 from covmerge.front.reporting.grid import panels
 from covmerge.front.reporting.page import RETENTION
-from covmerge.front.viewer.choice import Choice, choice_of
-from covmerge.plan.recipe import Recipe
+from covmerge.maths.methods import registry
+from covmerge.plan.recipe import Expert, Recipe, Rule
+from covmerge.plan.recipe.parts import StrictModel
+from covmerge.plan.recipe.varied import BY_NAME, is_varied, patterns_of
 from covmerge.run.inspection.result import Inspection, LayerView
+
+# Weights as they are chosen on the page, and the recipe that they are.
+#
+# A choice is a weighted sum of the updates, or their weighted mean, whose weights may be others for some
+# tensors. Each is a recipe of `task_arithmetic` or `average`, and such a recipe is a choice.
+
+SUM, MEAN = "task_arithmetic", "average"
+Number = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+Weights = dict[str, Number]
+
+
+class Group(StrictModel):
+    """Tensors with weights of their own.
+
+    Attributes:
+        patterns: of their names, as in a recipe's `by_name`.
+        weights: by expert.
+        scale: of the sum.
+    """
+
+    patterns: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
+        Field(min_length=1, max_length=900),
+    ]
+    weights: Weights
+    scale: Number = 1.0
+
+
+class Choice(StrictModel):
+    """Weights of all experts.
+
+    Attributes:
+        method: the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t.
+        weights: by expert; 0: no part in it.
+        scale: of the sum.
+        groups: tensors with other weights; the first that a name is in decides.
+    """
+
+    method: Literal["task_arithmetic", "average"]
+    weights: Weights
+    scale: Number = 1.0
+    groups: Annotated[tuple[Group, ...], Field(max_length=200)] = ()
+
+
+def choice_of(recipe: Recipe) -> Choice | None:
+    """Return the choice that a recipe is; None of another method, or where weights differ otherwise.
+
+    Example:
+        >>> from covmerge.plan.recipe import parse_recipe
+        >>> experts = {"a": {"source": "./a", "weight": 2.0}, "b": "./b"}
+        >>> found = choice_of(parse_recipe({"base": "./base", "experts": experts, "method": "average"}))
+        >>> found.method, found.weights
+        ('average', {'a': 2.0, 'b': 1.0})
+    """
+    plain = not (recipe.before or recipe.after or recipe.slices)
+    if recipe.method not in (SUM, MEAN) or not plain or any(map(_merges_otherwise, recipe.rules)):
+        return None
+    given = {name: expert.weight for name, expert in recipe.experts.items()}
+    default = registry.get(SUM).resolve({})["scale"]
+    scale = recipe.parameters.get("scale", default) if recipe.method == SUM else 1.0
+    # The weight of an expert alone is the share of its update: on the page that is a sum.
+    method = SUM if len(given) == 1 else recipe.method
+    return _grouped(cast("Any", method), given, scale, default)
+
+
+def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Recipe:
+    """Return the recipe that merges by a choice.
+
+    Args:
+        choice: weights of these sources.
+        recipe: what was inspected: its base, dtype, output and whatever it leaves to the base are kept.
+        sources: where base (under "") and experts lie, wherever the recipe is put.
+
+    Raises:
+        RecipeError: all weights are 0, or one is of no expert that there is.
+    """
+    _check_names(choice, sources)
+    parts = (choice, *choice.groups)
+    weights = {
+        name: _value(choice, [part.weights.get(name, 0.0) for part in parts])
+        for name in sources
+        if name
+    }
+    experts = {
+        name: Expert(source=sources[name], weight=weight)
+        for name, weight in weights.items()
+        if weight != 0.0
+    }
+    if not experts:
+        raise RecipeError("all weights are 0: that is the base; give one expert a weight")
+    if len(experts) == 1 and choice.method == MEAN:
+        # The mean of one is itself; the weight of an expert alone would be the share of its update.
+        (name,) = experts
+        whole = [float(part.weights.get(name, 0.0) != 0.0) for part in parts]
+        experts = {name: Expert(source=sources[name], weight=_value(choice, whole))}
+    scale = _value(choice, [part.scale for part in parts])
+    missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
+    changed: dict[str, Any] = {
+        "base": sources[""],
+        "experts": experts,
+        "method": choice.method,
+        "parameters": {"scale": scale} if choice.method == SUM else {},
+        "before": (),
+        "after": (),
+        "rules": tuple(
+            _of_recipe(rule) if _merges_otherwise(rule) else rule for rule in recipe.rules
+        ),
+        # An expert that lacks a tensor counts as unchanged, as on the page.
+        "tensors": recipe.tensors.model_copy(update={"missing": missing}),
+    }
+    return recipe.model_copy(update=changed)
+
+
+def _merges_otherwise(rule: Rule) -> bool:
+    """Whether a rule merges some tensors by another method than the recipe's."""
+    return rule.method is not None or rule.use == "average"
+
+
+def _of_recipe(rule: Rule) -> Rule:
+    """The same rule, which leaves its tensors to the recipe's method: another that comes later may not."""
+    plain: dict[str, Any] = {"method": None, "parameters": {}, "before": (), "after": ()}
+    return rule.model_copy(update={**plain, "use": "method"})
+
+
+def _check_names(choice: Choice, sources: Mapping[str, str]) -> None:
+    for part in (choice, *choice.groups):
+        for name in part.weights:
+            if not name or name not in sources:
+                raise RecipeError(f"there is no expert {name!r} to give a weight to")
+
+
+def _value(choice: Choice, values: Sequence[float]) -> Any:
+    """What a recipe says of one value of all tensors, and one for each group: a number, or a form."""
+    default, *others = values
+    entries: list[dict[str, Any]] = [
+        {"match": pattern, "value": value}
+        for group, value in zip(choice.groups, others, strict=True)
+        for pattern in group.patterns
+    ]
+    if all(value == default for value in others):
+        return default
+    return {BY_NAME: [*entries, {"value": default}]}
+
+
+def _grouped(
+    method: Literal["task_arithmetic", "average"],
+    weights: Mapping[str, Any],
+    scale: Any,
+    unsaid: float,
+) -> Choice | None:
+    """Undo `_value` of several values at once; None where they go by different patterns."""
+    values = [*weights.values(), scale]
+    defaults = [*(1.0 for _ in weights), unsaid]
+    varied = [value for value in values if is_varied(value)]
+    if any(BY_NAME not in value for value in varied):
+        return None
+    listed = [_entries(value) for value in varied]
+    patterns = listed[0] if listed else []
+    same = all([match for match, _ in each] == [match for match, _ in patterns] for each in listed)
+    if not same or any(is_varied(value) for entries in listed for _, value in entries):
+        return None
+    columns: list[list[float]] = []
+    for value, default in zip(values, defaults, strict=True):
+        if not is_varied(value):
+            columns.append([float(value)] * (len(patterns) + 1))
+            continue
+        said = [float(number) for _, number in _entries(value)]
+        columns.append([*said, _last(value, default)])
+    rows = list(zip(*columns, strict=True))
+
+    def named(row: Sequence[float]) -> dict[str, Any]:
+        return {"weights": dict(zip(weights, row[:-1], strict=True)), "scale": row[-1]}
+
+    groups: list[tuple[list[str], Sequence[float]]] = []
+    for (match, _), row in zip(patterns, rows[:-1], strict=True):
+        if groups and groups[-1][1] == row:
+            groups[-1][0].append(match)
+        else:
+            groups.append(([match], row))
+    return Choice(
+        method=method,
+        **named(rows[-1]),
+        groups=tuple(Group(patterns=tuple(matches), **named(row)) for matches, row in groups),
+    )
+
+
+def _last(value: Mapping[str, Any], default: float) -> float:
+    """What `by_name` says of all other tensors."""
+    rest = (entry["value"] for entry in value[BY_NAME] if "*" in patterns_of(entry))
+    return float(next(rest, default))
+
+
+def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Patterns and values up to the one for all other tensors."""
+    found: list[tuple[str, Any]] = []
+    for entry in value[BY_NAME]:
+        patterns = patterns_of(entry)
+        if "*" in patterns:
+            break
+        found += [(pattern, entry["value"]) for pattern in patterns]
+    return found
+
 
 _DIGITS = 9  # of which float32 products have seven
 

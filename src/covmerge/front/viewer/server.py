@@ -23,9 +23,8 @@ from pydantic import ValidationError
 
 from covmerge.base.errors import CovmergeError, InputError
 from covmerge.base.settings import Hint
-from covmerge.front.reporting.colours import COLOURS
-from covmerge.front.viewer.choice import Choice, recipe_of
-from covmerge.front.viewer.scene import Scene
+from covmerge.front.reporting.style import COLOURS
+from covmerge.front.viewer.scene import Choice, Scene, recipe_of
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.recipe.explain import key_path
 

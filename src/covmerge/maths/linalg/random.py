@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,3 +53,89 @@ class Stream:
         halves = words.view(torch.int32)[skipped : skipped + size]
         digits = halves.bitwise_right_shift_(8).bitwise_and_(2**_DIGITS - 1)
         return digits.float().mul_(2.0**-_DIGITS).reshape(shape)
+
+
+# The numbers of torch's CPU generator at any place of its stream, in any order.
+#
+# torch draws from one Mersenne Twister (MT19937), one word for each float32 number. Who merged with it one
+# tensor after the other can be followed in any order, in threads and in processes, where it is known how
+# many numbers were drawn before.
+
+_STEP = 2**24  # numbers between two states that are kept: of 10^9 they are 150 kB
+_AT_ONCE = 2**18  # words that are made at once: they stay in the cache
+
+
+class MersenneTwister:
+    """The stream of one seed, with states kept on the way: what was passed over once is not again.
+
+    Args:
+        seed: as `torch.manual_seed` takes it; its lower 32 bits count.
+
+    Example:
+        >>> _ = torch.manual_seed(7)
+        >>> first, second = torch.rand(3), torch.rand(2)
+        >>> torch.equal(MersenneTwister(7).uniform(3, (2,)), second)
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        start = np.random.RandomState(seed % 2**32).get_state(legacy=False)
+        self._places: list[int] = [0]
+        self._states: list[Mapping[str, Any]] = [_core(start)]
+        self._lock = threading.Lock()
+
+    def uniform(self, place: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the float32 numbers in [0, 1) from a place on, on the CPU."""
+        return self.along(place, prod(shape))(shape)
+
+    def along(self, place: int, count: int) -> Callable[[tuple[int, ...]], Tensor]:
+        """Return a function that gives so many numbers from a place on, shape after shape."""
+        bits: np.random.MT19937 | None = None
+        left = count
+
+        def uniform(shape: tuple[int, ...]) -> Tensor:
+            nonlocal bits, left
+            if bits is None:
+                bits = self._at(place)
+            numbers = torch.empty(prod(shape), dtype=torch.float32)
+            for start in range(0, len(numbers), _AT_ONCE):
+                part = numbers[start : start + _AT_ONCE]
+                words = torch.as_tensor(bits.random_raw(len(part)).astype(np.int64))
+                part.copy_(words.bitwise_and_(2**_DIGITS - 1)).mul_(2.0**-_DIGITS)
+            left -= len(numbers)
+            if not left:  # where the next expert's numbers begin
+                with self._lock:
+                    self._keep(place + count, bits)
+            return numbers.reshape(shape)
+
+        return uniform
+
+    def _at(self, place: int) -> np.random.MT19937:
+        """The generator at a place, from the nearest state before it."""
+        with self._lock:
+            known = bisect_right(self._places, place) - 1
+            bits, at = np.random.MT19937(), self._places[known]
+            setattr(bits, "state", self._states[known])  # noqa: B010 - its stub has no setter
+            while at < place:
+                step = min(_STEP, place - at)
+                bits.random_raw(step, output=False)
+                at += step
+                self._keep(at, bits)
+            return bits
+
+    def _keep(self, place: int, bits: np.random.MT19937) -> None:
+        after = bisect_right(self._places, place)
+        if self._places[after - 1] != place:
+            self._places.insert(after, place)
+            self._states.insert(after, _core(bits.state))
+
+
+def _core(state: Any) -> Mapping[str, Any]:
+    """What a generator's state has of its words, without what numpy keeps beside it."""
+    return {"bit_generator": "MT19937", "state": state["state"]}
+
+
+@lru_cache(maxsize=4)
+def mersenne_twister(seed: int) -> MersenneTwister:
+    """Return the stream of a seed, the same for all who ask in this process."""
+    return MersenneTwister(seed)

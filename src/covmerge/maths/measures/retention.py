@@ -1,4 +1,4 @@
-r"""What a merged update keeps of each expert, predicted without data.
+"""What a merged update keeps of each expert, predicted without data.
 
 On its own inputs z an expert adds Δ_t z to its layer's output, and the merged model W̄ z. With the
 covariance that the update itself reveals, Ĉ_t = Δ_tᵀΔ_t ∝ E[z zᵀ] (ACTMat, Theorem 3.1; ACE, Theorem
@@ -18,6 +18,50 @@ from statistics import fmean
 from torch import Tensor
 
 from covmerge.maths.linalg.lapack import norm
+
+# Whether a merged update is longer than all that it was merged from.
+
+_ROUNDING = 1e-3  # of norms that were rounded with the weights
+
+
+def times_as_long(merged: float, experts: Iterable[float]) -> float:
+    """Return ‖W̄ − W_0‖ over Σ ‖Δ_t‖ where it is above 1 by more than rounding, and else 1.
+
+    Means and sums of updates never are: whatever is has blown something up.
+
+    Example:
+        >>> times_as_long(3.0, [1.0, 0.5]), times_as_long(1.0, [1.0, 0.5])
+        (2.0, 1.0)
+    """
+    together = sum(experts)
+    return merged / together if merged > (1.0 + _ROUNDING) * together > 0.0 else 1.0
+
+
+# What a merged update keeps of an expert along the expert's own update, predicted from weights alone.
+#
+# Of W̄ − W_0 only what lies in the direction of Δ_t counts:
+#
+#     1 − (1 − ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖²)²
+#
+# 1: the update is there at its full length. 0: nothing of it is, or twice as much. What the others put
+# beside it does not count: there are d_out · d_in directions, and a network bears more in others than
+# its own than an update that came short. `retention` counts it, on the inputs that the update reveals.
+# How far either agrees with accuracy is measured by `covmerge study retention`.
+
+
+def along(share: float) -> float:
+    """Return what is kept, at most 1.
+
+    Args:
+        share: ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖².
+
+    Departs from the paper: it has none; how it was found is in docs/auto-log.md, experiment 13.
+
+    Example:
+        >>> along(1.0), along(0.5), along(0.0), along(2.0)
+        (1.0, 0.75, 0.0, 0.0)
+    """
+    return 1.0 - (1.0 - share) ** 2
 
 
 def energy_gram(update: Tensor) -> Tensor:

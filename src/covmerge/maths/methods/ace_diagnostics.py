@@ -13,7 +13,7 @@ from covmerge.base.diagnostics import Diagnostics, Summary, TensorDiagnostics
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
-from covmerge.maths.covariance.gate import DEFAULT_TAU
+from covmerge.maths.covariance.estimate import DEFAULT_TAU
 from covmerge.maths.methods.summaries import JITTER, UNCHANGED, Counted
 
 _SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert

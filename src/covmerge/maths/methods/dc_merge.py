@@ -19,7 +19,7 @@ from covmerge.maths.methods.elect import merge_agreeing
 from covmerge.maths.methods.registry import Laws, Reference, register
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
-from covmerge.maths.methods.triplets import kept_together, leading_triplets, together, triplets_cost
+from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
 
 # What float32 makes of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0

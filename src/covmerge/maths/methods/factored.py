@@ -19,9 +19,8 @@ from torch import Tensor
 
 from covmerge.base.types import Frame, Json, LinearGroup, LowRank, Measured
 from covmerge.maths.covariance.measured import check_shapes
-from covmerge.maths.linalg.basis import Basis, basis_of
-from covmerge.maths.linalg.exponent import exponent_of
-from covmerge.maths.linalg.lapack import svd
+from covmerge.maths.linalg.joint import Basis, basis_of
+from covmerge.maths.linalg.lapack import exponent_of, svd
 from covmerge.maths.methods.registry import Method, Parameters, Sides
 
 

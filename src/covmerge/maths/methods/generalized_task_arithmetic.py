@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.linalg.mersenne import mersenne_twister
+from covmerge.maths.linalg.random import mersenne_twister
 from covmerge.maths.methods.arithmetic import (
     ArithmeticParameter,
     Weight,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from covmerge.base.types import Json, LinearGroup, Merged
-from covmerge.maths.linalg.exponent import exponent_of
+from covmerge.maths.linalg.lapack import exponent_of
 
 # Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
 # cubes of entries 2^-20 as large far above its 2^-149.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.linalg.exponent import exponent_of
+from covmerge.maths.linalg.lapack import exponent_of
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
 from covmerge.maths.methods.registry import (

@@ -9,8 +9,7 @@ from functools import partial
 from covmerge.base.errors import CovmergeError
 from covmerge.maths.methods import registry
 from covmerge.maths.steps import registry as steps
-from covmerge.maths.testing.forms import FORMS
-from covmerge.maths.testing.laws import LAWS, SHAPES, Law
+from covmerge.maths.testing.laws import FORMS, LAWS, SHAPES, Law
 from covmerge.maths.testing.strange import (
     EXPONENTS,
     drawn,

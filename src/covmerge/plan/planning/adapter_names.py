@@ -10,8 +10,7 @@ from covmerge.base.errors import RecipeError
 from covmerge.base.settings import Hint
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.adapters.layout import KOHYA_FORM
-from covmerge.files.adapters.ldm_names import diffusers_name
-from covmerge.files.adapters.parts import flat_name, part_of, region_of
+from covmerge.files.adapters.parts import diffusers_name, flat_name, part_of, region_of
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, LoraForm
 from covmerge.plan.planning.work import TensorPlan
 

@@ -6,8 +6,9 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,16 +20,50 @@ from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.equivalent_names import respelled, weight_norms
 from covmerge.files.checkpoints.memory import PASS_FOLDED
+from covmerge.files.checkpoints.view import respelled, weight_norms
 from covmerge.files.quantised.view import dequantised
 from covmerge.files.tensors.describe import ModelDescription, conv1d_names
 from covmerge.files.tensors.layers import layer_name
 from covmerge.files.tensors.names import find_name, kind_by_name
 from covmerge.plan.planning.operations import Operand
-from covmerge.plan.planning.packed_experts import check_packing
 from covmerge.plan.planning.reached import check_reached
 from covmerge.plan.recipe import TensorRules
+
+# Mixtures of experts that one source holds packed, as transformers has them in memory.
+
+_PACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_APART = re.compile(r"\.experts\.\d+\.")
+
+
+def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[str]]) -> None:
+    """Refuse to align a packed mixture with one whose experts are tensors of their own.
+
+    Names, and the order of rows, differ by the kind of model, which the base's config tells
+    (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
+    has loaded packed it saves packed again, but not one that it has built.
+
+    Args:
+        base: what a message calls it, and the names of its tensors.
+        expert: the same.
+
+    Raises:
+        TensorError: one of them is packed, and the other is not.
+    """
+    for (called, given), (other, others) in ((base, expert), (expert, base)):
+        names, beside = dict.fromkeys(given), dict.fromkeys(others)
+        # What both have is not where they differ.
+        packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
+        apart = next((n for n in beside if _APART.search(n) and n not in names), None)
+        if packed is not None and apart is not None:
+            raise TensorError(
+                f"{called} has all experts of a layer in one tensor ('{packed}'), as transformers has "
+                f"them in memory, and {other} each by itself ('{apart}'). How they are packed, tells the "
+                "base's config.json: pass the base's folder. Or pass the packed one as transformers saves "
+                "a new model, `new = type(model)(model.config).to(model.dtype); "
+                "new.load_state_dict(model.state_dict()); new.save_pretrained(FOLDER)`"
+            )
+
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
 ChosenUse = Callable[[str, Role], str | None]

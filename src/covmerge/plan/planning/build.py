@@ -10,15 +10,14 @@ from math import lcm, prod
 
 import torch
 
-from covmerge.base.choice import UNNAMED, UNNAMED_NOTE, choose
 from covmerge.base.errors import InputError, RecipeError, pattern_meant
-from covmerge.base.settings import Hint
+from covmerge.base.settings import UNNAMED, UNNAMED_NOTE, Hint, choose
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
-from covmerge.files.quantised.undeclared import scales_of_codes
+from covmerge.files.quantised.view import scales_of_codes
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import svd_cost
@@ -41,11 +40,11 @@ from covmerge.plan.planning.data import (
     notes_on_unread_statistics,
 )
 from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
-from covmerge.plan.planning.mergekit import as_mergekit
 from covmerge.plan.planning.operations import BASE, Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import Quantised, quantised
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.types import GlobalPass, Plan
+from covmerge.plan.planning.varied import as_mergekit
 from covmerge.plan.planning.work import (
     TOGETHER_ELEMENTS,
     TensorPlan,

@@ -16,7 +16,7 @@ from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 from covmerge.plan.statistics.file import StatisticsFile
-from covmerge.plan.vocabulary.retokenized import Retokenized
+from covmerge.plan.vocabulary.rows import Retokenized
 
 Statistics = Mapping[str, StatisticsFile]
 

@@ -15,8 +15,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import keep_plain
 from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
-from covmerge.files.checkpoints.layout import HEADS_FOLDER
-from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
+from covmerge.files.checkpoints.layout import HEADS_FOLDER, MASKS_FOLDER, packed_header
 from covmerge.files.quantised.writing.packing import Packing
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.lapack import dot, square_norm

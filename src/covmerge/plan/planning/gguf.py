@@ -18,10 +18,9 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.quantised.gguf import read_as
 from covmerge.files.quantised.gguf_file import GgufSettings
-from covmerge.files.quantised.gguf_layout import GgufHead
 from covmerge.files.quantised.packed import DTYPE_KEYS
 from covmerge.files.quantised.view import QUANTISATION
-from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
+from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
 from covmerge.files.quantised.writing.layouts import SAME
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.work import TensorPlan

@@ -13,11 +13,10 @@ from covmerge.base.errors import CheckpointError, RecipeError, pattern_meant
 from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
-from covmerge.files.quantised.gguf_layout import GgufHead
 from covmerge.files.quantised.packed import DTYPE_KEYS, dtype_of
-from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME
+from covmerge.files.quantised.writing.gguf import GgufHead
+from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME, with_plain
 from covmerge.files.quantised.writing.like import as_stored, is_written
-from covmerge.files.quantised.writing.settings import with_plain
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
 from covmerge.plan.planning.work import TensorPlan

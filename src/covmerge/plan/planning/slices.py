@@ -7,7 +7,7 @@ from typing import Any
 
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.tensors.layers import layer_name, relative_depth, relative_depths
-from covmerge.files.tensors.stacked import Stacked, comes_before
+from covmerge.files.tensors.shown import Stacked, comes_before
 from covmerge.plan.moe import ARCHITECTURES
 from covmerge.plan.recipe import Mixture, Slice
 

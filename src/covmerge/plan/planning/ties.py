@@ -21,9 +21,9 @@ from covmerge.files.checkpoints.config_counts import language_parts
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.layers import layer_name
 from covmerge.files.tensors.names import find_name, kind_by_name
-from covmerge.files.tensors.untied import TIED, Untied, same_values
+from covmerge.files.tensors.shown import TIED, Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
-from covmerge.plan.vocabulary.tables import rows_of
+from covmerge.plan.vocabulary.rows import rows_of
 
 # They scale what the head is given where `tie_word_embeddings` is true, by d_model ** -0.5: the key says
 # more than that two tensors are one.

@@ -16,7 +16,7 @@ import torch
 from covmerge.base.code import own_version
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Module, Role, TensorHeader
-from covmerge.files.quantised.gguf_layout import GgufHead
+from covmerge.files.quantised.writing.gguf import GgufHead
 from covmerge.maths.methods import registry
 from covmerge.maths.registry import Origin
 from covmerge.maths.steps import registry as steps

@@ -1,10 +1,8 @@
 """Recipes: what to merge, how, and what to do with which tensor."""
 
 from covmerge.base.sizes import format_size, parse_size
-from covmerge.plan.recipe.called import read_call
-from covmerge.plan.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
-from covmerge.plan.recipe.moe import Mixture
-from covmerge.plan.recipe.overlay import lay_over
+from covmerge.plan.recipe.load import differing, dump_recipe, lay_over, load_recipe, parse_recipe
+from covmerge.plan.recipe.parts import read_call
 from covmerge.plan.recipe.schema import (
     Expert,
     Output,
@@ -15,7 +13,7 @@ from covmerge.plan.recipe.schema import (
     json_schema,
     output_as,
 )
-from covmerge.plan.recipe.tokenizer import TokenizerRules
+from covmerge.plan.recipe.sections import Mixture, TokenizerRules
 
 __all__ = [
     "Expert",

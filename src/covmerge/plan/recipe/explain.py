@@ -12,8 +12,6 @@ from pydantic_core import ErrorDetails
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Form, Hint, setting_named
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.plan.recipe.moe import Mixture, Prompts
-from covmerge.plan.recipe.run import RUN, Run
 from covmerge.plan.recipe.schema import (
     Expert,
     Output,
@@ -23,8 +21,8 @@ from covmerge.plan.recipe.schema import (
     TensorRules,
     subtract,
 )
+from covmerge.plan.recipe.sections import RUN, Mixture, Prompts, Run, TokenizerRules, TokenRow
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
-from covmerge.plan.recipe.tokenizer import TokenizerRules, TokenRow
 
 _MARKS = ("[key]", "[number]", "[varied]")
 # What may stand in place of a mapping.

@@ -2,26 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from covmerge.base.errors import InputError, RecipeError
+from covmerge.base.errors import InputError, RecipeError, did_you_mean
 from covmerge.base.identifiers import hub_id
-from covmerge.base.settings import Hint
+from covmerge.base.settings import KEYS, Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
-from covmerge.plan.recipe.marks import refuse_marks
-from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
-from covmerge.plan.recipe.mergekit.documents import Document, in_order
+from covmerge.plan.recipe.mergekit.compiling import Document, compile_mergekit, in_order
 from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
-from covmerge.plan.recipe.run import RUN, compile_run
-from covmerge.plan.recipe.schema import Recipe, WithRun
+from covmerge.plan.recipe.schema import Recipe, WithRun, output_as
+from covmerge.plan.recipe.sections import RUN, compile_run
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
+from covmerge.plan.recipe.varied import SEARCH
+
+# Where a recipe marks values for a search, and where it may.
+
+FORMS = (
+    "write [low, high], [low, high, log], or a list of choices of one kind: three numbers or more, or two "
+    "texts or more"
+)
+
+
+def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the place of each marked value, and what it may be.
+
+    Raises:
+        RecipeError: a mark where nothing can be searched, or with other keys beside it.
+    """
+    for place, value in _walk(data, ()):
+        if not _may_be_marked(place):
+            if len(value) == 1 and isinstance(value[SEARCH], list | tuple):
+                raise RecipeError(
+                    f"{origin.where(place)}: {key_path(place)} cannot be searched: weights, parameters "
+                    "and methods can"
+                )
+        elif len(value) > 1:
+            others = ", ".join(key for key in value if key != SEARCH)
+            raise RecipeError(
+                f"{origin.where(place)}: {key_path(place)}: `search` stands alone: remove {others}"
+            )
+        else:
+            yield place, value[SEARCH]
+
+
+def refuse_marks(data: object, origin: Origin) -> None:
+    """Refuse a recipe with marked values, which only a search can carry out.
+
+    Raises:
+        RecipeError: it has one.
+    """
+    for place, _ in marks_in(data, origin):
+        raise RecipeError(
+            f"{origin.where(place)}: {key_path(place)} is marked by `search`, and only `covmerge search` "
+            "chooses such values: call it in place of this, or write one value"
+        )
+
+
+def _walk(data: object, place: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Every mapping with the key `search`, which is a mark where one may stand."""
+    if isinstance(data, Mapping):
+        mapping = cast("Mapping[str, Any]", data)
+        if SEARCH in mapping:
+            yield place, mapping
+        for key, value in mapping.items():
+            yield from _walk(value, (*place, key))
+    elif isinstance(data, list | tuple):
+        for number, value in enumerate(cast("Sequence[object]", data)):
+            yield from _walk(value, (*place, number))
+
+
+def _may_be_marked(place: KeyPath) -> bool:
+    """Whether a search may choose what stands here, in covmerge's recipes and in mergekit's."""
+    if "match" in place or "filter" in place:
+        return False
+    match place:
+        case ("method",) | ("merge_method",) | ("rules", _, "method"):
+            return True
+        case ("experts", _, "weight", *_):
+            return True
+        case ("before" | "after", _, _, _, *_) | ("rules", _, "before" | "after", _, _, _, *_):
+            return True
+        case _:
+            return "parameters" in place[:-1]
+
 
 _MAX_BYTES = 1 << 20
 
@@ -336,3 +406,52 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # a name too long, a folder that may not be entered
         return False
+
+
+# Settings, named as arguments in Python, laid over what a recipe says.
+
+# What adds to what a recipe says, and takes nothing away.
+_ADDED = ("parameters", "tensors")
+
+
+def lay_over(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a recipe with settings put where `KEYS` says.
+
+    Args:
+        recipe: what it says; a part may be a mapping, or one of the recipe's models.
+        settings: by their names in Python; others than `KEYS` has are left out.
+
+    Raises:
+        RecipeError: a setting is of an expert that there is not, or a form is none.
+    """
+    data = dict(recipe)
+    for name, value in settings.items():
+        match KEYS.get(name, "").split("."):
+            case [""]:
+                pass
+            case ["experts", _, key]:
+                data["experts"] = _of_experts(name, data["experts"], key, value)
+            case [section, key]:
+                given = output_as(value) if name == "form" else {key: value}
+                data[section] = {**dict(data.get(section, {})), **given}
+            case ["allow"]:
+                data[name] = list(dict.fromkeys((*data.get(name, ()), *value)))
+            case [key]:
+                data[key] = {**dict(data.get(key, {})), **value} if name in _ADDED else value
+            case _:
+                raise AssertionError(name)
+    return data
+
+
+def _of_experts(
+    name: str, experts: Mapping[str, Any], key: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = dict(experts)
+    for expert, value in given.items():
+        if expert not in found:
+            raise RecipeError(
+                f"{Hint(name)} of '{expert}': there is no such expert."
+                + did_you_mean(expert, found)
+            )
+        found[expert] = {**dict(found[expert]), key: value}
+    return found

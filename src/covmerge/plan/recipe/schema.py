@@ -23,21 +23,17 @@ from pydantic import (
     model_validator,
 )
 
-from covmerge.base.choice import TAKEN
 from covmerge.base.errors import InputError, RecipeError, did_you_mean
 from covmerge.base.findings import FAULTS, fault_name
 from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
-from covmerge.base.settings import Hint
+from covmerge.base.settings import TAKEN, Hint
 from covmerge.base.sizes import parse_size
 from covmerge.base.text import shown
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import LoraForm
 from covmerge.files.stores.address import address_of
-from covmerge.plan.recipe.called import read_call
-from covmerge.plan.recipe.moe import Mixture
-from covmerge.plan.recipe.run import Run
-from covmerge.plan.recipe.strict import StrictModel
-from covmerge.plan.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
+from covmerge.plan.recipe.parts import StrictModel, read_call
+from covmerge.plan.recipe.sections import TEMPLATES, Mixture, Run, TokenizerRules, check_template
 from covmerge.plan.recipe.varied import SEARCH_SCHEMA, VARIED_SCHEMA, check_varied, is_varied
 
 

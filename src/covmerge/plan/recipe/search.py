@@ -19,8 +19,7 @@ from covmerge.base.text import shown
 from covmerge.maths.methods import registry
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.recipe.explain import key_path
-from covmerge.plan.recipe.load import read_yaml, recipe_of
-from covmerge.plan.recipe.marks import FORMS, marks_in
+from covmerge.plan.recipe.load import FORMS, marks_in, read_yaml, recipe_of
 from covmerge.plan.recipe.mergekit.evolve import GENOME, compile_genome
 from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from threading import Semaphore, Thread, current_thread
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +20,186 @@ from torch import nn
 from covmerge.base.errors import InputError
 from covmerge.base.memory import give_back
 from covmerge.base.settings import Hint
+from covmerge.base.threads import start
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.statistics.examples import Batch
-from covmerge.plan.statistics.lockstep import in_lockstep
-from covmerge.plan.statistics.model import Layer, RunningModel, load_model
-from covmerge.plan.statistics.unread import is_placeholder, placeholder, unread
+from covmerge.plan.statistics.model import (
+    Layer,
+    RunningModel,
+    is_placeholder,
+    load_model,
+    placeholder,
+    unread,
+)
+
+# Runs that go through modules side by side: all through one before any goes on to the next.
+#
+# The runs are forward passes of one model on several batches. A model's own code decides what it calls with
+# what, and goes on where it was: each run has a thread, of which one at a time does anything. So what is
+# computed, and in which order for each module, is what one run after another would compute.
+
+_Answer = Callable[[], Any]
+
+
+def in_lockstep(
+    runs: Sequence[Callable[[], object]],
+    modules: Sequence[nn.Module],
+    *,
+    visiting: Callable[[int], AbstractContextManager[object]],
+    going_on: Callable[[int, int | None], AbstractContextManager[object]],
+) -> Generator[int]:
+    """Carry out runs, all of which call modules; yield the place of each when it is done.
+
+    Args:
+        runs: what to carry out, each in a thread of its own.
+        modules: that all runs go through together. What one of them calls itself is part of it.
+        visiting: entered, with the place of a module, while the runs go through it.
+        going_on: by the places of a run and of the module it goes through, None before the first;
+            entered while that run does anything: go through the module, and on to the next.
+
+    Raises:
+        Exception: what the first run to fail has raised; the others end where they are.
+
+    Example:
+        >>> from contextlib import nullcontext
+        >>> import torch
+        >>> seen, one, other = [], nn.Identity(), nn.Identity()
+        >>> passed = in_lockstep(
+        ...     [lambda n=n: other(one(torch.tensor(n))) for n in range(2)],
+        ...     [one, other],
+        ...     visiting=lambda module: nullcontext(),
+        ...     going_on=lambda run, module: nullcontext(seen.append((module, run))),
+        ... )
+        >>> list(passed), seen
+        ([0, 1], [(None, 0), (None, 1), (0, 0), (0, 1), (1, 0), (1, 1)])
+    """
+    threads = [_Run(run) for run in runs]
+    try:
+        with _halting(modules):
+            for number, thread in enumerate(threads):
+                with going_on(number, None):
+                    thread.resume(lambda: None)
+            while waiting := [number for number, thread in enumerate(threads) if thread.call]:
+                call = threads[waiting[0]].call
+                assert call is not None
+                with visiting(call.module):
+                    for number in waiting:
+                        pending = threads[number].call
+                        if pending is not None and pending.module == call.module:
+                            with going_on(number, call.module):
+                                threads[number].resume(_done(pending))
+                yield call.module
+    finally:
+        for thread in threads:
+            thread.end()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A module that is called, by its place, and how."""
+
+    module: int
+    forward: _Answer
+
+
+def _done(call: _Call) -> _Answer:
+    """Carry a call out, here; return what gives its value, or raises its error, there."""
+    try:
+        value = call.forward()
+    except Exception as error:
+        failed = error
+
+        def fail() -> Any:
+            raise failed
+
+        return fail
+    return lambda: value
+
+
+@contextmanager
+def _halting(modules: Sequence[nn.Module]) -> Generator[None]:
+    """Have every run halt at these modules; they are called as ever by all else."""
+    forwards = [module.forward for module in modules]
+    try:
+        for place, (module, forward) in enumerate(zip(modules, forwards, strict=True)):
+            module.forward = _halts(place, forward)
+        yield
+    finally:
+        for module, forward in zip(modules, forwards, strict=True):
+            module.forward = forward
+
+
+def _halts(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def halt(*args: Any, **kwargs: Any) -> Any:
+        run = current_thread()
+        if isinstance(run, _Run):
+            return run.wait_for(_Call(place, lambda: forward(*args, **kwargs)))
+        return forward(*args, **kwargs)
+
+    return halt
+
+
+class _Ended(BaseException):
+    """Raised in a run that is to end where it is."""
+
+
+class _Run(Thread):
+    """A run, which does something only while `resume` waits for it.
+
+    Attributes:
+        call: what it waits for; None: it has not begun, or it is over.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.call: _Call | None = None
+        self._work = work
+        self._answer: _Answer = lambda: None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._may, self._halted = Semaphore(0), Semaphore(0)
+        start(self)
+
+    def resume(self, answer: _Answer) -> None:
+        """Let it go on, with what it waited for, until it halts.
+
+        Raises:
+            Exception: what it has raised.
+        """
+        self._answer = answer
+        self._may.release()
+        self._halted.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def wait_for(self, call: _Call) -> Any:
+        """Halt, in the run's own thread, and return the value of a call."""
+        self.call = call
+        self._halted.release()
+        self._may.acquire()
+        self.call = None
+        if self._ended:
+            raise _Ended
+        return self._answer()
+
+    def end(self) -> None:
+        """Have it end where it is, if it is not over."""
+        self._ended = True
+        self._may.release()
+        self.join()
+
+    def run(self) -> None:
+        """What the thread does."""
+        self._may.acquire()
+        try:
+            if not self._ended:
+                self._work()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._halted.release()
+
 
 _MOST_BATCHES = 1000  # each waits in a thread
 

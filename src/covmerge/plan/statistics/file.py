@@ -22,7 +22,7 @@ from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, shorten
-from covmerge.files.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.files.checkpoints.ranges import SafetensorsFile
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.regular_file import open_regular

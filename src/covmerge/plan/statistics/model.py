@@ -7,18 +7,18 @@ of a stranger's choosing. Which parameter a stored tensor becomes is known from 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from covmerge.base.errors import InputError, panics_as_errors
 from covmerge.base.settings import Hint
-from covmerge.base.types import Role
+from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.checkpoints.folder import PREFERRED
 from covmerge.files.stores.address import local_path
@@ -34,8 +34,51 @@ from covmerge.plan.statistics.examples import (
     tokenized,
 )
 from covmerge.plan.statistics.generated import Generated
-from covmerge.plan.statistics.unread import is_placeholder, placeholder, unread
 from covmerge.plan.statistics.written import TEMPLATED, check_template, writes
+
+# Which weights of a model are read only when its blocks are run, and what stands for them until then.
+
+OUTSIDE = ""  # in place of a block: outside the backbone, which alone is run
+
+
+def unread(skeleton: Skeleton, headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Return the block of each stored tensor that waits for it.
+
+    These are parameters that are stored as the model has them: what is packed as it is loaded, buffers, and
+    what is in no block are read at once.
+    """
+    found: dict[str, str] = {}
+    blocks = set(skeleton.blocks)
+    for name, place in skeleton.places.items():
+        header = headers[name]
+        block = OUTSIDE if place.parameter in skeleton.outside else _block(place.parameter, blocks)
+        whole = place.expected == header.shape and place.kind.role is not Role.BUFFER
+        large = header.dtype.is_floating_point and header.numel > 1
+        if whole and large and block is not None:
+            found[name] = block
+    return found
+
+
+def placeholder(shape: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
+    """Return a float32 tensor of a shape that takes no memory: no number, should anything use it.
+
+    Example:
+        >>> placeholder((10**6, 10**6)).untyped_storage().nbytes()
+        4
+    """
+    return torch.full((), torch.nan, device=device).expand(tuple(shape))
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Return whether a tensor of more than one number is a placeholder."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+def _block(parameter: str, blocks: set[str]) -> str | None:
+    parts = parameter.split(".")
+    heads = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return next((head for head in heads if head in blocks), None)
+
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 

@@ -19,8 +19,8 @@ from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import SkeletonUnavailable
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.plan.statistics.examples import MADE, Batch, size_of
-from covmerge.plan.statistics.sequences import LONG
-from covmerge.plan.statistics.unread import OUTSIDE, unread
+from covmerge.plan.statistics.generated import LONG
+from covmerge.plan.statistics.model import OUTSIDE, unread
 
 _BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
 _SUM = torch.float64.itemsize

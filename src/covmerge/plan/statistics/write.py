@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 from torch import Tensor
@@ -20,10 +22,10 @@ from covmerge.base.types import TensorHeader
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES
+from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.checkpoints.layout import plan_shard
-from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.stores.disk import disk_errors, fsync_path
-from covmerge.files.stores.scratch import scratch_folder
+from covmerge.files.stores.lock import Lock, TakenError
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.statistics.file import (
     ABOUT_KEY,
@@ -37,6 +39,60 @@ from covmerge.plan.statistics.file import (
     StatisticsFile,
     probe,
 )
+
+# A folder to make files in before they appear; what a kill leaves of one goes when the next is made.
+
+_TOKEN = "[a-z0-9_]{8}"
+
+
+@contextmanager
+def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
+    """Make a folder that is removed at the end, and remove those that no process works in any more.
+
+    Args:
+        beside: the folder that it is made in, so that a file can be renamed out of it.
+        prefix: what its name begins with.
+
+    Raises:
+        OSError: it cannot be made.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> with scratch_folder(Path(mkdtemp()), ".work-") as folder:
+        ...     _ = (folder / "file").write_text("")
+        >>> folder.exists()
+        False
+    """
+    _remove_abandoned(beside, re.compile(re.escape(prefix) + _TOKEN))
+    folder, lock = _make(beside, prefix)
+    try:
+        yield folder
+    finally:
+        lock.remove_folder()
+
+
+def _make(beside: Path, prefix: str) -> tuple[Path, Lock]:
+    while True:
+        folder = beside / f"{prefix}{token_hex(4)}"
+        try:
+            return folder, Lock(folder)
+        except TakenError:
+            continue  # by a process that takes it for an abandoned one
+
+
+def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
+    for folder in beside.iterdir():
+        if not pattern.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            lock = Lock(folder)
+        except (TakenError, OSError):
+            continue  # it is in use, or is none of this user's
+        if lock.works:
+            lock.remove_folder()
+        else:  # nothing tells whether it is in use
+            lock.release()
+
 
 _ROOM = 2**18  # bytes for what a file says of itself beside its tensors
 _PIECE = 2**22  # numbers that are formed at once

@@ -11,7 +11,7 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.plan.recipe.tokenizer import AUTO, BASE
+from covmerge.plan.recipe.sections import AUTO, BASE
 
 TEMPLATE = "chat_template.jinja"
 _IN_CONFIGS = ("tokenizer_config.json", "chat_template.json")

@@ -15,12 +15,17 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.tensors.names import find_name
-from covmerge.plan.recipe.tokenizer import BASE, UNION, TokenizerRules
+from covmerge.plan.recipe.sections import BASE, UNION, TokenizerRules
 from covmerge.plan.vocabulary.chat import chosen_template
 from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
-from covmerge.plan.vocabulary.retokenized import Retokenized
-from covmerge.plan.vocabulary.rows import Source, Vocabulary, vocabulary
-from covmerge.plan.vocabulary.tables import Tables, tables_of
+from covmerge.plan.vocabulary.rows import (
+    Retokenized,
+    Source,
+    Tables,
+    Vocabulary,
+    tables_of,
+    vocabulary,
+)
 from covmerge.plan.vocabulary.tokens import Added, Reader, Tokenizer, hashes_of, read_files
 
 

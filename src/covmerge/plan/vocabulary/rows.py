@@ -4,17 +4,110 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError
+from covmerge.base.errors import InputError, TensorError
 from covmerge.base.text import some
-from covmerge.base.types import Json
-from covmerge.plan.recipe.tokenizer import BASE, ZERO, TokenizerRules, TokenRow
+from covmerge.base.types import Json, Role
+from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.config_counts import vocabulary_size, with_vocabulary
+from covmerge.files.checkpoints.view import View
+from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import find_name
+from covmerge.maths.linalg.stored import stored_as
+from covmerge.plan.recipe.sections import BASE, ZERO, TokenizerRules, TokenRow
 from covmerge.plan.vocabulary.tokens import Tokenizer
+
+# The tensors of a model whose rows are tokens.
+
+# Embeddings of something else than tokens.
+_PLACES = re.compile(r"(^|[._])(wpe|pos|positions?|positional)(_|\.|$)", re.IGNORECASE)
+_TYPES = re.compile(r"(^|[._])(token_type|type)(_|\.|$)", re.IGNORECASE)
+_BIAS = re.compile(r"(^|\.)(lm_head|embed_out|output|predictions)(\.decoder)?\.bias$")
+
+
+def rows_of(name: str) -> Literal["tokens", "places", "types"]:
+    """What the rows of an embedding are of, by its name: tokens, places in a text, or types of these.
+
+    Example:
+        >>> rows_of("embeddings.word_embeddings.weight"), rows_of("transformer.wpe.weight")
+        ('tokens', 'places')
+    """
+    return "places" if _PLACES.search(name) else "types" if _TYPES.search(name) else "tokens"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a model, and what tells what another calls them.
+
+    Attributes:
+        names: of its tables.
+        rows: of each.
+        prefix: what a model with a head puts before the names of its base model.
+        tied: name -> the name that it shares memory with, of which only that one may be stored.
+    """
+
+    names: frozenset[str]
+    rows: int
+    prefix: str | None
+    tied: Mapping[str, str]
+
+    def find(self, name: str, other: Tables) -> str | None:
+        """Return what this model calls a table of another; None: it has none.
+
+        What it ties the table to stands for it.
+        """
+        prefixes = [prefix for prefix in (self.prefix, other.prefix) if prefix]
+        found = find_name(name, prefixes, self.names)
+        if found is None and (tied := self.tied.get(name)) is not None:
+            found = find_name(tied, prefixes, self.names)
+        return found
+
+
+def tables_of(checkpoint: Checkpoint) -> Tables:
+    """Return the tensors whose first axis is the vocabulary.
+
+    Token embedding and output embedding, and the bias of the latter. Without a config any number of
+    rows is taken; with one, what has another number than it says is no such table.
+
+    Raises:
+        InputError: there is none, their numbers of rows differ, or a tensor has the vocabulary along
+            another axis.
+    """
+    size = vocabulary_size(checkpoint.config)
+    description = describe_checkpoint(checkpoint)
+    found: dict[str, int] = {}
+    for name, header in checkpoint.headers.items():
+        if layer_name(name) is not None or not header.shape or rows_of(name) != "tokens":
+            continue
+        role = description.tensors[name].role
+        embeds = role in (Role.EMBEDDING, Role.OUTPUT) and len(header.shape) == 2
+        bias = len(header.shape) == 1 and _BIAS.search(name) is not None
+        if (embeds or bias) and size in (None, header.shape[0]):
+            found[name] = header.shape[0]
+        elif header.shape == (1, size):
+            raise InputError(
+                f"{checkpoint.source}: '{name}' {list(header.shape)} has the vocabulary along its columns, "
+                "and only rows are merged by token: leave out `tokenizer`"
+            )
+    if len(set(found.values())) != 1:
+        sizes = ", ".join(f"'{name}' {rows}" for name, rows in found.items()) or "none"
+        raise InputError(
+            f"{checkpoint.source}: its embeddings of tokens, with as many rows as config.json has tokens "
+            f"({size}), are not of one number of rows (found: {sizes}): leave out `tokenizer`"
+        )
+    rows = next(iter(found.values()))
+    return Tables(frozenset(found), rows, description.prefix, description.tied)
+
 
 NONE, PADDING = -1, -2  # in place of a row
 
@@ -170,3 +263,142 @@ def _notes(
         examples = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)
         notes.append(f"{len(of_nobody)} tokens are of no model, and their rows are 0: {examples}")
     return notes
+
+
+# A checkpoint whose embeddings have the rows of another vocabulary.
+
+# Rows that are this near to each other are read as one piece.
+_NEAR = 4
+_BLOCK_ELEMENTS = 2**20
+
+
+class Retokenized(View):
+    """A view of a checkpoint: row i of its embeddings is that of token i of the output.
+
+    A row that it lacks is read of the sources that have it, and cast to its dtype; where it is the mean
+    of several, or of all rows (padding), it is computed in float64 and rounded once. Rows are gathered
+    from the files as they are asked for: no embedding is held.
+
+    Args:
+        key: of the source.
+        sources: all of them that have embeddings of their own.
+        tables: of each.
+        vocabulary: the rows.
+    """
+
+    def __init__(
+        self,
+        key: str | None,
+        sources: Mapping[str | None, Checkpoint],
+        tables: Mapping[str | None, Tables],
+        vocabulary: Vocabulary,
+    ) -> None:
+        stored = sources[key]
+        super().__init__(stored)
+        self._own_tables = tables[key]
+        self._tables = tables
+        self._sources = sources
+        self._source_rows = vocabulary.source_rows[key]
+        self._given = vocabulary.given
+        self._means: dict[str, Tensor] = {}
+        self._computing = threading.Lock()
+        if stored.config is not None:
+            self.config = with_vocabulary(stored.config, vocabulary.rows)
+        self.headers = MappingProxyType(
+            {
+                name: replace(header, shape=(vocabulary.rows, *header.shape[1:]))
+                if name in self._own_tables.names
+                else header
+                for name, header in stored.headers.items()
+            }
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        header = find_header(self.headers, name, rows, self.source)
+        if name not in self._own_tables.names:
+            return self._stored.read(name, rows)
+        rows = range(header.shape[0]) if rows is None else rows
+        found = self._of_tokens(name, rows)
+        padding = self._source_rows[rows.start : rows.stop] == PADDING
+        if bool(padding.any()):
+            found[padding] = self._fitting(name, self._mean(name))
+        return found
+
+    def _of_tokens(self, name: str, rows: range) -> Tensor:
+        """Rows of tokens; those of padding are left open."""
+        source_rows = self._source_rows[rows.start : rows.stop]
+        if len(source_rows) and int(source_rows[0]) >= 0 and bool((source_rows.diff() == 1).all()):
+            return self._stored.read(name, range(int(source_rows[0]), int(source_rows[-1]) + 1))
+        header = self.headers[name]
+        found = torch.empty((len(rows), *header.shape[1:]), dtype=header.dtype)
+        _gather(self._stored, name, source_rows, source_rows >= 0, found)
+        lacks = (source_rows == NONE).nonzero()[:, 0]
+        if len(lacks):
+            found[lacks] = self._fitting(name, self._given_rows(name, lacks + rows.start))
+        return found
+
+    def _fitting(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of other models in the dtype of the table."""
+        try:
+            return stored_as(rows, self.headers[name].dtype)
+        except OverflowError as error:
+            raise TensorError(
+                f"'{name}' of {self.source} would get rows of other models that its dtype cannot hold "
+                f"({error}): store the model in another dtype"
+            ) from error
+
+    def _given_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Rows that this source lacks, of those that have them: the mean of several, 0 of none."""
+        shape = self.headers[name].shape
+        total = torch.zeros((len(rows), *shape[1:]), dtype=torch.float64)
+        counts = torch.zeros(len(rows))
+        for key, given in self._given.items():
+            theirs = given[rows]
+            has = theirs >= 0
+            if not bool(has.any()):
+                continue
+            other = self._sources[key]
+            table = self._tables[key].find(name, self._own_tables)
+            if table is None or other.headers[table].shape[1:] != shape[1:]:
+                raise InputError(
+                    f"'{name}' of {self.source} needs rows of {other.source}, which has no such "
+                    "table of these columns: give the tokens rows of another model under "
+                    "`tokenizer: {tokens: ...}`"
+                )
+            part = torch.zeros(total.shape, dtype=other.headers[table].dtype)
+            _gather(other, table, theirs, has, part)
+            total += part
+            counts += has
+        return total / counts.clamp(min=1).view(-1, *[1] * (total.ndim - 1))
+
+    def _mean(self, name: str) -> Tensor:
+        """The mean of the rows of all tokens, which is computed once."""
+        with self._computing:
+            if name not in self._means:
+                header = self.headers[name]
+                total = torch.zeros(header.shape[1:], dtype=torch.float64)
+                for rows in header.row_blocks(_BLOCK_ELEMENTS):
+                    assert rows is not None
+                    named = self._source_rows[rows.start : rows.stop] != PADDING
+                    total += self._of_tokens(name, rows)[named].double().sum(0)
+                self._means[name] = total / int((self._source_rows != PADDING).sum())
+            return self._means[name]
+
+
+def _gather(checkpoint: Checkpoint, name: str, rows: Tensor, wanted: Tensor, into: Tensor) -> None:
+    """Put rows of a stored tensor to the places that want them, by as few reads as there are pieces."""
+    places = wanted.nonzero()[:, 0]
+    if not len(places):
+        return
+    order = places[rows[places].argsort()]
+    asked = rows[order]
+    apart = asked.diff() > _NEAR
+    piece = torch.cat([torch.zeros(1, dtype=torch.long), apart.long().cumsum(0)])
+    firsts = asked[torch.cat([torch.ones(1, dtype=torch.bool), apart])]
+    ends = asked[torch.cat([apart, torch.ones(1, dtype=torch.bool)])] + 1
+    pieces = [
+        checkpoint.read(name, range(int(first), int(end)))
+        for first, end in zip(firsts, ends, strict=True)
+    ]
+    before = (ends - firsts).cumsum(0) - (ends - firsts)
+    into[order] = torch.cat(pieces)[before[piece] + asked - firsts[piece]]

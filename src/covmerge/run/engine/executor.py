@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import heapq
+import pickle
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from covmerge.base import errors
+from covmerge.base.errors import CovmergeError
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.work import WorkItem
-from covmerge.run.engine.hashing import Contents, Hashing
+from covmerge.run.engine.hashing import Contents, FileCheck, Hashing
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
-from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.selection import Selections
 
 # The items of one range of rows, one for each plan: their operands are read once.
@@ -125,3 +129,115 @@ def read_together(items: Sequence[WorkItem]) -> int:
 def moved_together(items: Sequence[WorkItem]) -> int:
     """Bytes read and written for the same rows by several plans."""
     return read_together(items) + sum(item.write_bytes for item in items)
+
+
+# Errors that go from one process to another.
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an error that another process can raise; of one that does not pickle, its message."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        for kind in _kinds(error):
+            with suppress(TypeError):
+                return kind(str(error))
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def named_error(error: BaseException) -> tuple[str, str]:
+    """Return the name of the nearest of our errors that is made of a message alone, and the message.
+
+    Example:
+        >>> from covmerge.base.errors import NotFiniteError
+        >>> named_error(NotFiniteError("w", None, "has NaN"))
+        ('TensorError', "'w' of the base has NaN")
+    """
+    for kind in _kinds(error):
+        with suppress(TypeError):
+            kind("")
+            return kind.__name__, str(error)
+    return "RuntimeError", f"{type(error).__name__}: {error}"
+
+
+def error_named(kind: str, message: str) -> Exception:
+    """Return the error whose name and message another process gave."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, CovmergeError):
+        with suppress(TypeError):
+            return found(message)
+    return RuntimeError(message)
+
+
+def _kinds(error: BaseException) -> list[type[CovmergeError]]:
+    return [
+        kind
+        for kind in type(error).__mro__
+        if issubclass(kind, CovmergeError) and kind.__module__ == CovmergeError.__module__
+    ]
+
+
+# The order of work: the largest first, and equal shares; nobody waits for a large item at the end.
+
+T = TypeVar("T")
+
+
+def largest_first(
+    items: Iterable[T], size: Callable[[T], int], within: int | None = None
+) -> Iterator[T]:
+    """Yield the largest first, and of equal ones the one that came first.
+
+    Args:
+        items: read no further ahead than `within`.
+        size: of an item.
+        within: how far ahead items are read: the size of all that is passed over; None: to the end.
+
+    Example:
+        >>> list(largest_first([1, 5, 2, 4], lambda size: size))
+        [5, 4, 2, 1]
+        >>> list(largest_first([1, 2, 5, 4], lambda size: size, within=2))
+        [2, 5, 4, 1]
+    """
+    held: list[tuple[int, int, T]] = []
+    ahead = 0
+    for number, item in enumerate(items):
+        heapq.heappush(held, (-size(item), number, item))
+        ahead += size(item)
+        while within is not None and ahead > within:
+            negative, _, largest = heapq.heappop(held)
+            ahead += negative
+            yield largest
+    while held:
+        yield heapq.heappop(held)[2]
+
+
+def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide items among some, the largest first and each to the one that has least so far.
+
+    Returns:
+        The places of each one's items, the largest first.
+
+    Example:
+        >>> shares([1, 5, 2, 4], 2)
+        [[1, 0], [3, 2]]
+    """
+    divided: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for place in largest_first(range(len(sizes)), lambda place: sizes[place]):
+        load, number = heapq.heappop(loads)
+        divided[number].append(place)
+        heapq.heappush(loads, (load + sizes[place], number))
+    return divided
+
+
+def own_first(sizes: Sequence[int], number: int, count: int) -> list[int]:
+    """Return the places of all items: one's own share, then what the others would come to last.
+
+    Example:
+        >>> own_first([1, 5, 2, 4], 1, 2)
+        [3, 2, 0, 1]
+    """
+    divided = shares(sizes, count)
+    others = [divided[(number + step) % count] for step in range(1, count)]
+    return divided[number] + [place for share in others for place in reversed(share)]

@@ -14,11 +14,10 @@ from covmerge.base.types import Json, LinearGroup, LowRank, Role, Rounding
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.spectral import numerical_rank, rank_tolerance
-from covmerge.maths.measures.quadratics import quadratics
 from covmerge.maths.measures.retention import retention
 from covmerge.maths.measures.rounding import lost_when_stored, rounded_to, rounding_of
 from covmerge.maths.measures.spectrum import Spectrum, leading, spectrum_of
-from covmerge.maths.measures.sums import numbers, sums_of
+from covmerge.maths.measures.sums import numbers, quadratics, sums_of
 from covmerge.maths.measures.table_rows import table_rows
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.plan.planning.forms import Result

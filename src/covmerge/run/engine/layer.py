@@ -17,13 +17,59 @@ from covmerge.base.errors import ResourceError, TensorError
 from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 from covmerge.files.tensors.views import MatrixLayout, matrices, write_matrices
 from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.measures.retention import energy_gram, retention
 from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.measures.spectrum import stable_rank
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked_factors
 from covmerge.plan.planning.operations import Copy, Count, Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, take_updates
-from covmerge.run.engine.measures import Measures
+
+# What a comparison says of merged updates.
+
+
+class Measures:
+    """Of the updates of some rows; what several merged updates are held against is made once."""
+
+    def __init__(self, updates: Mapping[str, Tensor], layout: MatrixLayout | None) -> None:
+        """Look at updates.
+
+        Args:
+            updates: Δ_t by expert, of one shape.
+            layout: how the rows hold whole matrices; None: they hold none.
+        """
+        self._updates = updates
+        self._layout = layout
+
+    def of(self, merged: Tensor) -> dict[str, Json]:
+        """Return ⟨W̄ − W_0, Δ_t⟩ by expert; of every matrix the stable rank and what it retains."""
+        flat = merged.reshape(-1)
+        dots: dict[str, Json] = {
+            expert: float(torch.dot(flat, update.reshape(-1)))
+            for expert, update in self._updates.items()
+        }
+        if self._layout is None:
+            return {"dots": dots}
+        parts = matrices(merged, self._layout)
+        ranks: list[Json] = [stable_rank(matrix) for matrix in parts]
+        retained: list[Json] = [
+            {expert: retention(matrix, update, gram) for expert, (update, gram) in experts.items()}
+            for matrix, experts in zip(parts, self._experts, strict=True)
+        ]
+        return {"dots": dots, "stable_ranks": ranks, "retention": retained}
+
+    @cached_property
+    def _experts(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
+        """Of every matrix, by expert, the update and its Gram matrix."""
+        assert self._layout is not None
+        split = {name: matrices(update, self._layout) for name, update in self._updates.items()}
+        count = len(next(iter(split.values())))
+        return [
+            {name: (parts[place], energy_gram(parts[place])) for name, parts in split.items()}
+            for place in range(count)
+        ]
+
 
 _ROWS = 64  # that are widened at once
 

@@ -18,9 +18,9 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address, has_gpus
-from covmerge.run.engine.device_room import check_room
 from covmerge.run.engine.devices import (
     AUTO_DEVICE,
+    check_room,
     gpus_of,
     is_one,
     named_device,

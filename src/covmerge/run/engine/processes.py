@@ -23,12 +23,9 @@ from covmerge.base.settings import Form, Hint, hint_form, hints_in
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.devices import usable_device
-from covmerge.run.engine.executor import Batch, Done, Task, moved_together
-from covmerge.run.engine.hashing import Contents, Hashing, InStep
+from covmerge.run.engine.executor import Batch, Done, Task, largest_first, moved_together, portable
+from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.order import largest_first
-from covmerge.run.engine.portable import portable
-from covmerge.run.engine.reading import FileCheck, read_files
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
 

@@ -17,11 +17,10 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.forms import Result
 from covmerge.run.engine.budget import Budget
-from covmerge.run.engine.device_room import naming_where_full
+from covmerge.run.engine.devices import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
-from covmerge.run.engine.hashing import Contents, Hashing, InStep
+from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
 from covmerge.run.engine.inputs import Inputs, read_inputs
-from covmerge.run.engine.reading import FileCheck, read_files
 from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.worker import work

@@ -2,24 +2,220 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from math import isfinite, prod, sqrt
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from covmerge.base.types import Json
-from covmerge.plan.planning.forms import BaseRows, Result
+from covmerge.base.errors import CheckpointError, TensorError
+from covmerge.base.threads import ThreadPool
+from covmerge.base.types import Json, LinearGroup, LowRank
+from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.linalg.spectral import truncated_svd
+from covmerge.maths.methods import Method
+from covmerge.maths.methods.factored import MergedFactors
+from covmerge.maths.methods.registry import Known
+from covmerge.plan.planning.forms import BaseRows, Result, as_output
 from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge
-from covmerge.plan.planning.work import WorkItem, parts_at_once
-from covmerge.run.engine.device_room import naming_where_full
-from covmerge.run.engine.encode import Rows
-from covmerge.run.engine.inputs import Inputs, Sources, in_parts, is_compared, read_inputs
+from covmerge.plan.planning.work import WorkItem, looked_over_at_once, parts_at_once
+from covmerge.run.engine.devices import naming_where_full
+from covmerge.run.engine.executor import Batch, Done, Span, Task
+from covmerge.run.engine.inputs import (
+    Inputs,
+    Sources,
+    in_parts,
+    is_compared,
+    read_inputs,
+    weights_or_update,
+)
 from covmerge.run.engine.inspect_rows import inspect_rows
-from covmerge.run.engine.layer import Context, Layer
+from covmerge.run.engine.layer import Change, Context, Layer, naming
 from covmerge.run.engine.selection import Selections
-from covmerge.run.engine.tensor_pass import in_lanes, tensor_pass
+from covmerge.run.engine.thread_count import torch_threads, use_threads
+
+# A first pass over a large tensor, by expert or all together, for methods that must know all of it.
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+_WORK = "its look over the whole tensor"
+
+
+def tensor_pass(
+    item: WorkItem, merge: Merge, method: Method, sources: Sources, context: Context
+) -> dict[str, Known]:
+    """Return, by expert, what its rows must know of the whole tensor."""
+    assert method.tensor_pass is not None
+    inspect = method.tensor_pass.of
+    shape = item.shape
+    experts = list(item.tensor.operands)
+    if method.tensor_pass.together:
+        groups = partial(_groups, item, experts, method, sources, context)
+        with naming(item.tensor), method.ending_in_words(_WORK), torch_threads(1):
+            known = inspect(groups, shape, method.for_experts(merge.parameters, experts, experts))
+        return dict.fromkeys(experts, known)
+
+    def of(expert: str) -> Known:
+        parameters = method.for_experts(merge.parameters, experts, [expert])
+        groups = partial(_groups, item, [expert], method, sources, context)
+        with naming(item.tensor), method.ending_in_words(_WORK):
+            return inspect(groups, shape, parameters)
+
+    held = method.tensor_pass.entry_bytes(merge.parameters) > 0
+    together = looked_over_at_once(prod(shape), len(experts), held=held)
+    return dict(zip(experts, in_lanes(of, experts, together), strict=True))
+
+
+def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list[_Out]:
+    """Do something with each, a core each, on as many cores as torch has here, or fewer; in order.
+
+    One core each, and not all for one: how many share a sum decides how it is rounded.
+    """
+    lanes = min(torch.get_num_threads(), len(given), most)
+    if lanes < 2:
+        with torch_threads(1):
+            return [do(one) for one in given]
+    with ThreadPool(lanes, initializer=use_threads, initargs=(1,)) as pool:
+        return list(pool.map(do, given))
+
+
+def _groups(
+    item: WorkItem,
+    names: Sequence[str],
+    method: Method,
+    sources: Sources,
+    context: Context,
+    experts: Sequence[int] | None = None,
+) -> Iterator[LinearGroup]:
+    """The part of one expert of the tensor, or of several, block after block."""
+    assert item.at_once is not None
+    by = method.sees == "weights"
+    chosen = [names[place] for place in (range(len(names)) if experts is None else experts)]
+    operands = [item.tensor.operands[name] for name in chosen]
+    for part in item.parts(item.at_once):
+        assert item.tensor.base is not None
+        stored = sources.read_rows(item.tensor.base, part.rows)
+        base = stored.to(context.device).to(context.dtype)
+        tensors = tuple(
+            weights_or_update(
+                sources.read(operand, part.rows), base, context.dtype, context.device, weights=by
+            )
+            for operand in operands
+        )
+        yield LinearGroup(
+            () if by else tensors,
+            tuple(operand.weight for operand in operands),
+            models=tensors if by else (),
+            base=base if by else None,
+            streams=tuple(item.tensor.stream(name, part.first_element) for name in chosen),
+        )
+
+
+# What a method made of some rows, as the form of the output asks for it.
+
+
+class Rows:
+    """What a method made of the rows of an item, for its form (`MergedRows`), which asks once.
+
+    Args:
+        item: the work.
+        merge: its operation.
+        layer: the updates that were merged.
+        change: what they were merged to; it may be written over.
+        unrounded: the same without the rounding of the method's steps, where that is measured.
+        compare: whether it is one of several, which are held against the updates.
+    """
+
+    def __init__(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        layer: Layer,
+        change: Change,
+        unrounded: Change | None,
+        *,
+        compare: bool,
+    ) -> None:
+        self._item = item
+        self._merge = merge
+        self._layer = layer
+        self._change = change
+        self._unrounded = unrounded
+        self._compare = compare
+        self.facts: dict[str, Json] = {**layer.sizes.as_json()}
+        if change.matrices:
+            self.facts["matrices"] = change.matrices
+
+    def update(self) -> Tensor:
+        merged = self._change.dense(self._item, self._merge)
+        square = square_norm(merged)
+        if not isfinite(square):
+            norms = (f"{n}: {sqrt(size):.3g}" for n, size in self._layer.sizes.updates.items())
+            raise self.failure(
+                "gave NaN or Inf, or numbers whose squares are, from finite updates of norms "
+                + ", ".join(norms)
+            )
+        self.facts["merged"] = square
+        if self._compare:
+            self.facts |= self._layer.measures.of(merged)
+        return merged
+
+    def exact(self) -> Tensor:
+        return self._added(self.update())
+
+    def rounded(self) -> Tensor:
+        merged = self.update()
+        exact = self._added(merged)
+        rows = as_output(self._item.tensor.output, exact, "merged weights")
+        lossy = rows.dtype != exact.dtype
+        lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
+        self.facts["rounding"] = 0.0 if lost is None else square_norm(lost)
+        return rows.cpu()
+
+    def factors(self, rank: int) -> tuple[LowRank, Tensor]:
+        if self._compare:
+            dense = self._change.dense(self._item, self._merge)
+            self.facts |= self._layer.measures.of(dense)
+        delta, layout = self._change.delta, self._merge.layout
+        if isinstance(delta, MergedFactors):
+            found, sigma = delta.truncated(rank)
+            return (found.mT if layout is not None and layout.transposed else found), sigma
+        top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
+        root = top.kept.to(top.left.dtype).sqrt()
+        # A result of lower rank than its place in the file: terms that are zero.
+        spare = (0, rank - len(root))
+        return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
+
+    def mask(self, expert: str) -> Tensor:
+        mask = self._change.masks.get(expert)
+        return torch.zeros(self._item.shape, dtype=torch.bool) if mask is None else mask
+
+    def failure(self, why: str) -> TensorError:
+        return TensorError(
+            f"'{self._item.tensor.name}': method '{self._merge.method}' {why}. "
+            "Please report this tensor; `average` merges it meanwhile."
+        )
+
+    def _added(self, merged: Tensor) -> Tensor:
+        """Add the base, in the memory of the update."""
+        change, layer = self._change, self._layer
+        exact = merged.add_(layer.base()) if change.weights is None else change.weights
+        if self._unrounded is not None:
+            self.facts["arithmetic"] = self._arithmetic(self._unrounded, exact)
+        return exact
+
+    def _arithmetic(self, unrounded: Change, exact: Tensor) -> Json:
+        """Squares of what the rounding of a method's steps moved, and of the update without it."""
+        update = unrounded.dense(self._item, self._merge)
+        square = square_norm(update)
+        base = self._layer.base
+        whole = update + base() if unrounded.weights is None else unrounded.weights
+        return {"lost": square_norm(whole - exact), "update": square}
 
 
 def work(
@@ -188,3 +384,66 @@ def _added(values: Sequence[Any]) -> Json:
     if isinstance(values[0], Mapping):
         return {key: sum(value[key] for value in values) for key in cast("Any", values[0])}
     return sum(values)
+
+
+# One batch from its operands to its bytes, in a process that does one after the other.
+
+_LOOKS = 25  # how often bytes that another machine wrote are read
+
+
+def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
+    """Read the operands of a batch, do its work, and write what becomes of them.
+
+    It computes with the number of threads that the executor of threads gives it, so that the bytes are
+    the same.
+
+    Args:
+        index: of the batch.
+        batch: its items.
+        task: what they need.
+        threads: of an item that takes all cores.
+
+    Raises:
+        CovmergeError: as the stages raise.
+    """
+    use_threads(cores_of(batch, task, threads))
+    start = time.perf_counter()
+    inputs = read_inputs(batch, task.sources)
+    spans = [("read", start, time.perf_counter())]
+    results = work(batch, inputs, task.context, task.selections)
+    for number, item in enumerate(batch):
+        start = time.perf_counter()
+        result = next(results)
+        spans.append(("compute", start, time.perf_counter()))
+        checksum = ""
+        if task.outputs:
+            checksum = task.outputs[number].write(item.places, result.tensors)
+            spans.append(("write", spans[-1][2], time.perf_counter()))
+        taken = tuple(Span(stage, id(task), begun, ended) for stage, begun, ended in spans)
+        yield Done(index, number, checksum, result.stats, taken)
+        spans = []
+
+
+def cores_of(batch: Batch, task: Task, threads: int) -> int:
+    """How many threads compute a batch: one, beside others or a GPU, or all, alone."""
+    device = task.context.device
+    return 1 if device.type != "cpu" or batch[0].is_narrow(device) else threads
+
+
+def check_there(done: Done, batch: Batch, task: Task, who: str, wait: Callable[[], object]) -> None:
+    """Read what another machine has written; a network's file system may take its time to show it.
+
+    Raises:
+        CheckpointError: what is there is something else.
+    """
+    if not task.outputs:
+        return
+    item = batch[done.number]
+    for _ in range(_LOOKS):
+        if task.outputs[done.number].read_back(item.places) == done.checksum:
+            return
+        wait()
+    raise CheckpointError(
+        f"{who} has written '{item.tensor.name}', and what is read of it here is something else: is the "
+        "output on a folder that all machines share, whose file system shows one what another has written?"
+    )

@@ -12,7 +12,7 @@ from covmerge.base.types import Json
 from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG, AdapterCheckpoint
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.strict_json import dumps
+from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.planning.adapter import left_out
 from covmerge.plan.planning.types import Plan

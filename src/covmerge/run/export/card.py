@@ -15,8 +15,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import CARD_NAME
-from covmerge.files.checkpoints.layout import HEADS_FOLDER
-from covmerge.files.checkpoints.masks import MASKS_FOLDER
+from covmerge.files.checkpoints.layout import HEADS_FOLDER, MASKS_FOLDER
 from covmerge.files.stores.store import Store, WritableFile, WritableStore
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
@@ -24,12 +23,10 @@ from covmerge.maths.methods.registry import Reference
 from covmerge.maths.steps import StepUse, resolve_steps
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
-from covmerge.run.engine.entries import lost_before
-from covmerge.run.engine.losses import account_of_losses
+from covmerge.run.engine.entries import account_of_losses, lost_before
 from covmerge.run.export.library import how_to_load, library_of, pipeline_of
-from covmerge.run.export.licences import licence_notes, shared_licence
 from covmerge.run.export.markdown import fenced, inline, row
-from covmerge.run.export.parents import Parent, Parents
+from covmerge.run.export.parents import Parent, Parents, licence_notes, shared_licence
 
 _MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _STATISTICS = {"gram": "Gram matrices of their layers' inputs", "fisher": "Fisher information"}

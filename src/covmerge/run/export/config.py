@@ -15,7 +15,7 @@ from covmerge.files.checkpoints.folder import CONFIG, MLX
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.files.tensors.untied import untied_config
+from covmerge.files.tensors.shown import untied_config
 from covmerge.plan.vocabulary.files import TokenizerFiles
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second

@@ -17,14 +17,13 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, fingerprint
 from covmerge.files.checkpoints.folder import open_file
 from covmerge.files.checkpoints.hashes import sha256_of
-from covmerge.files.checkpoints.json_file import read_object, shorten
+from covmerge.files.checkpoints.json_file import dumps, read_object, shorten
+from covmerge.files.checkpoints.layout import MASKS_FOLDER, packed_header
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.files.checkpoints.masks import MASKS_FOLDER, packed_header
-from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore, file_at
-from covmerge.files.tensors.untied import seen_untied
+from covmerge.files.tensors.shown import seen_untied
 from covmerge.maths.linalg.masks import unpack
 from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.statistics.file import probe

@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 from covmerge.base.types import Json
 from covmerge.files.adapters.layout import ADAPTER_NAME, LORA_NAME
 from covmerge.files.checkpoints.base import PEFT_FORM
+from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.checkpoints.layout import Layout, plan_layout, plan_shard
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
-from covmerge.files.checkpoints.strict_json import dumps
 from covmerge.files.checkpoints.writer import ShardWriter
-from covmerge.files.quantised.gguf_layout import plan_gguf
+from covmerge.files.quantised.writing.gguf import plan_gguf
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.planning.forms import MODEL, STEM
 from covmerge.plan.planning.types import Plan

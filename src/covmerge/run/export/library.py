@@ -10,7 +10,7 @@ from typing import Any, cast
 from covmerge.files.adapters.layout import LORA_NAME
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.modules import MODULES
-from covmerge.files.quantised.gguf_layout import GGUF_NAME
+from covmerge.files.quantised.writing.gguf import GGUF_NAME
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import Store, StoredFile
 

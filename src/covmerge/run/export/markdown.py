@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
+import yaml
+from yaml.events import (
+    AliasEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+from covmerge.base.errors import CheckpointError
 from covmerge.base.text import printable
+from covmerge.base.yaml_events import yaml_events
+from covmerge.files.stores.regular_file import open_regular, read_some
 
 _MEANT = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")  # inside a word _ is nothing
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -53,3 +69,72 @@ def fenced(text: str, language: str) -> str:
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+# The metadata at the head of a model card: some keys of it, read as text from strangers' files.
+
+_MAX_DEPTH = 64  # the parser's work grows with the square of it
+_MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of it
+_BLOCK = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+# A mapping counts for two, so that texts at less than two are the node's own.
+_NESTING: dict[type[Event], int] = {
+    **{SequenceStartEvent: 1, SequenceEndEvent: -1},
+    **{MappingStartEvent: 2, MappingEndEvent: -2},
+}
+
+
+def read_front_matter(card: Path, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return what stands under some keys of a card's metadata: one text, or those of a list.
+
+    Only the syntax is read: no value is made of it and no alias followed, so that nothing grows.
+
+    Raises:
+        CheckpointError: the card cannot be read, or its metadata is no YAML or too long.
+    """
+    try:
+        with open_regular(card) as file:
+            head = read_some(file, _MAX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{card} cannot be read: {error.strerror}") from error
+    text = head.decode("utf-8-sig", errors="replace")
+    block = _BLOCK.match(text)
+    if block is None:
+        if len(head) == _MAX_BYTES and text.lstrip().startswith("---"):
+            raise CheckpointError(f"{card} has more than {_MAX_BYTES} bytes of metadata")
+        return {}
+    try:
+        return _texts(block[1], keys)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the metadata of {card} is no YAML ({reason})") from error
+
+
+def _texts(text: str, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
+    events = yaml_events(text, fast=True)
+    for event in events:
+        if isinstance(event, MappingStartEvent):
+            nodes = _nodes(events)
+            # Keys and values by turns.
+            pairs = zip(nodes, nodes, strict=False)
+            return {key[0]: value for key, value in pairs if len(key) == 1 and key[0] in keys}
+        if isinstance(event, ScalarEvent | SequenceStartEvent):
+            break
+    return {}
+
+
+def _nodes(events: Iterator[Event]) -> Iterator[tuple[str, ...]]:
+    """The nodes of the mapping that has begun, each as the texts in it; of a mapping it has none."""
+    texts: list[str] = []
+    depth = 0
+    for event in events:
+        depth += _NESTING.get(type(event), 0)
+        if depth < 0:
+            return
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(event, ScalarEvent) and depth < 2 and event.value:
+            texts.append(str(event.value))
+        ends = isinstance(event, ScalarEvent | AliasEvent | SequenceEndEvent | MappingEndEvent)
+        if depth == 0 and ends:
+            yield tuple(texts)
+            texts = []

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
 
-from covmerge.base.choice import PREFERRED, UNNAMED, choose
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
 from covmerge.base.memory import peak_memory
-from covmerge.base.settings import Hint
-from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.base.settings import PREFERRED, UNNAMED, Hint, choose
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
@@ -40,13 +43,31 @@ from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.engine.run import RunResult, run
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.engine.threads import Threads
-from covmerge.run.inspection.compatibility import check_headers, lenient
+from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
-from covmerge.run.inspection.verdicts import findings_of
+from covmerge.run.inspection.verdicts import check_headers, findings_of, lenient
 from covmerge.run.judgement import changed_integers, judge
-from covmerge.run.judgement.names import by_depth
+from covmerge.run.judgement.layers import by_depth
 from covmerge.run.sources import OpenCheckpoints
-from covmerge.run.tokenizers import check_tokenizers
+
+# A merged model that is inspected: an output of covmerge, under the names of its base.
+
+
+@contextmanager
+def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
+    """Open an output, and close it at the end.
+
+    Raises:
+        InputError: it cannot be opened.
+    """
+    output = open_plain(folder)
+    if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
+        output = output.named_as(base.headers)
+    try:
+        yield output
+    finally:
+        output.close()
+
 
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.

@@ -11,13 +11,11 @@ from typing import Any, cast
 from typing_extensions import TypedDict
 
 from covmerge.base.findings import Finding, Severity
-from covmerge.base.notebook import lines_svg, paragraph, table_html
-from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.table import Cell, Table, Tabular, lines_svg, paragraph, table_html
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
-from covmerge.maths.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
-from covmerge.maths.measures.along import along
-from covmerge.maths.measures.retention import overall
+from covmerge.maths.covariance.estimate import DEFAULT_TAU, Gate, Statistic, gate
+from covmerge.maths.measures.retention import along, overall
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums
 from covmerge.maths.measures.table_rows import TableRows
@@ -82,7 +80,7 @@ class LayerView:
             it has none.
         merged_cosines: by expert, between its update and the merged one.
         merged_norm: ‖W̄ − W_0‖_F.
-        quadratics: by expert, Q_s `(T, T)` of `covmerge.maths.measures.quadratics`, in the order of `sums`;
+        quadratics: by expert, Q_s `(T, T)` of `covmerge.maths.measures.sums`, in the order of `sums`;
             None where it has no update. Empty where none were taken.
     """
 

@@ -9,9 +9,8 @@ judge     all of it: for an inspection, and of a finished run, which it may stop
 names     blocks and layers for people
 """
 
-from covmerge.run.judgement.integers import changed_integers
 from covmerge.run.judgement.judge import check_fit, judge
 from covmerge.run.judgement.layers import Layer
-from covmerge.run.judgement.not_finite import naming_lost
+from covmerge.run.judgement.values import changed_integers, naming_lost
 
 __all__ = ["Layer", "changed_integers", "check_fit", "judge", "naming_lost"]

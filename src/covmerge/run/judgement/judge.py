@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import hypot
+from statistics import median
+from typing import Any
+
+from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
@@ -12,22 +21,248 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
+from covmerge.files.tensors.views import MatrixLayout, matrices
+from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
-from covmerge.run.judgement.integers import changed_integers
-from covmerge.run.judgement.layers import Layer, layers_of
-from covmerge.run.judgement.not_finite import left_for_nan
-from covmerge.run.judgement.packed import packed_in_memory
-from covmerge.run.judgement.swaps import find_swaps
-from covmerge.run.judgement.verdicts import (
-    foreign_layers,
-    replaced_tables,
-    stranger,
-    uneven,
-    untouched,
-)
+from covmerge.run.judgement.layers import Layer, block_of, layers_of, ranges
+from covmerge.run.judgement.values import changed_integers, left_for_nan
 from covmerge.run.sources import OpenCheckpoints
+
+# From sums to findings: what lengths and directions of the updates give away.
+
+# Cosine between W_t and W_0. Fine-tunes of one base stay above 0.9 in every layer that was measured
+# for this; weights that were trained from another start are near 0.
+STRANGER = 0.5
+# ‖Δ‖ over ‖W_0‖ beyond which the direction says nothing: weights times three go along the base too.
+SCALED = 2.0
+UNEVEN = 10.0  # ratio of update norms from which the largest expert decides plain sums
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A layer of an expert that is none of the base's layer."""
+
+    expert: str
+    tensor: str
+    cosine: float
+
+
+def stranger(matrices: Sequence[Layer], expert: str) -> Finding | None:
+    """Say that an expert was trained from another base, if it was."""
+    known = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
+    if not known:
+        return None
+    middle = median(cosine for cosine, _ in known)
+    relative = median(matrix.relative(expert) for _, matrix in known)
+    if middle >= STRANGER and relative <= SCALED:
+        return None
+    return Finding(
+        Severity.FAULT,
+        f"is not a fine-tune of this base: its weights have a cosine of {middle:.2f} with the base's "
+        f"and an update of {relative:.1f} times their norm (medians of {len(known)} matrices; a "
+        "fine-tune has more than 0.9, and far less than 1). Find the base it was trained from",
+        expert,
+        name="not-a-fine-tune",
+    )
+
+
+def foreign_layers(matrices: Sequence[Layer], expert: str) -> list[Foreign]:
+    """List the layers that are not the base's, of an expert that otherwise is."""
+    return [
+        Foreign(expert, matrix.tensor, cosine)
+        for matrix in matrices
+        if (cosine := matrix.cosine(expert)) is not None and cosine < STRANGER
+    ]
+
+
+def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
+    """Say that the rows of embeddings are not the base's: merged, those of other tokens are mixed."""
+    found = {
+        layer.tensor: cosine
+        for layer in layers
+        if layer.is_table and (cosine := layer.cosine(expert)) is not None and cosine < STRANGER
+    }
+    if not found:
+        return None
+    shown = ", ".join(f"'{name}' (cosine {cosine:.2f})" for name, cosine in found.items())
+    return Finding(
+        Severity.WARNING,
+        f"has other rows than the base in {shown}: another vocabulary, or rows that were moved or "
+        "trained anew? Merged with the base's they mix tokens; leave them to the base by "
+        f"{Hint('tensors', {'embeddings': 'base'})}",
+        expert,
+        tuple(found),
+    )
+
+
+def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterator[Finding]:
+    """Say what an expert left as it is in the base: all of it, whole blocks, or tensors.
+
+    Args:
+        layers: what is merged.
+        expert: its name.
+        has_head: whether it has a task head of its own, which may be all that was trained.
+    """
+    same = [layer for layer in layers if not layer.norm(expert)]
+    tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
+    if len(same) == len(layers) and has_head:
+        text = "equals the base in all that is merged: only its task head is its own"
+        yield Finding(Severity.WARNING, text, expert)
+        return
+    if len(same) == len(layers):
+        yield Finding(
+            Severity.FAULT,
+            "equals the base in every tensor: was it trained, or saved?",
+            expert,
+            name=UNCHANGED,
+        )
+        return
+    blocks: dict[int, list[Layer]] = {}
+    for layer in layers:
+        block = block_of(layer.name)
+        if block is not None and layer.is_matrix:
+            blocks.setdefault(block, []).append(layer)
+    frozen = [b for b, layers in blocks.items() if not any(layer.norm(expert) for layer in layers)]
+    if frozen and len(blocks) > 1:
+        named = tuple(dict.fromkeys(layer.tensor for b in frozen for layer in blocks[b]))
+        yield Finding(
+            Severity.WARNING,
+            f"did not change block {ranges(frozen)} of {len(blocks)}: frozen in training, or lost "
+            "when it was saved?",
+            expert,
+            named,
+        )
+        tensors = tuple(tensor for tensor in tensors if block_of(tensor) not in frozen)
+    if tensors:
+        yield Finding(
+            Severity.NOTE,
+            f"left {len(tensors)} {'more ' if frozen else ''}tensors as they are in the base "
+            f"({tensors[0]}{', ...' if len(tensors) > 1 else ''})",
+            expert,
+            tensors,
+        )
+
+
+def uneven(layers: Sequence[Layer], experts: Sequence[str]) -> Finding | None:
+    """Say that updates are of very different size, if they are."""
+    norms = {expert: hypot(*(layer.norm(expert) for layer in layers)) for expert in experts}
+    moved = {expert: norm for expert, norm in norms.items() if norm}
+    if len(moved) < 2:
+        return None
+    most, least = max(moved, key=moved.__getitem__), min(moved, key=moved.__getitem__)
+    if moved[most] <= UNEVEN * moved[least]:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"updates are of very different size: '{most}' moved {moved[most] / moved[least]:.0f} "
+        f"times as far as '{least}' ({moved[most]:.3g} and {moved[least]:.3g}); averaging and "
+        "other plain sums follow the largest",
+    )
+
+
+# Experts of a mixture that a module holds packed, and its folder one by one.
+
+_GATE_AND_UP = re.compile(r"\.experts\.gate_up_proj$")
+
+
+def packed_in_memory(plan: Plan, base: Checkpoint) -> Iterator[Finding]:
+    """Warn where gate and up are merged as one matrix that the model's folder has apart."""
+    if not base.is_held or base.config is None or plan.recipe.tensors.fused == "split":
+        return
+    packed = [
+        tensor.name
+        for tensor in plan.tensors
+        if _GATE_AND_UP.search(tensor.name)
+        and isinstance(tensor.operation, Merge)
+        and not tensor.operation.procedure.takes_any_shape
+    ]
+    if packed and _is_apart_in_files(base.config.get("model_type")):
+        yield Finding(
+            Severity.WARNING,
+            f"'{packed[0]}' holds gate and up of all experts, which are merged as one matrix; the folder "
+            "of this model has them apart, and its merge is another: to have the same, pass "
+            f"{Hint('tensors', {'fused': 'split'})}",
+        )
+
+
+def _is_apart_in_files(model_type: object) -> bool:
+    """Whether transformers packs gate and up as it loads such a model."""
+    found: list[Any] = []
+    with suppress(Exception):  # of a version that has no such table, or knows no such model
+        conversion: Any = importlib.import_module("transformers.conversion_mapping")
+        found = conversion.get_checkpoint_conversion_mapping(model_type) or []
+    return any("gate_up_proj" in name for one in found for name in one.target_patterns)
+
+
+# Which other layer of the base a layer holds, where it does not hold its own.
+
+_LOOKED_UP = 8  # layers of an expert whose true place is searched for
+_ALIKE = 0.9  # cosine with another layer of the base from which it is that one
+
+
+def find_swaps(foreign: Sequence[Foreign], base: Model, expert: Model) -> Iterator[Finding]:
+    """Say which other layers of the base an expert's layers hold.
+
+    A layer that holds no other was trained anew, or is lost: whether a merge is worse for it, who
+    merges must know.
+    """
+    for each in foreign[:_LOOKED_UP]:
+        yield _find_in_base(each, base, expert)
+    if len(foreign) > _LOOKED_UP:
+        yield Finding(
+            Severity.WARNING,
+            f"{len(foreign)} layers in all are not the base's",
+            foreign[0].expert,
+            tuple(each.tensor for each in foreign),
+        )
+
+
+def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
+    name = foreign.tensor
+    parts = _parts(expert, name)
+    found: list[str] = []
+    for label, part in parts.items():
+        for other in _candidates(name, base):
+            for place, candidate in _parts(base, other).items():
+                if (other, place) == (name, label) or candidate.shape != part.shape:
+                    continue
+                cosine = float((candidate * part).sum()) / ((norm(candidate) * norm(part)) or 1.0)
+                if cosine > _ALIKE:
+                    where = f"'{other}'" + (f" ({place})" if place else "")
+                    what = f"its {label} is" if label else "it is"
+                    found.append(f"{what} the base's {where} (cosine {cosine:.2f})")
+    text = f"'{name}' is not the base's (cosine {foreign.cosine:.2f} with it)"
+    if found:
+        text += f": {'; '.join(found)}. Swapped when it was saved?"
+        return Finding(Severity.FAULT, text, foreign.expert, (name,), "swapped-tensors")
+    text += (
+        ": a layer of its own? No merge can bring it together with the others'; leave it to the base "
+        f"by the rule {{match: '{name}', use: base}}, or to each expert by use: head"
+    )
+    return Finding(Severity.WARNING, text, foreign.expert, (name,))
+
+
+def _candidates(name: str, base: Model) -> list[str]:
+    """Layers of the same shape in the same block, then the same layer of other blocks."""
+    shape, block = base.headers[name].shape, block_of(name)
+    same = [n for n, header in base.headers.items() if header.shape == shape]
+    siblings = [n for n in same if block_of(n) == block]
+    return [*siblings, *(n for n in same if n not in siblings)][:64]
+
+
+def _parts(model: Model, name: str) -> dict[str, Tensor]:
+    """A stored tensor as its projections by name, or as one matrix without a name."""
+    info = model.description.tensors.get(name)
+    if info is None:
+        return {}
+    tensor = model.checkpoint.read(name).float()
+    layout: MatrixLayout = info.layout
+    if info.parts is None or layout.stacked:
+        return {"": tensor}
+    split = replace(layout, parts=info.parts)
+    return dict(zip(info.parts.names, matrices(tensor, split), strict=True))
 
 
 def judge(

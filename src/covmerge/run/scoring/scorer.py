@@ -2,16 +2,147 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import shlex
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from tempfile import TemporaryFile
+from typing import IO, Any, Protocol, runtime_checkable
 
-from covmerge.base.errors import InputError
+from covmerge.base.errors import CheckFailed, InputError
 from covmerge.base.settings import Hint
-from covmerge.run.scoring.values import Scores, scores_of
+from covmerge.base.text import printable
+from covmerge.run.scoring.values import Scores, printed_scores, scores_of
+
+# A scorer that is a command: run once for each model, without a shell.
+
+MODEL = "{model}"  # where the model's folder goes
+_LINES, _WIDTH = 10, 300  # of a failed command's output that are shown
+_MOST_BYTES = 2**26  # of a command's output; of a file whose content tells one scorer from another
+_SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
+_SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "fish"})
+_BY_SHELL = '\'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
+
+
+class Command:
+    """A command in which `{model}` stands for the model's folder.
+
+    The command is split into words as a shell does it, and then the folder is put into them: whatever
+    its name holds, it stays part of one word. Nothing else is interpreted.
+
+    Args:
+        text: the command.
+        known: scorers that could be meant where it is none.
+
+    Raises:
+        InputError: it is no command, has no `{model}`, or needs a shell.
+
+    Example:
+        >>> Command("python eval.py --model {model}").words(Path("a b"))
+        ['python', 'eval.py', '--model', 'a b']
+    """
+
+    def __init__(self, text: str, known: Collection[str] = ()) -> None:
+        self.name = text
+        try:
+            self._words = shlex.split(text)
+        except ValueError as error:
+            raise InputError(
+                f"{Hint('score')} {text!r} cannot be split into words ({error}): correct its quotes"
+            ) from error
+        if not any(MODEL in word for word in self._words):
+            raise InputError(
+                f"{Hint('score')} {text!r} does not say where the model's folder goes: write {MODEL} "
+                f"there, as in 'python eval.py {MODEL}'; or name a scorer: {', '.join(known)}"
+            )
+        shell = _SHELL_WORDS.intersection(self._words)
+        if shell:
+            raise InputError(
+                f"{Hint('score')} has {min(shell)!r}, and no shell runs it: call one, as in {_BY_SHELL}"
+            )
+        if _in_script(self._words):
+            raise InputError(
+                f"{Hint('score')} has {MODEL} inside a script, where a shell would interpret the "
+                f"folder's name: pass it to the script, as in {_BY_SHELL}"
+            )
+
+    @property
+    def key(self) -> str:
+        """The command, and the content of the files that it names."""
+        found = hashlib.sha256(self.name.encode())
+        for word in self._words:
+            for name in (word, word.partition("=")[2]):  # and of `--data=FILE`
+                if name and MODEL not in name and _is_small_file(name):
+                    found.update(hashlib.sha256(Path(name).read_bytes()).digest())
+        return found.hexdigest()
+
+    def check(self) -> None:
+        if shutil.which(self._words[0]) is None:
+            raise InputError(
+                f"{Hint('score')}: there is no program {self._words[0]!r}: name one that is installed, "
+                "or its path"
+            )
+
+    def words(self, model: Path) -> list[str]:
+        """Return the command for one model."""
+        return [word.replace(MODEL, str(model)) for word in self._words]
+
+    def score(self, model: Path) -> Scores:
+        command = self.words(model)
+        shown = printable(shlex.join(command))
+        with TemporaryFile() as printed, TemporaryFile() as said:
+            try:
+                ended = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, check=False
+                ).returncode
+            except OSError as error:
+                raise CheckFailed(f"`{shown}` cannot be run: {error.strerror}") from error
+            if ended:
+                how = f"ended with {ended}" if ended > 0 else f"was ended by signal {-ended}"
+                last = _tail(said) or _tail(printed)
+                output = f". Its last lines:\n{last}" if last else ", and printed nothing"
+                raise CheckFailed(f"`{shown}` {how}{output}")
+            printed.seek(0)
+            text = printed.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise CheckFailed(
+                f"`{shown}` printed more than {_MOST_BYTES} bytes: have it print less"
+            )
+        return printed_scores(text.decode(errors="replace"), f"`{shown}`")
+
+
+def _is_small_file(word: str) -> bool:
+    try:
+        found = Path(word).stat()
+    except (OSError, ValueError):  # such as a script that is too long for a name
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
+
+
+def _in_script(command: Sequence[str]) -> bool:
+    """Whether the folder's name would be part of what a shell interprets."""
+    if Path(command[0]).name not in _SHELLS:
+        return False
+    return any(
+        flag.startswith("-") and not flag.startswith("--") and "c" in flag and MODEL in script
+        for flag, script in pairwise(command)
+    )
+
+
+def _tail(file: IO[bytes]) -> str:
+    """The last lines of what a command wrote."""
+    size = file.seek(0, 2)
+    file.seek(max(0, size - _LINES * 10 * _WIDTH))
+    lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+    shown = [f"  {printable(line)[:_WIDTH]}" for line in lines if line]
+    return "\n".join(shown[-_LINES:])
 
 
 @runtime_checkable
@@ -88,7 +219,7 @@ def scorer_of(given: AnyScorer) -> Scorer:
         name, colon, arguments = given.partition(":")
         if colon and name in NAMED:
             return _named(name, arguments)
-        from covmerge.run.scoring.command import Command
+        from covmerge.run.scoring.scorer import Command
 
         return Command(given, [f"{name}:{named.example}" for name, named in NAMED.items()])
     return given if isinstance(given, Scorer) else _Function(given)

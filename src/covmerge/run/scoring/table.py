@@ -8,13 +8,11 @@ from functools import cached_property
 from math import isfinite
 from statistics import fmean
 
-from covmerge.base.notebook import paragraph, table_html
-from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
 from covmerge.base.text import spread
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.run.scoring.intervals import Interval, Resamples
-from covmerge.run.scoring.values import Scores
+from covmerge.run.scoring.values import Interval, Resamples, Scores
 
 CSV_NAME, LATEX_NAME = "scores.csv", "scores.tex"
 MEAN = "mean"

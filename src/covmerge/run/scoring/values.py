@@ -10,6 +10,9 @@ from numbers import Real
 from statistics import fmean
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from covmerge.base.errors import InputError
 from covmerge.base.text import printable
 from covmerge.base.types import Json
@@ -104,7 +107,7 @@ def _score(value: object, task: object, source: str) -> Score:
         given = cast("Sequence[object]", value)
         if 0 < len(given) <= _MOST_EXAMPLES and all(map(_is_number, given)):
             examples = tuple(map(_finite, given))
-            value = _mean(examples)
+            value = _values_mean(examples)
             return Score(value, examples if isfinite(value) else None)
         what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
     else:
@@ -124,8 +127,93 @@ def _finite(value: Any) -> float:
     return number if isfinite(number) else nan
 
 
-def _mean(values: Sequence[float]) -> float:
+def _values_mean(values: Sequence[float]) -> float:
     try:
         return fmean(values)
     except OverflowError:
         return nan
+
+
+# Intervals by the paired bootstrap over examples: every model meets the same resamples.
+
+DRAWS = 2000
+LEVEL = 0.95
+_GROUPS = 8000  # that are drawn: 128 MB; of more examples an interval hardly depends on it
+
+Array = NDArray[np.float64]
+OfSeeds = Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its interval, in the unit of the scores."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether it leaves 0 out."""
+        return self.low > 0 or self.high < 0
+
+
+class Resamples:
+    """Draws of each task's test examples.
+
+    The statistic is the mean over tasks of the mean over examples and training seeds. Examples are
+    drawn, seeds are not: an interval says how far the result depends on the examples.
+
+    Args:
+        sizes: test examples of each task.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        draw = np.random.default_rng(0)
+        self._tasks = {task: _Draws(draw, size) for task, size in sizes.items()}
+
+    def mean(self, scores: OfSeeds) -> Interval:
+        """Return the mean of a model's scores.
+
+        Args:
+            scores: by task, for each seed the score of every example.
+        """
+        return _interval(self._draws(scores), _intervals_mean(scores))
+
+    def difference(self, scores: OfSeeds, other: OfSeeds) -> Interval:
+        """Return the mean of a model's scores less that of another's."""
+        return _interval(
+            self._draws(scores) - self._draws(other),
+            _intervals_mean(scores) - _intervals_mean(other),
+        )
+
+    def _draws(self, scores: OfSeeds) -> Array:
+        of_task = [
+            self._tasks[task].means(np.asarray(of_seeds, dtype=np.float64).mean(axis=0))
+            for task, of_seeds in scores.items()
+        ]
+        return np.mean(of_task, axis=0)
+
+
+class _Draws:
+    """How often each draw has each example of one task; of many examples, each group of neighbours."""
+
+    def __init__(self, draw: np.random.Generator, size: int) -> None:
+        groups = min(size, _GROUPS)
+        self._starts = np.arange(groups) * size // groups
+        self._counts = np.diff(np.append(self._starts, size))
+        self._drawn = draw.multinomial(groups, np.full(groups, 1 / groups), size=DRAWS)
+
+    def means(self, examples: Array) -> Array:
+        """The mean over the examples of every draw."""
+        sums = np.add.reduceat(examples, self._starts)
+        return (self._drawn @ sums) / (self._drawn @ self._counts)
+
+
+def _intervals_mean(scores: OfSeeds) -> float:
+    return float(np.mean([np.mean(of_seeds) for of_seeds in scores.values()]))
+
+
+def _interval(draws: Array, mean: float) -> Interval:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(mean, float(low), float(high))

@@ -9,12 +9,10 @@ from math import isfinite
 from pathlib import Path
 from random import Random
 
-from covmerge.base.notebook import paragraph, table_html
-from covmerge.base.table import Cell, Table, Tabular
+from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
 from covmerge.base.types import Json
-from covmerge.run.scoring.intervals import Interval
 from covmerge.run.scoring.table import Scored, ScoreTable, written
-from covmerge.run.scoring.values import Score, Scores
+from covmerge.run.scoring.values import Interval, Score, Scores
 from covmerge.run.search.trials import Trial
 
 

@@ -7,8 +7,8 @@ adapter        what is checked of a merged adapter
 verify         all of it, in one reading of the output
 """
 
+from covmerge.run.verification.files import WeightsCheck
 from covmerge.run.verification.outcome import DIFFERS, Check, Verification
 from covmerge.run.verification.verify import examine, verify
-from covmerge.run.verification.weights_check import WeightsCheck
 
 __all__ = ["DIFFERS", "Check", "Verification", "WeightsCheck", "examine", "verify"]

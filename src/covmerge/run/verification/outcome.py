@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CheckFailed, CheckpointError
-from covmerge.base.notebook import paragraph, table_html
-from covmerge.base.table import Table, Tabular
+from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.folder import open_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Role, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.content import Content, at_once
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.checkpoints.open import open_checkpoint, open_store
 from covmerge.files.quantised.gguf_file import GGUF
@@ -20,23 +24,87 @@ from covmerge.files.quantised.view import dequantised, open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.stores.store import Store, file_at
 from covmerge.files.tensors.describe import describe_checkpoint
-from covmerge.files.tensors.untied import same_values, seen_untied
+from covmerge.files.tensors.shown import same_values, seen_untied
+from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine.entries import lost_before
-from covmerge.run.engine.reading import ReadFiles, read_files
+from covmerge.run.engine.hashing import ReadFiles, read_files
+from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.export.expert_models import find_masks
-from covmerge.run.verification.adapter import check_adapter
-from covmerge.run.verification.files import Found, check_files, hash_files, hashes_of
-from covmerge.run.verification.outcome import (
-    DIFFERS,
-    Check,
-    Verification,
-    all_there,
-    check_heads,
+from covmerge.run.verification.files import (
+    Found,
+    Onlooker,
+    WeightsCheck,
+    check_files,
+    hash_files,
+    hashes_in,
+    hashes_of,
 )
-from covmerge.run.verification.weights_check import Onlooker, WeightsCheck, hashes_in
+from covmerge.run.verification.outcome import DIFFERS, Check, Verification, all_there, check_heads
+
+# What is checked of a merged adapter.
+
+
+def check_adapter(
+    store: Store, manifest: Mapping[str, Any], written: Checkpoint
+) -> tuple[Check, ...]:
+    """Check an adapter that covmerge merged, which was just opened.
+
+    Coverage (each update of the manifest with its rank, each tensor that is held whole, no other),
+    finite values, that it changes anything, and the task heads.
+    """
+    if not isinstance(written, AdapterCheckpoint):
+        return (Check("coverage", ok=False, detail="there is no adapter in the folder"),)
+    entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
+    places = [entry["adapter"] for entry in entries.values() if "adapter" in entry]
+    # Of a tensor that is held whole the rank is None.
+    wanted = {
+        name: place.get("rank")
+        for place in places
+        for name in (place["tensor"], *place.get("ties", ()))
+    }
+    ranks: dict[str, int | None] = {n: header.rank for n, header in written.low_rank.items()}
+    sizes = _sizes(written)
+    ranks |= dict.fromkeys(written.headers)
+    wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
+    bad = [name for name, size in sizes.items() if not isfinite(size)]
+    changed = any(size for name, size in sizes.items() if ranks[name] is not None)
+    return (
+        Check(
+            "coverage",
+            not wrong,
+            f"missing, unknown or of another rank: {some(wrong, 5)}"
+            if wrong
+            else all_there(len(wanted)),
+        ),
+        Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
+        Check(
+            DIFFERS,
+            changed,
+            "the updates are not all zero" if changed else "every update is zero",
+        ),
+        check_heads(store, manifest),
+    )
+
+
+def _sizes(written: AdapterCheckpoint) -> dict[str, float]:
+    """Norms: of an update a bound, which is zero, or not finite, where the update is."""
+
+    def of_factors(name: str) -> float:
+        factors = written.read_factors(name)
+        return norm(factors.left) * norm(factors.right)
+
+    def of_whole(name: str) -> float:
+        return norm(written.read(name).float())
+
+    # Factors are too thin to share a sum among cores: each core has tensors of its own.
+    with ThreadPool(torch.get_num_threads(), initializer=use_threads, initargs=(1,)) as pool:
+        low_rank = dict(zip(written.low_rank, pool.map(of_factors, written.low_rank), strict=True))
+        whole = dict(zip(written.headers, pool.map(of_whole, written.headers), strict=True))
+    return low_rank | whole
+
 
 _BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"

@@ -15,7 +15,7 @@ from covmerge.files.quantised.integers import WORD, Grouped, run_of
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.packed_integers import Words
 from covmerge.files.quantised.writing.packing import Packing, Part
-from covmerge.files.quantised.writing.scales import nearer, smallest, symmetric_scales
+from covmerge.files.quantised.writing.scaled import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
 
 

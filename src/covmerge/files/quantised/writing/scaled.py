@@ -12,11 +12,38 @@ from torch.nn.functional import pad
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.fp8 import EXPONENTS, Scaled
-from covmerge.files.quantised.low_bits import BIAS, scales_of
+from covmerge.files.quantised.integers import BIAS, scales_of
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
-from covmerge.files.quantised.writing.scales import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
+
+# Scales of integers: how small they may be; without a zero point there is one more below 0 than above.
+#
+# Some clients use all of them, −8 to 7, and others leave the lowest out, −7 to 7. Of both scales the one
+# is taken whose numbers are nearer to the weights: so that weights that either made are found again.
+
+
+def symmetric_scales(low: Tensor, top: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the scale that uses the lowest number too, and the one that does not.
+
+    Args:
+        low: the least of some weights, at most 0.
+        top: the largest, at least 0.
+        most: the largest integer.
+    """
+    return torch.maximum(top / most, -low / (most + 1)), torch.maximum(top, -low) / most
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Return the least scale that is stored in a dtype, and is not 0 there."""
+    if dtype is not torch.float16:
+        return torch.finfo(torch.float32).tiny
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+
+
+def nearer(first: Tensor, second: Tensor, error: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return of two scales, place by place, the one with the smaller error."""
+    return torch.where(error(second) < error(first), second, first)
 
 
 @dataclass(frozen=True)

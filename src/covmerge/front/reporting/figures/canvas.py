@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from covmerge.base.errors import InputError
-from covmerge.front.reporting.colours import INK, MUTED, PAPER
-from covmerge.front.reporting.extra import needed_for_reports
 from covmerge.front.reporting.grid import Panel
-from covmerge.front.reporting.words import shorten
+from covmerge.front.reporting.style import INK, MUTED, PAPER, needed_for_reports, shorten
 
 with needed_for_reports():
     import matplotlib

@@ -9,9 +9,15 @@ from statistics import fmean
 from typing import Any
 
 from covmerge.base.text import counted
-from covmerge.front.reporting.colours import BLUE, INK, MUTED, ORANGE, RULE
-from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.data import (
+    STATISTICS,
+    Gamma,
+    Inspect,
+    Report,
+    gammas,
+    kind_name,
+    thresholds,
+)
 from covmerge.front.reporting.figures.canvas import (
     SMALL,
     Sheet,
@@ -26,18 +32,19 @@ from covmerge.front.reporting.figures.canvas import (
     style,
 )
 from covmerge.front.reporting.grid import Panel, panels
-from covmerge.front.reporting.numbers import (
-    STATISTICS,
-    Gamma,
-    Inspect,
-    gammas,
-    kind_name,
-    thresholds,
+from covmerge.front.reporting.style import (
+    BLUE,
+    INK,
+    MUTED,
+    ORANGE,
+    RULE,
+    needed_for_reports,
+    share,
+    shorten,
 )
-from covmerge.front.reporting.words import share, shorten
-from covmerge.maths.covariance.gate import Statistic
+from covmerge.maths.covariance.estimate import Statistic
 from covmerge.plan.recipe import format_size
-from covmerge.run.judgement.names import by_depth
+from covmerge.run.judgement.layers import by_depth
 
 with needed_for_reports():
     from matplotlib.figure import Figure

@@ -8,8 +8,15 @@ from math import ceil, floor, log10
 from statistics import fmean
 from typing import Any
 
-from covmerge.front.reporting.colours import MUTED, PAPER
-from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.data import (
+    Inspect,
+    changed,
+    inspection_of,
+    keeps_least,
+    kind_name,
+    mean,
+    moved_by,
+)
 from covmerge.front.reporting.figures.canvas import (
     LETTER,
     Sheet,
@@ -27,18 +34,18 @@ from covmerge.front.reporting.figures.canvas import (
     style,
 )
 from covmerge.front.reporting.grid import Panel, panels
-from covmerge.front.reporting.numbers import (
-    Inspect,
-    changed,
-    inspection_of,
-    keeps_least,
-    kind_name,
-    mean,
-    moved_by,
+from covmerge.front.reporting.style import (
+    MUTED,
+    PAPER,
+    cosine,
+    needed_for_reports,
+    number,
+    quoted,
+    share,
+    shorten,
 )
-from covmerge.front.reporting.words import cosine, number, quoted, share, shorten
 from covmerge.run.inspection.result import Inspection, LayerView
-from covmerge.run.judgement.names import block_of, ranges
+from covmerge.run.judgement.layers import block_of, ranges
 
 with needed_for_reports():
     from matplotlib.colors import LogNorm, Normalize

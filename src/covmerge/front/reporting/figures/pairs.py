@@ -7,7 +7,7 @@ from math import isnan, nan
 from typing import Any
 
 from covmerge.base.settings import Hint
-from covmerge.front.reporting.extra import needed_for_reports
+from covmerge.front.reporting.data import Inspect, inspection_of, mean, pairs
 from covmerge.front.reporting.figures.canvas import (
     LETTER,
     NORMAL,
@@ -21,8 +21,7 @@ from covmerge.front.reporting.figures.canvas import (
     require,
     style,
 )
-from covmerge.front.reporting.numbers import Inspect, inspection_of, mean, pairs
-from covmerge.front.reporting.words import cosine, quoted, share, shorten
+from covmerge.front.reporting.style import cosine, needed_for_reports, quoted, share, shorten
 
 with needed_for_reports():
     from matplotlib.colors import Normalize

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covmerge.base.settings import Hint
-from covmerge.front.reporting.colours import BLUE, MUTED, ORANGE, RULE
-from covmerge.front.reporting.extra import needed_for_reports
-from covmerge.front.reporting.figures.canvas import SMALL, finished, panelled, require, style
-from covmerge.front.reporting.numbers import (
+from covmerge.front.reporting.data import (
     BEFORE,
     MERGED,
     Inspect,
@@ -18,9 +15,18 @@ from covmerge.front.reporting.numbers import (
     mean,
     shown_spectra,
 )
-from covmerge.front.reporting.words import share, shorten
+from covmerge.front.reporting.figures.canvas import SMALL, finished, panelled, require, style
+from covmerge.front.reporting.style import (
+    BLUE,
+    MUTED,
+    ORANGE,
+    RULE,
+    needed_for_reports,
+    share,
+    shorten,
+)
 from covmerge.run.inspection.result import LayerView
-from covmerge.run.judgement.names import kind_of
+from covmerge.run.judgement.layers import kind_of
 
 with needed_for_reports():
     from matplotlib.figure import Figure

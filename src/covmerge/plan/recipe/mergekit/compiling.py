@@ -2,21 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NoReturn, cast
 
+from covmerge.base.errors import RecipeError
+from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
-from covmerge.plan.recipe.mergekit.models import Places, Reference
-from covmerge.plan.recipe.mergekit.modules import by_module
-from covmerge.plan.recipe.mergekit.moe import compile_moe, is_mergekit_moe
+from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of, reference
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
-from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, read_theirs
+from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, by_module, read_theirs
 from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.mergekit.tokenizers import KEYS, Named, tokens_of
 from covmerge.plan.recipe.strict_yaml import Origin
 
-_KEYS = (
+# A file of mergekit-moe's as a recipe of covmerge.
+
+_MOE_KEYS = ("base_model", "gate_mode", "dtype", "experts", "experts_per_token", "architecture")
+_REFUSED = {
+    "shared_experts": "covmerge writes Mixtral, which has no shared experts: leave it out",
+}
+_EXPERT_KEYS = ("source_model", "positive_prompts", "negative_prompts")
+_EXPERT_REFUSED = {
+    "noise_scale": "covmerge adds no noise to weights: leave it out",
+    "residual_scale": "covmerge takes the experts' weights as they are: leave it out",
+}
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_MODES = ("random", "uniform_random", "cheap_embed")
+
+
+def is_mergekit_moe(data: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is a file of mergekit-moe's, which no recipe of mergekit looks like."""
+    return "base_model" in data and "experts" in data and "merge_method" not in data
+
+
+def compile_moe(
+    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
+) -> dict[str, Any]:
+    """Return the recipe that makes what mergekit-moe makes of its file.
+
+    Attention, norms and embeddings are the base's.
+
+    Raises:
+        RecipeError: an unknown key, or one that covmerge does not do, with the next step.
+    """
+    part = Part(data, (), origin, log)
+    places = places or Places()
+    _refuse(part, _REFUSED)
+    part.check_keys(_MOE_KEYS)
+    experts = part.parts("experts")
+    for expert in experts:
+        _refuse(expert, _EXPERT_REFUSED)
+        expert.check_keys(_EXPERT_KEYS)
+    architecture = data.get("architecture")
+    if architecture is not None and not "mixtral".startswith(str(architecture).lower()):
+        part.refuse(
+            f"architecture is {shown(architecture)}; covmerge writes mixtral", "architecture"
+        )
+    mode = data.get("gate_mode", "hidden")
+    if mode not in _MODES:
+        part.refuse(
+            f"gate_mode is {shown(mode)}{'' if 'gate_mode' in data else ', the default of mergekit'}; "
+            f"covmerge has {', '.join(_MODES)}: write one of them",
+            "gate_mode",
+        )
+    models = [_model(expert, "source_model") for expert in experts]
+    if len(set(models)) < len(models):
+        part.refuse(
+            "two experts are the same model, so a gate between them does nothing: leave one out",
+            "experts",
+        )
+    names = names_of(models)
+    found: dict[str, Any] = {
+        "base": places.located(_model(part, "base_model").model),
+        "experts": {names[model]: places.located(model.model) for model in models},
+        "allow": ["unchanged-expert"],  # the base may be one of the experts
+        "moe": {
+            "gates": mode,
+            "experts_per_token": data.get("experts_per_token", 2),
+            "prompts": {
+                names[model]: {
+                    "positive": expert.data["positive_prompts"],
+                    "negative": expert.data.get("negative_prompts") or [],
+                }
+                for model, expert in zip(models, experts, strict=True)
+                if expert.data.get("positive_prompts")
+            },
+        },
+        "rules": [{"match": "*", "use": "base"}],
+    }
+    dtype = data.get("dtype")
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            part.refuse(f"dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}", "dtype")
+        found["output"] = {"dtype": name}
+    return found
+
+
+def _model(part: Part, key: str) -> Reference:
+    found = reference(part, key)
+    if found.lora:
+        part.refuse(
+            "an adapter cannot become an expert: fold it into its base first "
+            "(`covmerge merge --base BASE --expert lora=ADAPTER OUT`)",
+            key,
+        )
+    return found
+
+
+def _refuse(part: Part, refused: Mapping[str, str]) -> None:
+    for key, why in refused.items():
+        if part.data.get(key) is not None:
+            part.refuse(f"{key}: {why}", key)
+
+
+_COMPILING_KEYS = (
     *(
         "merge_method",
         "base_model",
@@ -29,7 +134,6 @@ _KEYS = (
     ),
     *KEYS,
 )
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def compile_mergekit(
@@ -59,7 +163,7 @@ def compile_mergekit(
     if is_mergekit_moe(data):
         return compile_moe(data, origin, log, places)
     part = Part(data, (), origin, log)
-    part.check_keys(_KEYS)
+    part.check_keys(_COMPILING_KEYS)
     theirs = read_theirs(part, named(part), places or Places())
     settings = [parameters(theirs, piece) for piece in theirs.pieces]
     if theirs.modular:
@@ -160,3 +264,94 @@ def _dtype(part: Part, key: str) -> str | None:
     if name not in _DTYPES:
         part.refuse(f"{key} is {shown(value)}; it is one of {', '.join(_DTYPES)}", key)
     return name
+
+
+# Several recipes of mergekit's in one file: stages that name each other's outputs.
+
+
+@dataclass(frozen=True)
+class Document:
+    """One of the recipes.
+
+    Attributes:
+        data: as in the file.
+        origin: where that is.
+        log: how strictly it is read.
+    """
+
+    data: Any
+    origin: Origin
+    log: ImportLog
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe, without its name."""
+        data = self.data
+        if not isinstance(data, dict):
+            self.refuse("a document is no mapping; each is a recipe of mergekit's")
+        return {k: v for k, v in cast("dict[str, Any]", data).items() if k != "name"}
+
+    @cached_property
+    def name(self) -> str | None:
+        """What the others call its output; None of one that makes the last."""
+        data = cast("dict[str, Any]", self.data) if self.recipe else {}
+        if "name" not in data:
+            return None
+        name = data["name"]
+        named = isinstance(name, str) and re.fullmatch(EXPERT_NAME, name)
+        if not named or len(name) > EXPERT_NAME_LENGTH:
+            self.refuse(
+                f"`name` is {shown(name)}, and a folder is called so: use up to {EXPERT_NAME_LENGTH} "
+                "letters, digits, '.', '_' or '-', and no '.' at the start",
+                "name",
+            )
+        return name
+
+    @cached_property
+    def sources(self) -> set[str]:
+        """The models that it names."""
+        part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
+        theirs = read_theirs(part, named(part), Places())
+        found = {source.model for piece in theirs.pieces for source in piece.sources}
+        found |= set() if theirs.base is None else {theirs.base}
+        return {path for model in found for path in (model.model, model.lora) if path is not None}
+
+    def refuse(self, problem: str, *keys: str) -> NoReturn:
+        """Raise a RecipeError for this document."""
+        raise RecipeError(f"{self.origin.where(keys)}: {problem}")
+
+
+def in_order(documents: Sequence[Document]) -> list[Document]:
+    """Return recipes in an order in which each comes after those whose outputs it names; the unnamed last.
+
+    Raises:
+        RecipeError: several without a name, a name that is taken, or recipes that need each other.
+    """
+    stages: dict[str, Document] = {}
+    last: list[Document] = []
+    for document in documents:
+        if document.name is None:
+            last.append(document)
+        elif any(
+            document.name.casefold() == name.casefold() for name in stages
+        ):  # one folder, on many disks
+            document.refuse(f"the name {document.name!r} is taken by another document", "name")
+        else:
+            stages[document.name] = document
+    if len(last) > 1:
+        documents[-1].refuse(
+            f"{len(last)} of the {len(documents)} documents have no `name`: one alone may be without, "
+            "which makes the output"
+        )
+    return [stages[name] for name in _sorted(stages)] + last
+
+
+def _sorted(stages: dict[str, Document]) -> Iterable[str]:
+    needed = {name: sorted(stage.sources & stages.keys()) for name, stage in stages.items()}
+    try:
+        return list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        round_trip = cast("list[str]", error.args[1])
+        stages[round_trip[0]].refuse(
+            f"stages that need each other's output: {' → '.join(reversed(round_trip))}", "name"
+        )

@@ -10,8 +10,7 @@ from covmerge.base.errors import did_you_mean
 from covmerge.base.text import shown
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import DELTA, SETTINGS
-from covmerge.plan.recipe.mergekit.reading import Part
-from covmerge.plan.recipe.mergekit.values import as_number, as_switch, as_whole
+from covmerge.plan.recipe.mergekit.reading import Part, as_number, as_switch, as_whole
 
 
 @dataclass(frozen=True)

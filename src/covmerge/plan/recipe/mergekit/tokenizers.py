@@ -9,8 +9,8 @@ from typing import Any
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.models import Reference, reference
 from covmerge.plan.recipe.mergekit.reading import Part
+from covmerge.plan.recipe.sections import AUTO, BASE, TEMPLATES, UNION, ZERO
 from covmerge.plan.recipe.strict_yaml import unquoted
-from covmerge.plan.recipe.tokenizer import AUTO, BASE, TEMPLATES, UNION, ZERO
 
 KEYS = ("tokenizer_source", "tokenizer", "chat_template")
 # Names that a model cannot have where they mean something else.

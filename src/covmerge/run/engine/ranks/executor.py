@@ -17,16 +17,21 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together
-from covmerge.run.engine.hashing import Contents, Hashing
-from covmerge.run.engine.order import own_first
-from covmerge.run.engine.portable import error_named
+from covmerge.run.engine.executor import (
+    Batch,
+    Done,
+    Executor,
+    Task,
+    error_named,
+    moved_together,
+    own_first,
+)
+from covmerge.run.engine.hashing import Contents, FileCheck, Hashing
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
 from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
 from covmerge.run.engine.ranks.session import Session
-from covmerge.run.engine.reading import FileCheck
 from covmerge.run.engine.selection import Selections
-from covmerge.run.engine.serving import check_there
+from covmerge.run.engine.worker import check_there
 
 _MOST_BYTES = 2**34  # of what a rank has counted
 

@@ -13,7 +13,7 @@ from typing import Any
 from covmerge.base.errors import CovmergeError
 from covmerge.base.threads import start
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.sealed import check_seal, parsed, sealed
+from covmerge.files.checkpoints.journal import check_seal, parsed, sealed
 from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.regular_file import open_raw, read_some

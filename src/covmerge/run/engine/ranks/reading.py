@@ -3,16 +3,187 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any, Generic, TypeVar, cast
 
+from covmerge.base.errors import CheckpointError
+from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.content import Pace
-from covmerge.run.engine.hashing import Contents, Hashes, in_order, to_share
-from covmerge.run.engine.ranks.session import Session
-from covmerge.run.engine.ranks.sharing import Sharing
-from covmerge.run.engine.reading import FileCheck, files_at_once
+from covmerge.files.checkpoints.base import Checkpoint, Pace
+from covmerge.run.engine.executor import error_named, own_first
+from covmerge.run.engine.hashing import (
+    Contents,
+    FileCheck,
+    Hashes,
+    files_at_once,
+    in_order,
+    to_share,
+)
+from covmerge.run.engine.ranks.claims import who_has
+from covmerge.run.engine.ranks.session import LeaderGoneError, Session
+
+# Work by name that all ranks share: each does what it claims, and tells the others what came of it.
+
+_OVER = (CancelledError, LeaderGoneError)
+_Found = TypeVar("_Found", bound=Json)
+
+
+class Sharing(Generic[_Found]):
+    """Pieces of which each rank takes its share of the bytes, and then what others have not come to.
+
+    All ranks have the same pieces. Each says in its ledger what it has found; what a rank had that is
+    gone is done once more. A context manager, at whose end this rank stops.
+
+    Args:
+        session: what the ranks have in common.
+        stage: as claims and ledgers call it, beside the numbers of what executors run.
+        sizes: bytes of each piece, by name.
+        do: one of them; it is given a function to call now and then, which raises where all is over.
+        check: what another rank says it has found of a piece; ValueError: no rank finds that.
+        threads: that work at once.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: str,
+        sizes: Mapping[str, int],
+        do: Callable[[str, Pace], _Found],
+        check: Callable[[str, Json], _Found],
+        threads: int,
+    ) -> None:
+        self._session = session
+        self._stage = stage
+        self._names = list(sizes)
+        self._do = do
+        self._check = check
+        self._found: dict[int, tuple[_Found, str]] = {}  # and by whom
+        self._claiming = threading.Lock()
+        self._stopped = False
+        self._failure: BaseException | None = None
+        rank = session.rank
+        self._unclaimed = iter(own_first(list(sizes.values()), rank.number, rank.world))
+        self._threads = threads
+        self._pool = ThreadPool(threads, f"covmerge-{stage}")
+
+    def __enter__(self) -> Sharing[_Found]:
+        self._holding = self._session.holding(self._stage, 0)
+        self._doing: list[Future[None]] = []
+        try:
+            for work in (self._work, *[self._help] * (self._threads - 1)):
+                self._doing.append(self._pool.submit(self._guarded, work))
+        except BaseException:
+            self._stopped = True
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._pool.shutdown()
+
+    def result(self) -> dict[str, _Found]:
+        """Wait for all pieces, and return what was found of each, by name.
+
+        Raises:
+            LeaderGoneError: the rank that leads is gone.
+            CovmergeError: as a rank raises over a piece, whichever it is.
+        """
+        wait(self._doing)
+        if self._failure is not None:
+            raise self._failure
+        return {name: self._found[index][0] for index, name in enumerate(self._names)}
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do what a thread does; its error ends what the others do, here and at all ranks."""
+        try:
+            work()
+        except BaseException as error:
+            self._failure = self._failure or error
+            self._stopped = True
+            if isinstance(error, Exception) and not isinstance(error, _OVER):
+                try:
+                    self._session.failed(self._stage, error)
+                except LeaderGoneError as gone:
+                    self._failure = gone
+
+    def _work(self) -> None:
+        """What one thread does until all is known."""
+        while True:
+            self._hear()
+            if len(self._found) == len(self._names):
+                return
+            index = self._unclaimed_one()
+            if index is None:
+                index = self._left_one()
+            if index is None:
+                self._pace(0)
+                self._session.wait()
+            else:
+                self._do_one(index)
+
+    def _help(self) -> None:
+        """What the other threads do until all is claimed: one alone looks after other ranks."""
+        while (index := self._unclaimed_one()) is not None:
+            self._do_one(index)
+
+    def _unclaimed_one(self) -> int | None:
+        """Claim what nobody has."""
+        with self._claiming:
+            for index in self._unclaimed:
+                if index not in self._found and self._holding.take(index):
+                    return index
+        return None
+
+    def _left_one(self) -> int | None:
+        """Claim what a rank had that is gone."""
+        left = (index for index in range(len(self._names)) if index not in self._found)
+        return next((i for i in left if self._holding.take_left(i, self._is_there)), None)
+
+    def _is_there(self, holding: str) -> bool:
+        who = who_has(holding)
+        return who == self._session.who or not self._session.ledgers.is_gone(who)
+
+    def _do_one(self, index: int) -> None:
+        name = self._names[index]
+        found = self._do(name, self._pace)
+        self._session.tell({"stage": self._stage, "of": name, "found": found})
+        self._note(index, found, self._session.who)
+
+    def _hear(self) -> None:
+        """Note what other ranks say they have found."""
+        for who, record in self._session.ledgers.take(self._stage):
+            if "error" in record:
+                raise error_named(str(record["error"]), str(record.get("message")))
+            try:
+                index = self._names.index(record.get("of", ""))
+                found = self._check(self._names[index], record.get("found"))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the ledger of rank {who} in {self._session.folder} says what no rank does "
+                    f"({self._stage} of {record.get('of')!r}): is one version of covmerge at work?"
+                ) from error
+            self._note(index, found, who)
+
+    def _note(self, index: int, found: _Found, who: str) -> None:
+        before, by = self._found.setdefault(index, (found, who))
+        if before != found:
+            raise CheckpointError(
+                f"{self._names[index]} has {_short(found)} where rank {who} reads it, and "
+                f"{_short(before)} where rank {by} does: is it the same file on all machines?"
+            )
+
+    def _pace(self, _: int) -> None:
+        if self._stopped:
+            raise CancelledError(f"sharing the {self._stage} was stopped")
+
+
+def _short(found: Json) -> str:
+    """What tells two findings apart, where that is the hash of a file."""
+    digest = found.get("sha256") if isinstance(found, dict) else found
+    return f"the hash {digest}"
+
 
 _STAGE = "files"
 

@@ -25,11 +25,10 @@ from covmerge.base.errors import CheckpointError, CovmergeError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints.journal import Entry
-from covmerge.files.checkpoints.sealed import check_seal, parsed, sealed
+from covmerge.files.checkpoints.journal import Entry, check_seal, parsed, sealed
 from covmerge.files.stores.disk import disk_errors, replace_file
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.portable import named_error
+from covmerge.run.engine.executor import named_error
 from covmerge.run.engine.ranks.claims import Holding
 from covmerge.run.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.run.engine.ranks.rank import Rank

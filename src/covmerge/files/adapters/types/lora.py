@@ -1,0 +1,488 @@
+"""LoRA's relatives: products of low rank, with a length, a start or a base's part of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.base.types import LowRank
+from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths
+from covmerge.files.adapters.types.lycoris import LOCON
+
+# Singular components of a base's weight, which some types take away before they add their own.
+
+_linalg: Any = torch.linalg  # torch carries no types for it
+_BLOCK = 1024  # columns at a time, so that nothing else of the weight's size is held
+
+
+def without_components(weight: Tensor, count: int, *, smallest: bool) -> Tensor:
+    """Take a matrix's largest or smallest singular components away, in place.
+
+    The vectors are those of the Gram matrix of the shorter side in float64.
+    """
+    narrow: Tensor = weight.T if weight.shape[0] > weight.shape[1] else weight
+    starts = range(0, narrow.shape[1], _BLOCK)
+    blocks = [narrow[:, start : start + _BLOCK] for start in starts]
+    gram = torch.zeros(len(narrow), len(narrow), dtype=torch.float64)
+    for block in blocks:
+        exact = block.double()
+        gram.addmm_(exact, exact.T)
+    vectors = cast("Tensor", _linalg.eigh(gram)[1])
+    chosen = vectors[:, :count] if smallest else vectors[:, len(narrow) - count :]
+    for block in blocks:
+        exact = block.double()
+        block.copy_(exact.sub_(chosen @ (chosen.T @ exact)))
+    return weight
+
+
+# DoRA (arXiv:2402.09353): an update for the direction of a layer's rows, and a magnitude of each.
+
+MAGNITUDE = "magnitude"
+
+
+@cache
+def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
+    """Return the type whose update gives the direction, and a vector the lengths of rows, Eq. 5.
+
+    Args:
+        kind: what gives the direction.
+        columns: the lengths are those of the inputs' weights, as LyCORIS has it with wd_on_out=False.
+    """
+
+    def shapes(layer: Layer) -> Mapping[str, Shape]:
+        length = layer.d_in if columns else layer.d_out
+        return {**kind.shapes(layer), MAGNITUDE: layer.vector(MAGNITUDE, length)}
+
+    def direction(layer: Layer) -> Tensor:
+        if kind.weight is not None:
+            return kind.weight(layer)
+        if kind.update is None:
+            layer.refuse(f"has a magnitude, which no {kind.name} has: fetch the adapter again")
+        return layer.weight.add_(kind.update(layer))
+
+    def weight(layer: Layer) -> Tensor:
+        return _rescaled(layer, direction(layer), columns=columns)
+
+    return replace(
+        kind,
+        name=f"{kind.name} with magnitudes (DoRA)",
+        equation=f"m ⊙ V / ‖V‖ by {'columns' if columns else 'rows'}, V = {kind.equation}",
+        shapes=shapes,
+        update=None,
+        factors=None,
+        weight=weight,
+        by_rows=kind.by_rows and not columns,
+    )
+
+
+def _rescaled(layer: Layer, weight: Tensor, *, columns: bool) -> Tensor:
+    if not columns:
+        return weight.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(weight, 1))
+    channels = weight.view(layer.d_out, layer.d_in, -1)
+    scales = layer[MAGNITUDE].view(1, -1, 1) / lengths(channels, 0, 2)
+    return channels.mul_(scales).view(weight.shape)
+
+
+# KaSA (arXiv:2412.06071): LoRA with singular values, over a weight without its smallest ones.
+
+DIAGONAL = "diagonal"
+
+
+def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank = layer.rank("down", 0)
+    if len(layer.shape) != 2 or rank >= min(layer.shape):
+        layer.refuse(f"is {list(layer.shape)} in the base, of which KaSA takes {rank} away")
+    return {"down": (rank, layer.d_in), "up": (layer.d_out, rank), DIAGONAL: (rank,)}
+
+
+def _kasa_weight(layer: Layer) -> Tensor:
+    """W without its r smallest singular components, + s B diag(d) A."""
+    diagonal = layer[DIAGONAL]
+    rank = len(diagonal)
+    weight = without_components(layer.weight, rank, smallest=True)
+    return weight.addmm_(layer["up"] * (diagonal * layer.scaling(rank)), layer["down"])
+
+
+KASA = AdapterType(
+    name="LORA (KaSA)",
+    equation="W without its r smallest singular components, + s·B·diag(d)·A",
+    ends={},  # those of LoRA
+    shapes=_kasa_shapes,
+    weight=_kasa_weight,
+    by_rows=False,
+)
+
+
+# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA that began as a part of the weight.
+
+
+def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
+    if len(layer.shape) != 2:
+        layer.refuse("is no linear layer, and PEFT begins no other as a part of the weight")
+    return LOCON.shapes(layer)
+
+
+def _without_first(layer: Layer) -> Tensor:
+    """W − the r largest singular components."""
+    return without_components(layer.weight, layer.size("down", 0), smallest=False)
+
+
+def _without_columns(layer: Layer) -> Tensor:
+    """W − s Q_r R_r of W = Q R: what lies in the span of the first r columns."""
+    weight, rank = layer.weight, layer.size("down", 0)
+    basis = _linalg.qr(weight[:, :rank].double())[0].to(weight.dtype)
+    return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(rank))
+
+
+def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> AdapterType:
+    update = LOCON.update
+    assert update is not None
+
+    def weight(layer: Layer) -> Tensor:
+        return rest(layer).add_(update(layer))
+
+    return replace(
+        LOCON,
+        name=name,
+        equation=equation,
+        shapes=_pissa_shapes,
+        update=None,
+        weight=weight,
+        by_rows=False,
+    )
+
+
+PISSA = _begun(
+    "LORA (PiSSA)", "W without its r largest singular components, + s·B·A", _without_first
+)
+OLORA = _begun("LORA (OLoRA)", "W − s·Q_r·R_r + s·B·A, Q and R those of W", _without_columns)
+
+
+# OSF (arXiv:2504.07097): the smaller singular components of the weight, trained.
+
+
+def _osf_shapes(layer: Layer) -> Mapping[str, Shape]:
+    count = layer.size("S", 0)
+    if count > min(layer.shape):
+        layer.refuse(f"is {list(layer.shape)} in the base, and has {count} singular components")
+    return {"U": (layer.d_out, count), "S": (count,), "V": (count, layer.d_in)}
+
+
+def _osf_weight(layer: Layer) -> Tensor:
+    """W without its smallest singular components, + U diag(S) V."""
+    values = layer["S"]
+    weight = without_components(layer.weight, len(values), smallest=True)
+    return weight.addmm_(layer["U"] * values, layer["V"])
+
+
+OSF = AdapterType(
+    name="OSF",
+    equation="W without its smallest singular components, + U·diag(S)·V",
+    ends={
+        ".osf_svd_params.U_low": "U",
+        ".osf_svd_params.S_low": "S",
+        ".osf_svd_params.V_low": "V",
+    },
+    shapes=_osf_shapes,
+    weight=_osf_weight,
+    by_rows=False,
+    fields=frozenset({"effective_rank", "rank_pattern"}),
+    unused=frozenset({"init_weights", "target_svd_config"}),
+)
+
+
+# DEFT and PaRa: a subspace of the outputs, taken away and written anew.
+
+
+def _deft_shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank = min(layer.integer("r", 8, least=1), layer.d_out)
+    if layer.option("decomposition_method", "relu") not in ("relu", "qr"):
+        layer.refuse(
+            f"has decomposition_method = {layer.option('decomposition_method')!r}, and relu and qr are read"
+        )
+    shapes: dict[str, Shape] = {"P": (layer.d_out, rank)}
+    return shapes if layer.flag("para") else {**shapes, "R": (rank, layer.d_in)}
+
+
+def _deft_weight(layer: Layer) -> Tensor:
+    """W + Q (s R − Nᵀ W), of "relu" Q = P and N = relu(P), of "qr" both are P's orthonormal columns."""
+    stored, weight = layer["P"], layer.weight
+    if layer.option("decomposition_method", "relu") == "qr":
+        left = right = _linalg.qr(stored)[0]
+    else:
+        left, right = stored, stored.relu()
+    inner = -(right.T @ weight)
+    if not layer.flag("para"):
+        inner += layer["R"] * _scale(layer, stored.shape[1])
+    return weight.addmm_(left, inner)
+
+
+def _scale(layer: Layer, rank: int) -> float:
+    return layer.number("alpha", 0.0) / rank if layer.option("alpha") else 1.0
+
+
+DEFT = AdapterType(
+    name="DEFT",
+    equation="W + Q·(s·R − Nᵀ·W), Q and N made of P",
+    ends={".deft_P": "P", ".deft_R": "R"},
+    shapes=_deft_shapes,
+    weight=_deft_weight,
+    by_rows=False,
+    fields=frozenset({"r", "decomposition_method", "para", "alpha"}),
+    unused=frozenset({"deft_dropout", "init_scale", "init_weights"}),
+)
+
+
+# BD-LoRA: LoRA of which one factor is a diagonal of blocks.
+
+_SIDES = {"down": "target_modules_bd_a", "up": "target_modules_bd_b"}
+
+
+def _bdlora_blocks(layer: Layer, side: str) -> int:
+    """How many blocks a factor has: those of the configuration, if it names a part of the layer's name."""
+    given: Any = layer.option("use_bdlora")
+    fields = cast("dict[str, object]", given if isinstance(given, dict) else {})
+    names: object = fields.get(_SIDES[side]) or []
+    count = fields.get("nblocks", 1)
+    if not isinstance(names, list) or type(count) is not int or count < 1:
+        layer.refuse(f"has use_bdlora = {given}, whose lists of names or nblocks are damaged")
+    return count if any(str(name) in layer.name for name in cast("list[object]", names)) else 1
+
+
+def _bdlora_shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank = layer.rank("down", 0)
+    down, up = _bdlora_blocks(layer, "down"), _bdlora_blocks(layer, "up")
+    if rank % down or layer.d_in % down or layer.d_out % up or rank % up:
+        layer.refuse(
+            f"is {list(layer.shape)} in the base, which {max(down, up)} blocks of rank {rank} do not divide"
+        )
+    return {"down": (rank, layer.d_in // down), "up": (layer.d_out, rank // up)}
+
+
+def _factor(layer: Layer, side: str) -> Tensor:
+    blocks = layer[side].chunk(_bdlora_blocks(layer, side))
+    return cast("Any", torch).block_diag(*blocks)
+
+
+def _bdlora_factors(layer: Layer) -> LowRank:
+    scale = layer.scaling(layer.rank("down", 0))
+    return LowRank(_factor(layer, "up") * scale, _factor(layer, "down"))
+
+
+BDLORA = AdapterType(
+    name="LORA (BD-LoRA)",
+    equation="W + s·B·A, one of them a diagonal of blocks",
+    ends={},  # those of LoRA
+    shapes=_bdlora_shapes,
+    factors=_bdlora_factors,
+    rank=lambda layer: layer.rank("down", 0),
+)
+
+
+# DeLoRA (arXiv:2503.18225): an update of low rank whose terms have a length of their own.
+
+
+def _delora_shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank = layer.rank("A", 0)
+    return {
+        "A": (rank, layer.d_in),
+        "B": (layer.d_out, rank),
+        "lambda": (1,),
+        "w_norm": (layer.d_in,),
+    }
+
+
+def _delora_factors(layer: Layer) -> LowRank:
+    """λ/r · B diag(1 / (‖A_i‖ ‖B_i‖)) A diag(w), w the norms of the base's columns when it was begun."""
+    down, up = layer["A"], layer["B"]
+    sizes = lengths(down, 1).clamp(min=1e-4).view(-1) * lengths(up, 0).clamp(min=1e-4).view(-1)
+    return LowRank(up * (layer["lambda"] / len(down) / sizes), down * layer["w_norm"])
+
+
+DELORA = AdapterType(
+    name="DELORA",
+    equation="W + λ/r·B·diag(1/(‖A_i‖·‖B_i‖))·A·diag(w)",
+    ends={
+        ".delora_A": "A",
+        ".delora_B": "B",
+        ".delora_lambda": "lambda",
+        ".delora_w_norm": "w_norm",
+    },
+    shapes=_delora_shapes,
+    factors=_delora_factors,
+    rank=lambda layer: layer.rank("A", 0),
+    fields=frozenset({"r", "rank_pattern"}),
+    unused=frozenset({"delora_lambda", "lambda_pattern", "module_dropout", "init_weights"}),
+)
+
+
+# GraLoRA (arXiv:2505.20355): an update of k × k blocks, each of low rank.
+
+
+def _gralora_shapes(layer: Layer) -> Mapping[str, Shape]:
+    parts, rank = layer.size("A", 0), layer.size("A", 2)
+    if not parts or layer.d_in % parts or layer.d_out % parts or rank % parts:
+        layer.refuse(
+            f"is {list(layer.shape)} in the base, which {parts} parts of rank {rank} do not divide: pass "
+            "the base that the adapter was trained on"
+        )
+    found: dict[str, Shape] = {
+        "A": (parts, layer.d_in // parts, rank),
+        "B": (parts, rank, layer.d_out // parts),
+    }
+    if hybrid := layer.size("down", 0):
+        found |= {"down": (hybrid, layer.d_in), "up": (layer.d_out, hybrid)}
+    return found
+
+
+def _update(layer: Layer) -> Tensor:
+    """α/(r + h) times the blocks B_jnᵀ A_njᵀ, and a LoRA of rank h; whole."""
+    down, up = layer["A"], layer["B"]
+    parts, columns, rank = down.shape
+    # Block (j, n) has the j-th part of the terms of A_n, and the n-th of those of B_j.
+    left = up.view(parts, parts, rank // parts, -1)
+    right = down.view(parts, columns, parts, rank // parts)
+    total = _gralora_blocks(left, right).view(layer.d_out, layer.d_in)
+    hybrid = layer.size("down", 0)
+    if hybrid:
+        total.addmm_(layer["up"], layer["down"])
+    return total.mul_(layer.number("alpha", 64) / (rank + hybrid))
+
+
+def _gralora_blocks(left: Tensor, right: Tensor) -> Tensor:
+    """Return the blocks in place, `(j, o, n, i)`."""
+    parts, _, _, rows = left.shape
+    columns = right.shape[1]
+    found = left.new_empty(parts, rows, parts, columns)
+    for j in range(parts):
+        for n in range(parts):
+            found[j, :, n] = left[j, n].T @ right[n, :, j].T
+    return found
+
+
+GRALORA = AdapterType(
+    name="GRALORA",
+    equation="W + α/(r + h)·(blocks B_jn·A_nj, and a LoRA of rank h)",
+    ends={
+        ".gralora_A_general.weight": "down",
+        ".gralora_B_general.weight": "up",
+        ".gralora_A": "A",
+        ".gralora_B": "B",
+    },
+    shapes=_gralora_shapes,
+    update=_update,
+    by_rows=False,
+    fields=frozenset({"r", "alpha", "gralora_k", "hybrid_r"}),
+    unused=frozenset({"gralora_dropout", "init_weights"}),
+)
+
+
+# GLoRA (arXiv:2306.07967): the weight scaled and shifted, and the bias by both and by the weight.
+
+_NONE = "zeros"  # what PEFT stores of a part that is off
+
+
+def _glora_shapes(layer: Layer) -> Mapping[str, Shape]:
+    d_out, d_in = layer.d_out, layer.d_in
+    matrix = _path(layer, "A", "config_A_B", (d_out, d_in)) | _path(
+        layer, "B", "config_A_B", (d_out, d_in)
+    )
+    bias = _path(layer, "D", "config_D_E", (d_out,)) | _path(layer, "E", "config_D_E", (d_out,))
+    return matrix | _path(layer, "C", "config_C", (d_in, 1)) | bias
+
+
+def _path(layer: Layer, side: str, field: str, shape: Shape) -> dict[str, Shape]:
+    """The tensors of one of the five parts."""
+    if f"{side}.{_NONE}" in layer:
+        return {f"{side}.{_NONE}": shape}
+    if f"{side}.Xd" in layer:
+        rank = layer.rank(f"{side}.Xd", 1)
+        return {f"{side}.Xd": (shape[0], rank), f"{side}.Xu": (rank, *shape[1:])}
+    constant = layer.option(field) == "constant"
+    return {f"{side}.X": (1,) if constant else (shape[0], *(1 for _ in shape[1:]))}
+
+
+def _value(layer: Layer, side: str, rows: slice = slice(None)) -> Tensor:
+    """What broadcasts to a part, some rows of it."""
+    if f"{side}.Xd" in layer:
+        return layer[f"{side}.Xd"][rows] @ layer[f"{side}.Xu"]
+    value = layer[f"{side}.X"] if f"{side}.X" in layer else layer[f"{side}.{_NONE}"]
+    return value if len(value) == 1 else value[rows]
+
+
+def _glora_weight(layer: Layer) -> Tensor:
+    """W ⊙ (1 + A) + B, the wanted rows."""
+    weight = layer.weight
+    return weight.addcmul(weight, _value(layer, "A", layer.rows)).add_(
+        _value(layer, "B", layer.rows)
+    )
+
+
+def _bias(layer: Layer) -> Tensor:
+    """B ⊙ (1 + D) + E + W C."""
+    bias = layer.base_bias()
+    product = (layer.weight @ _value(layer, "C")).flatten()
+    return bias + bias * _value(layer, "D") + _value(layer, "E") + product
+
+
+GLORA = AdapterType(
+    name="GLORA",
+    equation="W ⊙ (1 + A) + B, and b ⊙ (1 + D) + E + W·C",
+    ends={
+        f".glora_{side}.{end}": f"{side}.{end}"
+        for side in "ABCDE"
+        for end in ("Xd", "Xu", "X", _NONE)
+    },
+    shapes=_glora_shapes,
+    weight=_glora_weight,
+    bias=_bias,
+    has_bias=lambda layer: any(f"{side}.{_NONE}" not in layer for side in "CDE"),
+    adds_bias=True,
+    fields=frozenset({"r", "config_A_B", "config_C", "config_D_E"}),
+    unused=frozenset({"init_weights"}),
+)
+
+
+# HiRA (ICLR 2025): the weight times one more than a matrix of low rank, elementwise.
+
+
+def _hira_shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank, window = layer.size("down", 0), layer.shape[2:]
+    # PEFT 0.21.2 makes every part of rank r, whatever rank_pattern says.
+    if rank != layer.option("r"):
+        rank = layer.rank("down", 0)
+    return {
+        "down": (rank, layer.d_in, *window),
+        "up": (layer.d_out, rank, *(1 for _ in window)),
+    }
+
+
+def _hira_weight(layer: Layer) -> Tensor:
+    """W ⊙ (1 + B A), the wanted rows."""
+    rank = layer.size("down", 0)
+    up = layer["up"].reshape(layer.d_out, rank)[layer.rows]
+    weight = layer.weight
+    return weight.addcmul(weight, up @ layer["down"].reshape(rank, -1))
+
+
+HIRA = AdapterType(
+    name="HIRA",
+    equation="W ⊙ (1 + B·A)",
+    ends={
+        ".hira_embedding_A": "table_down",
+        ".hira_embedding_B": "table_up",
+        ".hira_A": "down",
+        ".hira_B": "up",
+    },
+    shapes=_hira_shapes,
+    weight=_hira_weight,
+    fields=frozenset({"r", "rank_pattern"}),
+    unused=frozenset({"hira_dropout", "init_weights"}),
+)
+
+TYPES = (DEFT, DELORA, GLORA, GRALORA, HIRA, OSF)

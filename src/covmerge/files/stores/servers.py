@@ -1,0 +1,423 @@
+"""Servers of files: what a store asks of one, pages over http(s), and object stores."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
+
+from covmerge.base.errors import InputError
+from covmerge.files.stores.address import PAGES, Address
+from covmerge.files.stores.link import MOST, ChangedError, RefusedError
+
+# A server as a store asks it, and the check of files whose version a server does not tell.
+
+
+@dataclass(frozen=True)
+class FileStat:
+    """What a server says of a file.
+
+    Attributes:
+        size: bytes.
+        version: what is another after every change; "": the server says nothing of the kind.
+    """
+
+    size: int
+    version: str
+
+
+class Server(Protocol):
+    """A server, asked by coroutines that run in `loop`; a path is what it calls a file or folder.
+
+    What fails is any error of a library (`retries.persist` tells what is worth another attempt).
+    """
+
+    @property
+    def loop(self) -> Any:
+        """The loop of events, in a thread of its own."""
+        ...
+
+    def inside(self, folder: str, name: str) -> str:
+        """Return the path of what is in a folder."""
+        ...
+
+    def shown(self, path: str) -> str:
+        """Return a path as it is written in recipes."""
+        ...
+
+    async def stat(self, path: str) -> FileStat:
+        """Return what it says of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        ...
+
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
+        """Return what is in a folder, by name; None: a folder."""
+        ...
+
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
+        """Fill memory from a place in a file, or fail.
+
+        Raises:
+            ChangedError: it is no longer the file that `stat` describes.
+        """
+        ...
+
+
+_BLOCK = 2**20
+
+
+class CheckedFile:
+    """Checksums of what was read of one file; for any thread.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._sums: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def blocks(self, asked: range) -> range:
+        """Return the whole blocks that have the bytes of a range."""
+        end = asked.stop + -asked.stop % _BLOCK
+        return range(asked.start - asked.start % _BLOCK, min(end, self._size))
+
+    def check(self, data: memoryview, offset: int) -> None:
+        """Note what was read of whole blocks, and compare it with what was read of them before.
+
+        Raises:
+            ChangedError: it is not what was read before.
+        """
+        for start in range(0, len(data), _BLOCK):
+            checksum = zlib.crc32(data[start : start + _BLOCK])
+            with self._lock:
+                before = self._sums.setdefault(offset + start, checksum)
+            if checksum != before:
+                raise ChangedError
+
+
+# Single files of a web server, read by ranges over HTTP with fsspec's session.
+
+SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
+
+_WHOLE = 2**24  # the longest file that is read of a server that sends all of it
+_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
+_ELSEWHERE = frozenset({301, 302, 303, 307, 308})
+_HOPS = 6
+
+
+class PageServer:
+    """Files of web servers; a path is the address, with its parts quoted."""
+
+    def __init__(self) -> None:
+        try:
+            from aiohttp import ClientTimeout
+            from fsspec.implementations.http import HTTPFileSystem  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as error:
+            raise InputError(
+                f"https:// takes further packages: pip install 'covmerge[remote]' ({error})"
+            ) from None
+        # `trust_env`: proxies, and credentials of ~/.netrc, which go to their own host alone.
+        timeout = ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE)
+        system: Any = HTTPFileSystem(
+            client_kwargs={"trust_env": True, "timeout": timeout, "auto_decompress": False},
+            encoded=True,
+            skip_instance_cache=True,
+        )
+        self._system = system
+        self.loop = system.loop
+
+    @classmethod
+    def at(cls, address: Address) -> tuple[PageServer, str]:
+        """Return the server of an address, and what it calls the place."""
+        return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
+
+    def inside(self, folder: str, name: str) -> str:
+        return f"{folder}/{quote(name)}"
+
+    def shown(self, path: str) -> str:
+        return path
+
+    async def stat(self, path: str) -> FileStat:
+        """See `Server.stat`: asked for is the first byte, which also shows whether there are ranges."""
+        async with await self._get(path, 0, 1) as answer:
+            if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
+                raise FileNotFoundError(path)  # a page that says so, or lists a folder
+            found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
+            if found is not None:
+                return _page_server_stat(int(found[3]), answer)
+            length = str(answer.headers.get("Content-Length", ""))
+            if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
+                return _page_server_stat(int(length), answer)
+        raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
+
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
+        """Raise: a web server lists no folders."""
+        raise RefusedError("a web server lists no folders: name a file in it")
+
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
+        """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
+        async with await self._get(path, offset, len(target)) as answer:
+            if stat.version and _version(answer) != stat.version:
+                raise ChangedError
+            sent = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
+            before = 0
+            if answer.status == 200:
+                if offset + len(target) > _WHOLE:
+                    raise RefusedError("the server sends no ranges of it any more")
+                before = offset
+            elif answer.status != 206:
+                raise RefusedError(f"the server answers by status {answer.status}")
+            elif sent is None or sent[1] is None or int(sent[1]) != offset:
+                raise OSError("another range was sent")
+            done = 0
+            async for chunk in answer.content.iter_any():
+                new = chunk[before:][: len(target) - done]
+                before = max(0, before - len(chunk))
+                target[done : done + len(new)] = new
+                done += len(new)
+                if done == len(target):
+                    return
+        raise OSError(f"sent {done} bytes of {len(target)}")
+
+    async def _get(self, path: str, offset: int, count: int) -> Any:
+        session = await self._system.set_session()
+        # An encoding would make the range one of compressed bytes.
+        headers = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
+        where = path
+        for _ in range(_HOPS):
+            url = self._system.encode_url(where)
+            # A server may send answers before the answer (1xx) without end, and never be silent.
+            asked = session.get(url, headers=headers, allow_redirects=False)
+            answer = await asyncio.wait_for(asked, SILENCE)
+            if answer.status not in _ELSEWHERE:
+                break
+            location = str(answer.headers.get("Location", ""))
+            answer.close()
+            where = onward(where, location)
+        else:
+            raise RefusedError(f"the server sends from one address to the next {_HOPS} times")
+        empty = answer.status == 416 and _RANGE.fullmatch(
+            str(answer.headers.get("Content-Range", ""))
+        )
+        if not (empty and empty[3] == "0"):
+            try:
+                answer.raise_for_status()
+                encoding = str(answer.headers.get("Content-Encoding", "identity"))
+                if encoding.lower() != "identity":
+                    raise RefusedError(
+                        "the server sends it compressed, unasked: download it, and pass its folder"
+                    )
+            except BaseException:
+                answer.close()
+                raise
+        return answer
+
+
+def onward(asked: str, location: str) -> str:
+    """Return the address that an answer leads to, which no server may choose freely.
+
+    It is of the web, not less protected than what was asked for, without credentials, and leads to no
+    machine of the user's network or the user's own where the server is another.
+
+    Raises:
+        RefusedError: it is not.
+
+    Example:
+        >>> onward("https://example.org/a/b", "/c?sig=1")
+        'https://example.org/c?sig=1'
+    """
+    try:
+        old, new = urlsplit(asked), urlsplit(urljoin(asked, location))
+        host, user, _ = new.hostname, new.username, new.port
+    except ValueError:
+        host, user, old, new = None, None, urlsplit(""), urlsplit("")
+    plain = host is not None and host.isascii() and location.isprintable()
+    if not plain or host is None or new.scheme not in PAGES or user is not None:
+        raise RefusedError("the server leads to what is no address of a web page")
+    shown = f"{new.scheme}://{host[:100]}"
+    if old.scheme == "https" and new.scheme == "http":
+        raise RefusedError(f"the server leads to {shown}, which is not protected as https is")
+    if host != old.hostname and _is_near(host):
+        raise RefusedError(
+            f"the server leads to {shown}, a machine of this network: name it yourself"
+        )
+    return urlunsplit(new._replace(fragment=""))
+
+
+def _is_near(host: str) -> bool:
+    """Whether a host is written as one of this machine or its network; names are not looked up."""
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return not ip_address(name).is_global
+    except ValueError:  # a name, or a number that some take for an address, such as 0 or 0x7f000001
+        return name.rpartition(".")[2].startswith(tuple("0123456789"))
+
+
+def _page_server_stat(size: int, answer: Any) -> FileStat:
+    return FileStat(size, _version(answer))
+
+
+def _version(answer: Any) -> str:
+    """What the server says of the version of a file."""
+    said = (answer.headers.get(name) for name in ("ETag", "Last-Modified"))
+    return " ".join(str(one) for one in said if one)
+
+
+# Objects in buckets, as file systems of fsspec have them: s3fs for all that speaks as S3 does, and gcsfs.
+#
+# Which endpoint is asked, and with whose credentials, their own libraries take from the environment:
+# AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on; GOOGLE_APPLICATION_CREDENTIALS.
+
+_S3 = "s3"
+_PIECE = 2**25  # bytes of a part of what is sent
+
+_PATIENCE = {"read_timeout": SILENCE, "connect_timeout": 10}
+# One layer makes requests again. Of parts that are sent it is botocore: it knows which.
+_READING = {
+    _S3: {
+        "config_kwargs": {
+            **_PATIENCE,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": MOST,
+        }
+    }
+}
+_WRITING = {
+    _S3: {
+        "max_concurrency": 4,  # parts of a file at once, in memory
+        "config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 5}},
+    }
+}
+# A listing and a question about one file must say the same.
+_VERSIONS = ("generation", "ETag", "etag")
+
+
+class ObjectServer:
+    """Files of buckets; a path is the bucket and the key.
+
+    Args:
+        scheme: of the addresses, such as s3.
+        writing: it is written to.
+
+    Raises:
+        InputError: the file system is not installed.
+    """
+
+    def __init__(self, scheme: str, *, writing: bool = False) -> None:
+        self._scheme = scheme
+        self._system = _file_system(scheme, writing=writing)
+        self.loop = self._system.loop
+
+    @classmethod
+    def at(cls, address: Address, *, writing: bool = False) -> tuple[ObjectServer, str]:
+        """Return the server of an address, and what it calls the place."""
+        return cls(address.scheme, writing=writing), address.path
+
+    def inside(self, folder: str, name: str) -> str:
+        return f"{folder}/{name}"
+
+    def shown(self, path: str) -> str:
+        return f"{self._scheme}://{path}"
+
+    async def stat(self, path: str) -> FileStat:
+        info: Mapping[str, Any] = await self._system._info(path, refresh=True)
+        if info.get("type") != "file":
+            raise FileNotFoundError(path)
+        return _object_server_stat(info)
+
+    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
+        """See `Server.listed`; a bucket or folder that there is not holds nothing."""
+        try:
+            entries: Sequence[Mapping[str, Any]] = await self._system._ls(
+                folder, detail=True, refresh=True
+            )
+        except FileNotFoundError:
+            return {}
+        found: dict[str, FileStat | None] = {}
+        for entry in entries:
+            where, _, name = str(entry["name"]).rstrip("/").rpartition("/")
+            if where == folder:  # not the marker of the folder itself
+                found[name] = _object_server_stat(entry) if entry["type"] == "file" else None
+        return found
+
+    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
+        end = offset + len(target)
+        if self._scheme == _S3 and stat.version:
+            data = await self._of_version(path, offset, end, stat.version)
+        else:  # the number of a generation never comes again: `stat` tells of the next one
+            data = await self._system._cat_file(path, start=offset, end=end)
+        if len(data) != len(target):
+            raise OSError(f"sent {len(data)} bytes of {len(target)}")
+        target[:] = data
+
+    async def _of_version(self, path: str, start: int, end: int, version: str) -> bytes:
+        """Read a range if the object still has an ETag, which s3fs's own call does not ask."""
+        bucket, key, _ = self._system.split_path(path)
+        answer: Any = await self._system._call_s3(
+            "get_object",
+            Bucket=bucket,
+            Key=key,
+            Range=f"bytes={start}-{end - 1}",
+            IfMatch=f'"{version}"',
+        )
+        async with answer["Body"] as body:
+            return await body.read()
+
+    async def send(self, file: Path, path: str) -> None:
+        """Send a file, of which nothing is there before all of it is."""
+        await self._system._put_file(str(file), path, chunksize=_PIECE)
+
+    async def claim(self, path: str, content: bytes) -> None:
+        """Make a small file where there is none.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        await self._system._pipe_file(path, content, mode="create")
+
+    async def remove(self, path: str) -> None:
+        """Remove a file; it need not be there."""
+        with suppress(FileNotFoundError):
+            await self._system._rm_file(path)
+
+
+def _object_server_stat(info: Mapping[str, Any]) -> FileStat:
+    size = info.get("size")
+    if not isinstance(size, int) or size < 0:
+        raise RefusedError("the server does not say how long it is")
+    said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
+    version = next(said, "")
+    return FileStat(size, version)
+
+
+def _file_system(scheme: str, *, writing: bool) -> Any:
+    try:
+        fsspec: Any = import_module("fsspec")
+        system = fsspec.filesystem(
+            scheme,
+            use_listings_cache=False,
+            **(_WRITING if writing else _READING).get(scheme, {}),
+        )
+    except ImportError as error:
+        extra = "gs" if scheme == "gs" else "remote"
+        raise InputError(
+            f"{scheme}:// takes further packages: pip install 'covmerge[{extra}]' ({error})"
+        ) from None
+    system.retries = 1  # s3fs's own
+    return system

@@ -1,0 +1,303 @@
+"""Commands on experts: `covmerge inspect`, `extract`, `compare`, `search`: their flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covmerge.front.cli import options
+
+
+def inspect(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE.yml", show_default=False, help="Recipe file."),
+    ] = None,
+    base: options.Base = None,
+    experts: options.Experts = None,
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    spectra: options.Spectra = "some",
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=options.OUTPUT, help="Write a report with pictures too."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", rich_help_panel=options.OUTPUT, help="Replace a FILE that is there."
+        ),
+    ] = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
+) -> None:
+    """Look at experts before merging: do they fit, what did they change, where do they clash?
+
+    covmerge inspect --base B --expert code=./code --expert math=./math
+
+    Reads every tensor once and merges nothing. Exits with 1 if a merge would fail or be worthless.
+    """
+    given = options.given(locals())
+    from covmerge.front.cli import flags, inspecting
+
+    inspecting.inspect(
+        flags.read_recipe(recipe, given),
+        flags.shown_options(given),
+        spectra=spectra,
+        html=html,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
+
+
+def extract(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="Folder, file or org/name@revision of the base.")
+    ],
+    expert: Annotated[
+        str, typer.Argument(metavar="EXPERT", help="The model that was fine-tuned from it.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    rank: Annotated[
+        int,
+        options.setting("rank", options.OUTPUT, "R", min=1, help="Rank of the adapter."),
+    ],
+    form: Annotated[
+        str,
+        options.setting(
+            *("form", options.OUTPUT, "adapter|kohya|diffusers"),
+            help="For PEFT, or a LoRA file of a part of a diffusion model.",
+        ),
+    ] = "adapter",
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    allow: options.Allow = None,
+    out_dtype: options.OutDtype = None,
+    whole: options.Whole = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    workers: options.Workers = "1",
+    max_memory: options.MaxMemory = None,
+    verbose: options.Verbose = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+
+    covmerge extract ./base ./code ./code-lora --rank 32
+    """
+    given = options.given(locals())
+    from covmerge.front.cli import flags, merging
+
+    # Of one expert, the average is the expert.
+    given |= {"experts": [f"expert={expert}"], "method": "average"}
+    recipe = flags.read_recipe(None, given)
+    merging.merge_to(recipe, out, flags.shown_options(given), verbose=verbose, as_json=as_json)
+
+
+def compare(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE.yml",
+            show_default=False,
+            help="Recipe file; its method and parameters are replaced.",
+        ),
+    ] = None,
+    base: options.Base = None,
+    experts: options.Experts = None,
+    weights: options.Weights = None,
+    statistics: options.Statistics = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="all|NAME,NAME(KEY=VALUE),...",
+            rich_help_panel=options.HOW,
+            help="Methods to compare, one of them several times if its parameters differ: "
+            "'ties,task_arithmetic(scale=0.1),task_arithmetic(scale=0.3)'; all: every one that can run on "
+            "what is given.",
+        ),
+    ] = "all",
+    parameters: Annotated[
+        list[str] | None,
+        options.setting(
+            *("parameters", options.HOW, "METHOD.KEY=VALUE"),
+            help="A parameter of one of the methods.",
+        ),
+    ] = None,
+    before: options.Before = None,
+    after: options.After = None,
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    allow: options.Allow = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=options.OUTPUT,
+            help="Folder for the models, one each; without it only the table is made.",
+        ),
+    ] = None,
+    score: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'COMMAND {model}'|NAME:WHAT",
+            rich_help_panel=options.SCORE,
+            help="Score every model, more is better: by a command that prints a number, or JSON of task -> "
+            "number, or of task -> list of one number for each example; or by lm-eval:TASKS, "
+            "sentence-transformers:FILE or transformers:FILE.",
+        ),
+    ] = None,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds", rich_help_panel=options.SCORE, help="Score the base and each expert too."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            rich_help_panel=options.SCORE,
+            help="Take the models that lie in DIR, and score those that have no score.",
+        ),
+    ] = False,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    workers: options.Workers = "1",
+    max_memory: options.MaxMemory = None,
+    verbose: options.Verbose = False,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
+) -> None:
+    """Merge by many methods in one reading pass, and score them by a command of your own.
+
+    covmerge compare --base B --expert code=./code --expert math=./math --methods auto,ties,iso_c
+    --out DIR --score 'python eval.py {model}'
+    """
+    given = options.given(locals())
+    from covmerge.front.cli import comparing, flags
+
+    comparing.compare(
+        flags.read_recipe(recipe, {**given, "parameters": ()}),
+        methods=methods,
+        parameters=flags.method_parameters(parameters or ()),
+        out=out,
+        score=score,
+        bounds=bounds,
+        run=flags.shown_options(given),
+        verbose=verbose,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
+
+
+def search(
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE.yml",
+            show_default=False,
+            help="Recipe file with marked values, such as weight: {search: [0, 1.5]}; or a genome of "
+            "mergekit-evolve.",
+        ),
+    ],
+    score: Annotated[
+        str,
+        typer.Option(
+            metavar="'COMMAND {model}'|NAME:WHAT",
+            rich_help_panel=options.SCORE,
+            help="Score every model, more is better; as for compare.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=options.OUTPUT,
+            help="Folder of the record, the table, the best recipe and its model; else RECIPE-search.",
+        ),
+    ] = None,
+    trials: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, rich_help_panel=options.HOW, help="Choices that are tried, in all."
+        ),
+    ] = 60,
+    objectives: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--objective",
+            metavar="TASK",
+            rich_help_panel=options.SCORE,
+            help="A task that is searched, once for each; by default the mean over all.",
+        ),
+    ] = None,
+    all_examples: Annotated[
+        bool,
+        typer.Option(
+            "--all-examples",
+            rich_help_panel=options.SCORE,
+            help="Have the search see all examples; nothing then says how far it fits them.",
+        ),
+    ] = False,
+    sampler: Annotated[
+        str,
+        typer.Option(
+            metavar="tpe|cmaes|random", rich_help_panel=options.HOW, help="What chooses, of Optuna."
+        ),
+    ] = "tpe",
+    seed: Annotated[
+        int, typer.Option(metavar="N", rich_help_panel=options.HOW, help="Seed of what it draws.")
+    ] = 0,
+    together: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            rich_help_panel=options.RUN,
+            help="Choices that are merged in one reading, where the memory holds so many.",
+        ),
+    ] = 4,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", rich_help_panel=options.OUTPUT, help="Go on with the search in DIR."
+        ),
+    ] = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
+) -> None:
+    """Choose marked values of a recipe by a score, with Optuna.
+
+    covmerge search recipe.yml --score 'python eval.py {model}' --trials 60
+    """
+    given = options.given(locals())
+    from covmerge.front.cli import flags, searching
+
+    searching.search(
+        recipe,
+        score=score,
+        out=out or Path(f"{recipe.stem}-search"),
+        trials=trials,
+        objectives=objectives or (),
+        sampler=sampler,
+        seed=seed,
+        together=together,
+        all_examples=all_examples,
+        run=flags.shown_options(given),
+        as_json=as_json,
+        as_csv=as_csv,
+    )

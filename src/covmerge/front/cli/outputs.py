@@ -1,0 +1,218 @@
+"""Commands on an output: `covmerge verify`, `report`, `view`, `push`."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covmerge.base.threads import start
+from covmerge.front.cli import options
+from covmerge.front.cli.console import print_json, printable, say, stdout
+
+if TYPE_CHECKING:
+    from covmerge.run.verification import Verification
+
+
+def verify(
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote, or its address."),
+    ],
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Compute some tensors again from the sources, by float64 reference implementations.",
+        ),
+    ] = False,
+    tensors: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="How many --deep computes again, evenly.")
+    ] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Re-read an output and check it: hashes, coverage, finite values, copies, heads.
+
+    Exits with 1 if a check failed, with 2 if the folder is no output of covmerge, or --deep lacks a
+    source.
+    """
+    from covmerge.run.verification import verify as check
+
+    report = check(out)
+    if deep:
+        from covmerge.run.recompute import recompute
+
+        report = replace(report, checks=(*report.checks, recompute(out, tensors=tensors)))
+    if as_json:
+        print_json(report.summary())
+    else:
+        _show(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _show(report: Verification) -> None:
+    from covmerge.front.cli.show import table
+
+    checks = table("check", "result", "detail")
+    for check in report.checks:
+        checks.add_row(
+            check.name,
+            check.result,
+            printable(check.detail),
+            style="red" if not check.ok else "yellow" if check.noted else None,
+        )
+    console = stdout()
+    console.print(checks)
+    console.print(f"{printable(str(report.folder))}: {report.verdict}", soft_wrap=True)
+
+
+def report(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=options.OUTPUT, help="The page; else OUT/report.html."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            rich_help_panel=options.OUTPUT,
+            help="Replace a file that is no report of covmerge.",
+        ),
+    ] = False,
+    spectra: options.Spectra = "some",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            rich_help_panel=options.RUN,
+            help="Print all numbers as one JSON object; a page only with --html.",
+        ),
+    ] = False,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv",
+            rich_help_panel=options.RUN,
+            help="Print a table of all layers as comma-separated values; a page only with --html.",
+        ),
+    ] = False,
+) -> None:
+    """Say what a merge did, layer by layer, on one page that needs no network.
+
+    covmerge report ./merged
+
+    Reads base, experts and output again. Exits with 1 if the output fails its verification.
+    """
+    given = options.given(locals())
+    from covmerge.front.cli import flags, inspecting
+
+    inspecting.report(
+        out,
+        flags.shown_options(given),
+        spectra=spectra,
+        html=html,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
+
+
+def view(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT|RECIPE.yml", help="Folder that `covmerge merge` wrote, or a recipe file."
+        ),
+    ],
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="N",
+            rich_help_panel=options.RUN,
+            help="Port on this machine; 0: one that is free.",
+        ),
+    ] = 0,
+    no_browser: Annotated[
+        bool,
+        typer.Option(
+            "--no-browser", rich_help_panel=options.RUN, help="Print the address, and open nothing."
+        ),
+    ] = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
+) -> None:
+    """Move weights on a page of this machine, and see at once what a merge would keep of each expert.
+
+    covmerge view ./merged
+
+    Reads every matrix once and merges nothing. Only this machine can open the page. Ctrl-C ends it.
+    """
+    given = options.given(locals())
+    import webbrowser
+
+    from covmerge.files.stores.address import local_path
+    from covmerge.front.cli import flags
+    from covmerge.front.viewer import Server, ViewJob
+
+    scene = ViewJob(local_path(path), flags.shown_options(given)).run()
+    with closing(Server(scene, port)) as server:
+        stdout().print(
+            f"{server.url}\nThis machine alone can open it. Ctrl-C ends it.", soft_wrap=True
+        )
+        if not no_browser:
+            # A browser of the terminal would keep this thread.
+            start(threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True))
+        try:
+            server.serve()
+        except KeyboardInterrupt:
+            stdout().print("ended")
+
+
+def push(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="Repository; it is made if there is none.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Let nobody else see the repository.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="BRANCH", help="Branch; it is made if there is none."),
+    ] = None,
+    message: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Message of the commit.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Put an output on the Hugging Face Hub, in one commit, if it passes its verification.
+
+    covmerge push ./merged org/name
+
+    Exits with 1 if a check failed, with 2 if the folder is no finished output or the Hub refuses.
+    """
+    from covmerge.front.publish import prepare
+
+    publication = prepare(out, repository, message=message)
+    for note in publication.notes:  # before anything is sent
+        say("note", note)
+    done = publication.send(private=private, revision=revision)
+    if as_json:
+        print_json(done.summary())
+        return
+    console = stdout()
+    console.print(f"Pushed {len(done.files)} files of {printable(str(out))}:", soft_wrap=True)
+    console.print(printable(done.url), soft_wrap=True)

@@ -1,0 +1,317 @@
+"""Sections of a recipe: a mixture of experts, a training run, the tokens of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.settings import Hint
+from covmerge.base.text import shown
+from covmerge.files.checkpoints.trainer import SavedStep, last_steps
+from covmerge.plan.recipe.parts import StrictModel
+
+# What a recipe says of a mixture of experts.
+
+Prompt = Annotated[str, Field(min_length=1, max_length=100_000)]
+GateMode = Literal["random", "uniform_random", "cheap_embed"]
+
+
+class Prompts(StrictModel):
+    """Texts that say what an expert is for."""
+
+    positive: tuple[Prompt, ...] = Field(
+        min_length=1, max_length=1000, description="Texts that should go to the expert."
+    )
+    negative: tuple[Prompt, ...] = Field(
+        default=(), max_length=1000, description="Texts that should not."
+    )
+
+
+class Mixture(StrictModel):
+    """The experts become the routed experts of one mixture-of-experts model."""
+
+    architecture: Literal["mixtral"] = Field(
+        default="mixtral",
+        description="Of the output: `mixtral`, from a Llama or Mistral base.",
+    )
+    gates: GateMode = Field(
+        description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
+        "prompts; `random`: normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
+    )
+    prompts: dict[str, Prompts] = Field(
+        default_factory=dict[str, Prompts],
+        description="Prompts of each expert, which `cheap_embed` needs.",
+    )
+    experts_per_token: int = Field(
+        default=2, ge=1, description="How many experts each token is given to."
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of random gates.")
+
+    def check(self, experts: Mapping[str, Any]) -> None:
+        """Refuse what does not fit the experts of the recipe.
+
+        Raises:
+            ValueError: too few experts, or prompts that are missing, alike, or of no expert.
+        """
+        if not 2 <= len(experts) <= 1024:
+            raise ValueError(f"a mixture has 2 to 1024 experts, and the recipe has {len(experts)}")
+        if self.experts_per_token > len(experts):
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}, and there are {len(experts)} experts"
+            )
+        for name in self.prompts:
+            if name not in experts:
+                raise ValueError(f"moe.prompts names '{name}', and there is no such expert")
+        if self.gates != "cheap_embed":
+            return
+        for name in experts:
+            if name not in self.prompts:
+                raise ValueError(
+                    f"gates: cheap_embed needs prompts of every expert, and '{name}' has none: add them "
+                    "under moe.prompts (mergekit-moe: positive_prompts), or use gates: random"
+                )
+        if len({(p.positive, p.negative) for p in self.prompts.values()}) == 1:
+            raise ValueError("all experts have the same prompts, so no gate could tell them apart")
+
+
+# `run`: the last checkpoints of one training run, averaged; written as an ordinary recipe.
+
+RUN = "run"
+
+
+class Run(StrictModel):
+    """In place of `experts`: the last checkpoints of one training run."""
+
+    folder: Annotated[str, Field(min_length=1)] = Field(
+        description="Folder that the trainer wrote its checkpoints to: checkpoint-500/, checkpoint-1000/ "
+        "and so on, or step-500/ (path relative to the recipe file). They may be full models, adapters, or "
+        "folders of torch.distributed.checkpoint."
+    )
+    last: int | None = Field(
+        default=None,
+        ge=1,
+        strict=True,
+        description="How many of them, by their numbers, from the last one back; all by default.",
+    )
+    weights: Literal["equal", "step", "ema"] = Field(
+        default="equal",
+        description="What a checkpoint counts for. `equal`: as much as any other (LAWA); `step`: as its "
+        "number; `ema`: `decay` times what the next one counts for.",
+    )
+    decay: float | None = Field(
+        default=None,
+        gt=0.0,
+        lt=1.0,
+        strict=True,
+        description="What a checkpoint counts for beside the next one, under `weights: ema`.",
+    )
+
+    @model_validator(mode="after")
+    def _decay_of_ema(self) -> Run:
+        if self.weights == "ema" and self.decay is None:
+            raise ValueError(
+                f"'weights: ema' needs a 'decay' ({Hint('decay')}), such as 0.8: what a checkpoint "
+                "counts for beside the next one"
+            )
+        if self.weights != "ema" and self.decay is not None:
+            raise ValueError(f"'decay' belongs to 'weights: ema', and they are '{self.weights}'")
+        return self
+
+    def shares(self, steps: list[int]) -> list[float]:
+        """Return what each checkpoint counts for; the last one 1.
+
+        The weights of an exponential moving average over n checkpoints that forgets where it began:
+        w_k ∝ d^(n−k), k = 1, ..., n.
+
+        Raises:
+            RecipeError: one of them would count for nothing.
+
+        Example:
+            >>> Run(folder="r", weights="ema", decay=0.5).shares([500, 1000, 1500])
+            [0.25, 0.5, 1.0]
+            >>> Run(folder="r", weights="step").shares([500, 1000, 2000])
+            [0.25, 0.5, 1.0]
+        """
+        if self.weights == "step":
+            if steps[0] == 0:
+                raise RecipeError(
+                    f"'weights: step' gives {self.folder}/checkpoint-0 no weight: take fewer ('last'), or "
+                    "'weights: equal'"
+                )
+            return [step / steps[-1] for step in steps]
+        decay = self.decay or 1.0
+        return [decay ** (len(steps) - k) for k in range(1, len(steps) + 1)]
+
+
+def compile_run(
+    data: Mapping[str, Any], run: Run, beside: Path, notes: list[str]
+) -> dict[str, Any]:
+    """Return the recipe that averages the last checkpoints of a run.
+
+    Full models are averaged as they are (`linear`), which needs no base; of adapters their updates
+    are (`average`), so that the mean of the products BA is exact.
+
+    Args:
+        data: the recipe with `run`.
+        run: what is said there.
+        beside: what its relative folder is relative to.
+        notes: what a reader should know is added to them.
+
+    Raises:
+        CheckpointError: there are fewer checkpoints, or one of them is incomplete.
+        RecipeError: a checkpoint would count for nothing.
+    """
+    found = last_steps(run.folder, run.last, beside)
+    shares = run.shares([saved.step for saved in found])
+    if names := sorted({name for saved in found for name in saved.own}):
+        notes.append(
+            f"{', '.join(names)} of the checkpoints are the trainer's own, and are left aside"
+        )
+    return {
+        "base": None,
+        "method": "average" if all(saved.is_adapter for saved in found) else "linear",
+        **{key: value for key, value in data.items() if key != RUN},
+        "experts": {
+            saved.folder.name: {"source": _source(run, saved), "weight": share}
+            for saved, share in zip(found, shares, strict=True)
+        },
+    }
+
+
+def _source(run: Run, saved: SavedStep) -> str:
+    return f"{run.folder.rstrip('/')}/{saved.folder.name}"
+
+
+# The output's vocabulary and chat template, as a recipe states them.
+
+BASE, UNION, ZERO, AUTO = "base", "union", "zero", "auto"
+
+# The formats of prompts that have a name of their own (`covmerge.plan.vocabulary.chat`).
+TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
+
+_MODEL = Annotated[str, Field(min_length=1)]
+_MOST_ROWS = 1 << 24
+
+
+class TokenRow(StrictModel):
+    """Whose row of the embedding a token gets."""
+
+    of: _MODEL = Field(
+        description="An expert, `base`, or `zero`: the row is then 0.",
+    )
+    token: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The token there whose row it is; by default that of the same text.",
+    )
+    id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        default=None, description="In place of `token`: its number there."
+    )
+    force: bool = Field(
+        default=False,
+        description="Whether all models get this row. By default those that have the token keep their own.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"of": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_row(self) -> TokenRow:
+        if self.token is not None and self.id is not None:
+            raise ValueError("'token' and 'id' both name the row; remove one of them")
+        if self.of == ZERO and (self.token is not None or self.id is not None):
+            raise ValueError("a row of `zero` is of no token; remove 'token' or 'id'")
+        return self
+
+
+def _short_token_form(schema: dict[str, Any]) -> None:
+    """Let an editor accept `token: expert` beside `token: {of: expert, ...}`."""
+    schema["additionalProperties"] = {
+        "anyOf": [{"type": "string", "minLength": 1}, schema["additionalProperties"]]
+    }
+
+
+class TokenizerRules(StrictModel):
+    """Which tokens the output has, and whose rows they are."""
+
+    source: _MODEL = Field(
+        default=UNION,
+        description="`base`: the base's tokenizer; an expert's name: that of this expert; `union`: the "
+        "base's with the tokens that only experts have, in the order of the experts and of their numbers "
+        "there. A model that lacks a token gets the base's row, or the mean of those that have it. Without "
+        "a base the first expert's tokenizer is extended, and all such rows are means.",
+    )
+    tokens: dict[Annotated[str, Field(min_length=1, max_length=1000)], TokenRow] = Field(
+        default_factory=dict[str, TokenRow],
+        max_length=10_000,
+        json_schema_extra=_short_token_form,
+        description="Tokens with rules of their own: token to model, or to a mapping. One that the "
+        "vocabulary lacks is added to it.",
+    )
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=_MOST_ROWS, strict=True)] | None = Field(
+        default=None,
+        description="The embedding's rows are filled up to a multiple of this, each by the mean of its "
+        "model's rows.",
+    )
+
+    @property
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Names of models, each with where it stands; what has a meaning of its own is none."""
+        if self.source not in (UNION, BASE):
+            yield "source", self.source
+        for token, row in self.tokens.items():
+            if row.of not in (ZERO, BASE):
+                yield f"tokens[{token!r}]", row.of
+
+    @property
+    def _of_base(self) -> bool:
+        return BASE in (self.source, *(row.of for row in self.tokens.values()))
+
+    def check(self, experts: Collection[str], *, base: bool) -> None:
+        """Refuse names that no expert has, and experts whose names have another meaning here.
+
+        Raises:
+            ValueError: such a name, or a base where the recipe has none.
+        """
+        for word in (BASE, UNION, ZERO):
+            if word in experts:
+                raise ValueError(
+                    f"an expert is called '{word}', which means something else in `tokenizer`: rename it"
+                )
+        for place, name in self.named:
+            if name not in experts:
+                raise ValueError(
+                    f"tokenizer.{place} is '{name}', and there is no such expert."
+                    f"{did_you_mean(name, experts)}"
+                )
+        if self._of_base and not base:
+            raise ValueError("'tokenizer' names the base, and the recipe has none")
+
+
+def check_template(template: str, experts: Collection[str], *, base: bool) -> None:
+    """Refuse what is neither a template, nor the name of one or of a model.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if "{" in template:
+        return
+    choices = (AUTO, BASE, *TEMPLATES)
+    if template in choices and template in experts:
+        raise ValueError(
+            f"chat_template {template!r} is the name of an expert too: rename the expert"
+        )
+    if template == BASE and not base:
+        raise ValueError("'chat_template' is the base's, and the recipe has none")
+    if template not in (*choices, *experts):
+        hint = did_you_mean(template, [*choices, *experts])
+        raise ValueError(
+            f"chat_template is {shown(template)}; it is one of {', '.join(choices)}, an expert's name, or "
+            f"Jinja.{hint}"
+        )

@@ -1,0 +1,403 @@
+"""Tensors of a merged model computed again from its sources: `covmerge verify --deep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError, InputError, TensorError
+from covmerge.base.settings import Hint
+from covmerge.base.text import some
+from covmerge.base.types import Json, LinearGroup, Merged, TensorHeader
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
+from covmerge.files.quantised.view import open_plain
+from covmerge.files.stores.remote import store_at
+from covmerge.files.tensors.views import matrix_shapes
+from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.methods import Method, registry
+from covmerge.maths.reference import REFERENCES
+from covmerge.plan.planning.forms import ModelTensor
+from covmerge.plan.planning.operations import Merge
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import TensorPlan, WorkItem
+from covmerge.plan.recipe import Recipe, parse_recipe
+from covmerge.run.engine.executor import Batch, Done, Task
+from covmerge.run.engine.global_pass import find_thresholds
+from covmerge.run.engine.inputs import read_inputs
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.selection import Selections
+from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.worker import work
+from covmerge.run.sources import OpenCheckpoints, open_recipe
+from covmerge.run.verification import Check
+
+# The sources of a finished merge: opened as they were given, and only if they are the same.
+
+
+@contextmanager
+def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
+    """Open base and experts as they were given to the merge."""
+    given = [recipe.base, *(expert.source for expert in recipe.experts.values())]
+    with ExitStack() as stack:
+        try:
+            checkpoints = stack.enter_context(open_recipe(recipe))
+        except InputError as error:
+            # A state dict has no place: "<state dict>".
+            if all(s is None or s.startswith("<") or Path(s).is_absolute() for s in given):
+                raise
+            raise InputError(
+                f"a source of the merge cannot be opened from {Path.cwd()}, and they are recorded as they "
+                f"were given to it: run this in the folder of the merge. {error}"
+            ) from error
+        yield checkpoints
+
+
+def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
+    """The recipe with sources of the Hub at the commits that were merged."""
+
+    def at(key: str, source: str) -> str:
+        commit = manifest["sources"].get(key, {}).get("content", {}).get("revision")
+        return source if commit is None else f"{source.partition('@')[0]}@{commit}"
+
+    experts = {
+        name: expert.model_copy(update={"source": at(f"expert {name}", expert.source)})
+        for name, expert in recipe.experts.items()
+    }
+    base = None if recipe.base is None else at("base", recipe.base)
+    return recipe.model_copy(update={"base": base, "experts": experts})
+
+
+def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:
+    """Refuse sources that are not those of the merge."""
+    recorded: Mapping[str, Mapping[str, Any]] = manifest["sources"]
+    now: dict[str, Json] = {key: fingerprint(one) for key, one in checkpoints.all()}
+    now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
+    decided = checkpoints.text.vocabulary
+    if decided is not None and manifest.get("vocabulary") != decided.as_json():
+        raise InputError(
+            "the sources' tokenizers are not what they were when they were merged: put them back, or "
+            f"verify without {Hint('deep')}"
+        )
+    for key, content in now.items():
+        if recorded.get(key, {}).get("content") != content:
+            raise InputError(
+                f"{key} is not what was merged: its content has another hash than {MANIFEST_NAME} "
+                f"records. Put the source back, or verify without {Hint('deep')}"
+            )
+
+
+# Some tensors of a merged model computed again by reference implementations in float64.
+
+# Which tensors of a merged model are computed again, and which by a reference implementation.
+
+# A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies
+# updates with it: so many float64 numbers (a few of 0.8 GB are alive at once), so many
+# multiplications (minutes).
+_MOST_NUMBERS = 10**8
+_MOST_PRODUCTS = 5 * 10**10
+
+_T = TypeVar("_T")
+
+
+def by_reference(name: str) -> Method:
+    """A registered method, carried out by its reference implementation on dense updates."""
+    method = registry.get(name)
+
+    @wraps(method.kernel)  # with its parameters
+    def kernel(group: LinearGroup, **parameters: Any) -> Merged:
+        return Merged(REFERENCES[name](group, **parameters))
+
+    return replace(method, kernel=kernel, factored="none", writes_masks=False, tensor_pass=None)
+
+
+def choose(plan: Plan, count: int) -> dict[str, str]:
+    """Take so many of the merged tensors, evenly, first those that a reference implementation can do.
+
+    A method of which no tensor is within its reference implementation's reach is not passed over.
+
+    Returns:
+        By name, why it is not for a reference implementation; "" where it is.
+    """
+    reasons = {
+        t.name: _beyond_a_reference(t, t.operation)
+        for t in plan.tensors
+        if isinstance(t.operation, Merge)
+    }
+    methods = {t.name: t.operation.method for t in plan.tensors if isinstance(t.operation, Merge)}
+    reached = {methods[name] for name, reason in reasons.items() if not reason}
+    first = [name for name, reason in reasons.items() if not reason or methods[name] not in reached]
+    rest = [name for name in reasons if name not in set(first)]
+    chosen = {*_evenly(first, count), *_evenly(rest, count - len(first))}
+    return {name: reason for name, reason in reasons.items() if name in chosen}
+
+
+def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
+    """Why no reference implementation computes a tensor; "" where one does."""
+    if merge.method not in REFERENCES:
+        return f"'{merge.method}' has no reference implementation"
+    unit = registry.get(merge.method).unit_for(merge.parameters)
+    shape, count = tensor.stored.shape, len(tensor.operands)
+    numbers = products = 0
+    if merge.layout is not None:
+        shapes = matrix_shapes(shape, merge.layout)
+        steps = merge.parameters["iterations"] if merge.parameters.get("solver") == "adam" else 1
+        numbers = count * max(max(sides) ** 2 for sides in shapes)
+        products = count * sum(prod(sides) * max(sides) for sides in shapes) * steps
+    elif unit == "tensor":
+        numbers = count * prod(shape)
+    if numbers > _MOST_NUMBERS or products > _MOST_PRODUCTS:
+        return f"{' × '.join(map(str, shape))} of {count} experts is too large for one"
+    return ""
+
+
+def _evenly(names: Sequence[_T], count: int) -> list[_T]:
+    """Take so many, from the first to the last."""
+    count = max(0, min(count, len(names)))
+    steps = max(1, count - 1)
+    return [names[place * (len(names) - 1) // steps] for place in range(count)]
+
+
+# Of the norm of a merged update: what a merge in float32 may be off by.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class _Element:
+    """The element of a tensor that is farthest from the one computed again.
+
+    Attributes:
+        beyond: by how much, beside what storing it may change.
+        place: where.
+    """
+
+    beyond: float = 0.0
+    place: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Distance:
+    """How far the stored rows of a tensor are from those computed again, in squared norms."""
+
+    error: float = 0.0
+    update: float = 0.0
+    weights: float = 0.0
+    rounding: float | None = None  # to a quantised format
+    element: _Element = field(default_factory=_Element)
+
+    def __add__(self, other: _Distance) -> _Distance:
+        lost = [part.rounding for part in (self, other) if part.rounding is not None]
+        return _Distance(
+            self.error + other.error,
+            self.update + other.update,
+            self.weights + other.weights,
+            sum(lost) if lost else None,
+            max(self.element, other.element, key=lambda element: element.beyond),
+        )
+
+    def computed(self, compute_eps: float) -> float:
+        """What the computation may be off by, e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖."""
+        return TOLERANCE * sqrt(self.update) + 4 * compute_eps * sqrt(self.weights)
+
+    def share(self, stored: torch.dtype, compute_eps: float) -> float:
+        """How much of what it may be off by a tensor is off by.
+
+        Its computation may be off by e (`computed`). Storage rounds both results. Where e moves an
+        element over the middle of two numbers, the difference is the distance of these: together
+        √(e · eps' ‖W‖) on average, in a quantised format √(e · √12 ‖Q(W) − W‖), and as much again as
+        its scales move. A single element is not off by more than the whole matrix: by e, beside what
+        storing it changes (`_farthest`).
+        """
+        weights, error = sqrt(self.weights), self.computed(compute_eps)
+        if self.rounding is None:
+            allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
+        else:
+            allowed = error + 2 * sqrt(error * sqrt(12 * self.rounding))
+        return max(_share(sqrt(self.error), allowed), _share(self.element.beyond, error))
+
+    def __str__(self) -> str:
+        return (
+            f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}, and "
+            f"element {list(self.element.place)} by {self.element.beyond:.2g} beside its rounding"
+        )
+
+
+def _share(found: float, allowed: float) -> float:
+    return found / allowed if allowed else float(found > 0) * 2
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor computed again; `instead`: why not by a reference implementation, "" where it was."""
+
+    name: str
+    distance: _Distance
+    instead: str
+
+
+def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
+    """Compute some tensors of a merged model again, from its sources, and compare.
+
+    The sources must be those of the merge, by their hashes. Their plan is made anew from the
+    recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
+    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with what
+    merged them. Where there is none, or the tensor is too large for it, the method's own code is run in
+    float64.
+
+    Args:
+        folder: the output, by path or address.
+        tensors: how many are taken, evenly, of those that were merged; first those that a
+            reference implementation can do.
+
+    Returns:
+        A check that names the tensors that are not what the sources give, and those that
+        no reference implementation did.
+
+    Raises:
+        InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
+    """
+    store = store_at(folder)
+    manifest = read_manifest(store)
+    recipe = pinned(parse_recipe(manifest["recipe"], origin=store.where(MANIFEST_NAME)), manifest)
+    if recipe.output.format == "adapter":
+        raise InputError(
+            f"{folder} is an adapter, and only merged models are computed again: verify it without "
+            f"{Hint('deep')}"
+        )
+    with recorded_in(store.where(MANIFEST_NAME)), sources_of(recipe) as checkpoints:
+        checkpoints.materialize()
+        check_sources(checkpoints, manifest)
+        exact = recipe.model_copy(update={"dtype": "float64"})
+        plan, checkpoints = checkpoints.plan(exact)
+        if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
+            return Check("recomputed", ok=False, detail="the sources give other tensors than these")
+        with closing(open_plain(folder)) as output:
+            found = _compare(plan, checkpoints, output, choose(plan, tensors))
+            stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
+    eps = torch.finfo(getattr(torch, recipe.dtype)).eps
+    wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
+    merged = sum(isinstance(tensor.operation, Merge) for tensor in plan.tensors)
+    return Check("recomputed", not wrong, _account(found, wrong, merged))
+
+
+def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
+    """What was found, and how."""
+    by_kernels = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
+    kernels = f"covmerge's own kernels in float64: {some(by_kernels, 5, between='; ')}"
+    if not by_kernels:
+        how = "the float64 reference implementations"
+    elif len(by_kernels) == len(found):
+        how = kernels
+    else:
+        how = f"the float64 reference implementations, but for {len(by_kernels)} by {kernels}"
+    if wrong:
+        off = some((f"'{tensor.name}' is {tensor.distance}" for tensor in wrong), 5, between="; ")
+        return f"not what the sources give: {off}; computed by {how}"
+    return f"{len(found)} of {merged} merged tensors are what the sources give by {how}"
+
+
+def _compare(
+    plan: Plan, checkpoints: OpenCheckpoints, output: Checkpoint, chosen: Mapping[str, str]
+) -> list[_Tensor]:
+    """Compute the chosen tensors, by their reference implementations but for those that say why not."""
+    sources = checkpoints.sources()
+    context = Context(plan.compute_dtype, torch.device("cpu"))
+    executor = Threads(in_flight=2 * max(item.read_bytes for item in plan.items), lanes=1)
+
+    def count(batches: Sequence[Batch], selections: Selections) -> Generator[Done]:
+        return executor.run(enumerate(batches), Task(sources, context, selections=selections))
+
+    thresholds = find_thresholds([plan], count, lambda what, size: None)
+    informed = replace(context, thresholds=thresholds)
+    items: dict[str, list[WorkItem]] = {name: [] for name in chosen}
+    for item in plan.items:
+        if item.tensor.key in chosen:
+            items[item.tensor.name].append(_unrounded(item))
+
+    forms = {tensor.name: tensor.form for tensor in plan.tensors}
+
+    def distance(name: str, method: Callable[[str], Method]) -> _Distance:
+        of_method = replace(informed, method=method)
+        total = _Distance()
+        for item in items[name]:
+            stored = output.read(name, item.rows)
+            (result,) = work([item], read_inputs([item], sources), of_method)
+            merged: Any = result.stats["merged"]
+            exact = result.tensors[0]
+            form = forms[name] if merged else ModelTensor()  # what is the base's has its bytes
+            rounded = form.read_back(exact, stored.dtype, item.rows).double()
+            lost = square_norm(rounded - exact) if form.format else None
+            farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
+            error = square_norm(stored.double() - rounded)
+            total += _Distance(error, merged, square_norm(rounded), lost, farthest)
+        return total
+
+    found: list[_Tensor] = []
+    for name, instead in chosen.items():
+        if not instead:
+            try:
+                found.append(_Tensor(name, distance(name, by_reference), ""))
+                continue
+            except TensorError:
+                instead = "its reference implementation fails"
+        try:
+            found.append(_Tensor(name, distance(name, registry.get), instead))
+        except TensorError as error:
+            raise CheckpointError(
+                f"{output.source} cannot be computed again by the recipe in its covmerge.json: {error}"
+            ) from error
+    return found
+
+
+def _farthest(
+    stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, *, packed: bool
+) -> _Element:
+    """Find the element that is farthest from the exact one, beside what storing it may change.
+
+    Storing a number changes it by half of the distance to the next one, at most. Where each operation of
+    the method rounds to a dtype, an operation may have rounded the other way, by the whole distance there.
+    In a quantised format the numbers are as far apart as the scale of a block says, which may be another
+    one: there it is twice the most that rounding the exact rows changes.
+    """
+    if not stored.numel():
+        return _Element()
+    off = (stored.double() - exact).abs()
+    if packed:
+        allowed = 2 * (rounded - exact).abs().max()
+    else:
+        allowed = _step(stored, stored.dtype) / 2
+        merge = item.tensor.operation
+        arithmetic = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+        if arithmetic is not None:
+            allowed += _step(stored, getattr(torch, arithmetic))
+    beyond = off.sub_(allowed).flatten()
+    where = int(beyond.argmax())
+    place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), stored.shape)]
+    if place and item.rows is not None:
+        place[0] += item.rows.start
+    return _Element(max(0.0, float(beyond[where])), tuple(place))
+
+
+def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from each number to the next one in a dtype."""
+    info = torch.finfo(dtype)
+    size = values.double().abs().clamp_min(info.tiny)
+    exponent = torch.frexp(size).exponent - 1
+    return torch.ldexp(torch.full_like(size, info.eps), exponent)
+
+
+def _unrounded(item: WorkItem) -> WorkItem:
+    """The item with a result in float64."""
+    output = item.tensor.output
+    header = TensorHeader(output.name, output.shape, torch.float64)
+    unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
+    # A reference implementation knows no tensor pass: it sees the whole.
+    return replace(unrounded, tensor_pass=False, at_once=None) if item.tensor_pass else unrounded
