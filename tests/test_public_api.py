@@ -110,7 +110,7 @@ def test_the_old_name_of_the_experts_statistics_warns_and_works():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("recompute.compute", "run.recompute.compute"),
+        ("recompute.compute", "run.recompute"),
         ("twins", "maths.reference"),
         ("plan.build", "plan.planning.build"),
         ("methods.ace", "maths.methods.ace"),

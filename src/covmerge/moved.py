@@ -36,7 +36,10 @@ class Moved(MetaPathFinder, Loader):
         new = new_path(module.__name__)
         assert new is not None
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
-        sys.modules[module.__name__] = import_module(new)
+        found = import_module(new)
+        # A package that is one file today is asked for its old modules, which are the file itself.
+        vars(found).setdefault("__path__", [])
+        sys.modules[module.__name__] = found
 
 
 def new_path(name: str) -> str | None:
@@ -45,6 +48,8 @@ def new_path(name: str) -> str | None:
     Example:
         >>> new_path("covmerge.twins"), new_path("covmerge.run.engine"), new_path("covmerge.no")
         ('covmerge.maths.reference', None, None)
+        >>> new_path("covmerge.recompute.compute")  # a package that is one file today
+        'covmerge.run.recompute'
     """
     package, _, rest = name.partition(".")
     first, _, inner = rest.partition(".")
@@ -56,9 +61,13 @@ def new_path(name: str) -> str | None:
     known = [f"covmerge.{floor}.{tail}" for floor in _FLOORS]
     if first == "plan":
         known = [f"covmerge.plan.planning.{inner}"]
+    known += [path for path in (path.rpartition(".")[0] for path in known) if _is_file(path)]
     return next((path for path in known if _is_there(path)), None)
 
 
 def _is_there(name: str) -> bool:
-    path = _ROOT.joinpath(*name.split(".")[1:])
-    return (path / "__init__.py").is_file() or path.with_name(f"{path.name}.py").is_file()
+    return (_ROOT.joinpath(*name.split(".")[1:]) / "__init__.py").is_file() or _is_file(name)
+
+
+def _is_file(name: str) -> bool:
+    return _ROOT.joinpath(*name.split(".")[1:-1], f"{name.rpartition('.')[2]}.py").is_file()
