@@ -124,6 +124,8 @@ def plan_summary(
             "eigen_flops_per_second": speed.eigen,
             "processor_share": speed.share,
             "read_bytes_per_second": speed.read,
+            "hashed_bytes_per_second": speed.hashed,
+            "start_seconds": speed.begun,
         },
     }
 
