@@ -28,7 +28,7 @@ from covmerge.run.engine.threads import Threads
 
 # As large as layers are: smaller ones are slower, and larger ones as fast.
 _PRODUCT_SIDE, _EIGEN_SIDE = 1536, 768
-_SECONDS = 0.4  # for each of both, and no less than so often:
+_SECONDS = 0.25  # for each of both, and no less than so often:
 _TIMES = 3
 _PIECE_BYTES = 32 * 2**20  # that are read of what a method does entry by entry
 _HASHED_BYTES = 2**22
