@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from covmerge.front.api import plan_recipe
 from covmerge.front.cli import machine, show
@@ -138,6 +139,17 @@ def test_a_piece_is_done_of_each_method_that_goes_entry_by_entry(models):
     assert hashed.seconds(plan) == pytest.approx(
         2.0 + (sources + 2 * plan.write_bytes) / 1e3 + sum(spent)
     )
+
+
+def test_a_piece_that_cannot_be_merged_is_named(models):
+    tensors = load_file(models / "a.safetensors")
+    tensors["embed_tokens.weight"][0, 0] = float("nan")
+    save_file(tensors, models / "a.safetensors")
+    arguments = ["merge", *flags(models), "--dry-run"]
+    text = words(covmerge(*arguments).stdout)
+    assert "the merge will fail as it did: 'embed_tokens.weight' of expert 'a' holds 1 NaN" in text
+    problem = covmerge(*arguments, "--json").json["estimate"]["problem"]
+    assert problem in covmerge("merge", *flags(models), models / "out", code=2).stderr
 
 
 def test_a_piece_is_small(models, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from covmerge.base.errors import CovmergeError
 from covmerge.maths.linalg.auto import eigh_cost
 from covmerge.maths.linalg.lapack import eigh
 from covmerge.plan.planning.operations import Merge
@@ -52,6 +53,7 @@ class Speed:
         begun: processor seconds of the start and of planning, which a merge takes too.
         hashed: bytes a second through SHA-256.
         by_entry: seconds that a method which goes entry by entry takes for a byte that it reads.
+        problem: why a piece of the merge could not be carried out, "" where all could.
     """
 
     flops: float
@@ -62,6 +64,7 @@ class Speed:
     begun: float = 0.0
     hashed: float = float("inf")
     by_entry: Mapping[str, float] = field(default_factory=dict[str, float])
+    problem: str = ""
 
     def seconds(self, plan: Plan) -> float:
         """Estimate the run: reading and writing overlap computing, and share the disk.
@@ -99,7 +102,6 @@ def measure_speed(
 
     Raises:
         InputError: the device cannot be used.
-        TensorError: NaN or Inf in the sources.
     """
     begun = time.process_time()
     target, dtype = usable_device(device), plan.compute_dtype
@@ -116,11 +118,14 @@ def measure_speed(
         # Reading one number waits for the device.
         products, share = _timed(lambda: (product @ product)[0, 0].item(), target)
         at_once = torch.get_num_threads() if target.type == "cpu" else 1
-        by_entry = {
-            method: _timed(partial(_carry_out, piece, sources, context), target)[0]
-            / sum(item.read_bytes for item in piece.items)
-            for method, piece in pieces.items()
-        }
+        by_entry, problem = dict[str, float](), ""
+        for method, piece in pieces.items():
+            try:
+                seconds, _ = _timed(partial(_carry_out, piece, sources, context), target)
+            except CovmergeError as error:  # of values, which a plan is not about
+                problem = str(error)
+            else:
+                by_entry[method] = seconds / sum(item.read_bytes for item in piece.items)
     with torch_threads(1):  # layers are dealt to the cores, on which eigenproblems scale badly
         problems, _ = _timed(lambda: eigh(symmetric)[0][0].item(), target)
     return Speed(
@@ -132,6 +137,7 @@ def measure_speed(
         begun,
         at_once * _hash_rate(),
         by_entry,
+        problem,
     )
 
 

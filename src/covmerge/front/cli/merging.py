@@ -43,7 +43,6 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
     Raises:
         InputError: whatever would stop the merge before its first tensor.
             The plan is printed before what the place of the output would stop.
-        TensorError: NaN or Inf in the piece of the merge that is tried.
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
     with open_recipe(recipe) as opened:
