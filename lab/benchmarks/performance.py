@@ -56,6 +56,8 @@ def written(text: str) -> str:
         ("routes", routes(_read("routes"))),
         ("overlap", overlap(_read("timeline"))),
         ("large", large(_read("large"))),
+        ("start", start(_read("start"))),
+        ("forecast", forecast(_read("forecast"))),
     ):
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- end of {name} -->")
@@ -104,6 +106,24 @@ def kernels(results: Mapping[str, Any]) -> str:
         )
     head = ["block", "seconds", "CPU seconds", "published, seconds", "CPU seconds", "ratio"]
     return _table([*head, "efficiency"], rows)
+
+
+def start(results: Mapping[str, Any]) -> str:
+    keys = ("before", "now", "now / before")
+    rows = [
+        [row["command"], *(row[kind][key] for kind in ("cpu_seconds", "seconds") for key in keys)]
+        for row in results["commands"]
+    ]
+    head = ["command", "CPU s before", "now", "now / before", "seconds before", "now"]
+    return _table([*head, "now / before"], rows)
+
+
+def forecast(results: Mapping[str, Any]) -> str:
+    keys = ("forecast", "idle", "forecast / idle", "share", "seconds")
+    rows = [
+        [row["method"], *(f"{row[key]['median']:.2f}" for key in keys)] for row in results["merges"]
+    ]
+    return _table(["method", "forecast, s", "idle, s", "ratio", "share", "by the clock, s"], rows)
 
 
 def gpu(results: Mapping[str, Any]) -> str:

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from covmerge.front.api import plan_recipe
 from covmerge.front.cli import machine, show
 from covmerge.plan.recipe import load_recipe, parse_recipe
+from covmerge.run.engine.inputs import Sources
+from covmerge.run.sources import open_recipe
 from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words, write_recipe
 from tests.e2e.models import save_family
@@ -65,7 +68,8 @@ def test_it_measures_with_the_threads_asked_for(models, monkeypatch):
     )
     before = torch.get_num_threads()
     covmerge("merge", *flags(models), "--dry-run", "--threads", 1)
-    assert (seen, torch.get_num_threads()) == ([1, 1], before)
+    # Products, a piece of the average of embeddings, and eigenproblems.
+    assert (seen, torch.get_num_threads()) == ([1, 1, 1], before)
 
 
 def test_a_device_that_is_not_there(models):
@@ -114,10 +118,53 @@ def test_a_plan_that_cannot_be_made(models):
     assert "are allowed (--max-memory)" in ran.stderr
 
 
-def test_sources_on_the_hub_are_not_measured():
+def test_sources_on_the_hub_are_not_measured(models):
+    plan, _ = plan_recipe(load_recipe(write_recipe(models)))
     recipe = parse_recipe({"base": "org/base", "experts": {"a": "org/a"}})
-    speed = machine.measure_speed(recipe, torch.float32, "cpu", None)
-    assert (speed.read, speed.read_from) == (None, None)
+    speed = machine.measure_speed(recipe, plan, Sources({}), "cpu", None)
+    assert (speed.read, speed.read_from, speed.by_entry) == (None, None, {})
+
+
+def test_a_piece_is_done_of_each_method_that_goes_entry_by_entry(models):
+    recipe = load_recipe(write_recipe(models, "method: ties\nparameters: {density: 0.5}"))
+    with open_recipe(recipe) as opened:
+        plan, checkpoints = opened.plan(recipe)
+        speed = machine.measure_speed(recipe, plan, checkpoints.sources(), "cpu", 1)
+    assert {*speed.by_entry} == {"ties"} and speed.by_entry["ties"] > 0
+    free = replace(speed, begun=0.0, hashed=float("inf"), read=None)
+    spent = [speed.by_entry[item.tensor.operation.method] * item.read_bytes for item in plan.items]
+    assert free.seconds(plan) == pytest.approx(sum(spent))
+    hashed = replace(free, begun=2.0, hashed=1e3)
+    sources = sum(item.read_bytes for item in plan.items)
+    assert hashed.seconds(plan) == pytest.approx(
+        2.0 + (sources + 2 * plan.write_bytes) / 1e3 + sum(spent)
+    )
+
+
+def test_a_piece_that_cannot_be_merged_is_named(models):
+    tensors = load_file(models / "a.safetensors")
+    tensors["embed_tokens.weight"][0, 0] = float("nan")
+    save_file(tensors, models / "a.safetensors")
+    arguments = ["merge", *flags(models), "--dry-run"]
+    text = words(covmerge(*arguments).stdout)
+    assert "the merge will fail as it did: 'embed_tokens.weight' of expert 'a' holds 1 NaN" in text
+    problem = covmerge(*arguments, "--json").json["estimate"]["problem"]
+    assert problem in covmerge("merge", *flags(models), models / "out", code=2).stderr
+
+
+def test_a_piece_is_small(models, monkeypatch):
+    plan, _ = plan_recipe(
+        load_recipe(write_recipe(models, "method: ties\nparameters: {density: 0.5}"))
+    )
+    (whole,) = plan.global_passes
+    monkeypatch.setattr(machine, "_PIECE_BYTES", 1)
+    piece = machine._pieces(plan)["ties"]
+    (item,) = piece.items
+    assert item.read_bytes == min(item.read_bytes for item in whole.items)
+    (counted,) = piece.global_passes
+    assert [item.key for item in counted.items] == [item.key] and len(whole.items) > 1
+    plan, _ = plan_recipe(load_recipe(write_recipe(models, "method: ace")))
+    assert {*machine._pieces(plan)} == {"average"}  # of what is no matrix
 
 
 def test_products_and_eigenproblems_are_counted_apart_and_a_busy_machine_is_named(models):

@@ -1,4 +1,4 @@
-"""Help and version come without torch; both entry points are the same program."""
+"""Help and version come without torch, all else without what is heavier; there is one program."""
 
 import subprocess
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import covmerge
+from tests.cli.runs import save_plain, write_recipe
 
 WITHOUT_TORCH = """
 import sys
@@ -39,6 +40,30 @@ def test_help_does_not_wait_for_torch(arguments, expected):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert expected in done.stdout
+
+
+WITH_TORCH_ALONE = """
+import sys
+from covmerge.front.cli import app
+for arguments in {commands!r}:
+    app(arguments, standalone_mode=False)
+optional = ("transformers", "huggingface_hub", "optuna", "matplotlib", "jinja2", "ray", "fsspec", "gguf")
+print([name for name in optional if name in sys.modules], file=sys.stderr)
+"""
+
+
+def test_commands_import_nothing_that_is_heavy_but_torch(tmp_path):
+    recipe, out = str(write_recipe(save_plain(tmp_path))), str(tmp_path / "out")
+    commands = [
+        ["plan", recipe],
+        ["merge", recipe, "--dry-run"],
+        ["merge", recipe, out],
+        ["verify", out],
+        ["inspect", recipe, "--json"],
+    ]
+    code = WITH_TORCH_ALONE.format(commands=commands)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
 def test_help_fits_80_columns():

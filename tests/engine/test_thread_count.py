@@ -5,6 +5,7 @@ from threading import Barrier
 
 import torch
 
+from covmerge.run.engine.hashing import read_files
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
 
@@ -26,3 +27,15 @@ def test_the_number_comes_back() -> None:
     with torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_an_output_is_looked_over_by_one_thread_a_file():
+    class Check:
+        def __call__(self, base, name):
+            del base
+            return [name, torch.get_num_threads()]
+
+    with torch_threads(2):
+        found = read_files({"a": 1, "b": 1}, Check(), None)
+        assert found == {"a": ["a", 1], "b": ["b", 1]}
+        assert torch.get_num_threads() == 2

@@ -49,9 +49,10 @@ def keep_freed_memory() -> None:
             libc.mallopt(number, value)
 
 
-# Objects more than were freed before the youngest are searched for garbage; 700 in Python itself. A plan
-# of a few thousand work items is made of a million, none of which is garbage.
-_YOUNG = 50_000
+# Objects more than were freed before the youngest are searched for garbage; 700 in Python itself. To import
+# torch makes 200,000 and covmerge 130,000, and a plan of a few thousand work items is made of a million,
+# none of which is garbage.
+_YOUNG = 500_000
 
 
 def collect_seldom() -> None:

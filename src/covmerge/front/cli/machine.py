@@ -1,26 +1,38 @@
-"""How fast this machine is, measured in about a second: products, eigenproblems and reading apart."""
+"""How long a merge will take, by a test of two seconds: of this machine, and of a piece of the merge."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from covmerge.base.errors import CovmergeError
 from covmerge.maths.linalg.auto import eigh_cost
 from covmerge.maths.linalg.lapack import eigh
+from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
+from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import Recipe
 from covmerge.run.engine.devices import usable_device
+from covmerge.run.engine.inputs import Sources
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.outputs import NoOutput
+from covmerge.run.engine.progress import Silent
+from covmerge.run.engine.run import run
 from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.engine.threads import Threads
 
 # As large as layers are: smaller ones are slower, and larger ones as fast.
 _PRODUCT_SIDE, _EIGEN_SIDE = 1536, 768
-_SECONDS = 0.4  # for each of both, and no less than so often:
+_SECONDS = 0.25  # for each of both, and no less than so often:
 _TIMES = 3
+_PIECE_BYTES = 32 * 2**20  # that are read of what a method does entry by entry
+_HASHED_BYTES = 2**22
 _BUSY = 0.8  # of the processors' time: who gets less shares them
 _READ_BYTES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
@@ -38,6 +50,10 @@ class Speed:
             of another device 1.
         read: bytes a second from one source file; None where no source is a local file.
         read_from: that file.
+        begun: processor seconds of the start and of planning, which a merge takes too.
+        hashed: bytes a second through SHA-256.
+        by_entry: seconds that a method which goes entry by entry takes for a byte that it reads.
+        problem: why a piece of the merge could not be carried out, "" where all could.
     """
 
     flops: float
@@ -45,17 +61,31 @@ class Speed:
     share: float
     read: float | None
     read_from: Path | None
+    begun: float = 0.0
+    hashed: float = float("inf")
+    by_entry: Mapping[str, float] = field(default_factory=dict[str, float])
+    problem: str = ""
 
     def seconds(self, plan: Plan) -> float:
         """Estimate the run: reading and writing overlap computing, and share the disk.
 
         It is of a machine that does nothing else. Rough: the refinement of ACE is counted even where no
-        gate will fire, elementwise methods are bound by memory rather than products, and a file read a
-        moment ago comes from memory.
+        gate will fire, and a file read a moment ago comes from memory.
         """
         moved = 0.0 if self.read is None else (plan.read_bytes + plan.write_bytes) / self.read
-        eigen = sum(item.eigen_flops for item in plan.items)
-        return max((plan.flops - eigen) / self.flops + eigen / self.eigen, moved)
+        # The sources once; of the output each file, and each tensor.
+        hashed = sum(item.read_bytes for item in plan.items) + 2 * plan.write_bytes
+        computed = hashed / self.hashed + sum(map(self._item_seconds, plan.items))
+        return self.begun + max(computed, moved)
+
+    def _item_seconds(self, item: WorkItem) -> float:
+        method = _method_by_entry(item)
+        if method is not None and method in self.by_entry:
+            return item.read_bytes * self.by_entry[method]
+        products = (item.flops - item.eigen_flops) / self.flops
+        # To read, to widen and to round takes what the simplest method does.
+        least = min(self.by_entry.values(), default=0.0)
+        return products + item.eigen_flops / self.eigen + item.read_bytes * least
 
     @property
     def is_busy(self) -> bool:
@@ -63,50 +93,126 @@ class Speed:
         return self.share < _BUSY
 
 
-def measure_speed(recipe: Recipe, dtype: torch.dtype, device: str, threads: int | None) -> Speed:
-    """Measure for about a second.
+def measure_speed(
+    recipe: Recipe, plan: Plan, sources: Sources, device: str, threads: int | None
+) -> Speed:
+    """Measure for about two seconds.
+
+    Where all sources lie on this machine, a piece of the plan is carried out, and its result forgotten.
 
     Raises:
         InputError: the device cannot be used.
     """
-    target = usable_device(device)
+    begun = time.process_time()
+    target, dtype = usable_device(device), plan.compute_dtype
     product = torch.ones(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=dtype, device=target)
     generator = torch.Generator().manual_seed(0)
     symmetric = torch.randn(_EIGEN_SIDE, _EIGEN_SIDE, generator=generator, dtype=torch.float64)
     symmetric = (symmetric + symmetric.mT).to(target)
-    with torch_threads(threads):
-        products, share = _timed(lambda: (product @ product)[0, 0], target)
-        at_once = torch.get_num_threads() if target.type == "cpu" else 1
-    with torch_threads(1):  # layers are dealt to the cores, on which eigenproblems scale badly
-        problems, _ = _timed(lambda: eigh(symmetric)[0][0], target)
     experts = [expert.source for expert in recipe.experts.values()]
-    sources = experts if recipe.base is None else [recipe.base, *experts]
-    file = next(_weight_files(sources), None)
+    named = experts if recipe.base is None else [recipe.base, *experts]
+    files = list(_weight_files(named))
+    pieces = _pieces(plan) if len(files) == len(named) else {}
+    context = Context(dtype, target)
+    with torch_threads(threads):
+        # Reading one number waits for the device.
+        products, share = _timed(lambda: (product @ product)[0, 0].item(), target)
+        at_once = torch.get_num_threads() if target.type == "cpu" else 1
+        by_entry, problem = dict[str, float](), ""
+        for method, piece in pieces.items():
+            try:
+                seconds, _ = _timed(partial(_carry_out, piece, sources, context), target)
+            except CovmergeError as error:  # of values, which a plan is not about
+                problem = str(error)
+            else:
+                by_entry[method] = seconds / sum(item.read_bytes for item in piece.items)
+    with torch_threads(1):  # layers are dealt to the cores, on which eigenproblems scale badly
+        problems, _ = _timed(lambda: eigh(symmetric)[0][0].item(), target)
     return Speed(
         2.0 * _PRODUCT_SIDE**3 / products,
         at_once * eigh_cost(_EIGEN_SIDE).eigen / problems,
         share,
-        None if file is None else _read_rate(file),
-        file,
+        _read_rate(files[0]) if files else None,
+        files[0] if files else None,
+        begun,
+        at_once * _hash_rate(),
+        by_entry,
+        problem,
     )
 
 
-def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+def _method_by_entry(item: WorkItem) -> str | None:
+    """The method of an item that sees no matrices; None of one that does, and of a copy."""
+    operation = item.tensor.operation
+    return operation.method if isinstance(operation, Merge) and operation.layout is None else None
+
+
+def _pieces(plan: Plan) -> dict[str, Plan]:
+    """A little of the work of each method that goes entry by entry."""
+    found: dict[str, list[WorkItem]] = {}
+    for item in sorted(plan.items, key=lambda item: -item.read_bytes):
+        method = _method_by_entry(item)
+        if method is not None and item.read_bytes:
+            found.setdefault(method, []).append(item)
+    return {method: _piece(plan, _little(items)) for method, items in found.items()}
+
+
+def _little(items: list[WorkItem]) -> list[WorkItem]:
+    """The largest that are few bytes together, and the smallest."""
+    *larger, smallest = items
+    taken, size = [smallest], smallest.read_bytes
+    for item in larger:
+        if size + item.read_bytes <= _PIECE_BYTES:
+            taken.append(item)
+            size += item.read_bytes
+    return taken
+
+
+def _piece(plan: Plan, items: Sequence[WorkItem]) -> Plan:
+    """A plan of some of the items, with their part of its global passes."""
+    keys = {item.key for item in items}
+    passes = (
+        replace(one, items=tuple(item for item in one.items if item.key in keys))
+        for one in plan.global_passes
+    )
+    return replace(
+        plan, items=tuple(items), global_passes=tuple(one for one in passes if one.items)
+    )
+
+
+def _carry_out(piece: Plan, sources: Sources, context: Context) -> None:
+    """Read and merge, and forget the result."""
+    in_flight = _PIECE_BYTES + piece.peak_item.memory
+    executor = Threads(in_flight=in_flight, lanes=torch.get_num_threads())
+    run([(piece, NoOutput())], sources, context, executor=executor, progress=Silent())
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return the seconds that work takes where nothing else runs, the best of several, and `Speed.share`.
 
     On a CPU they are processor seconds, each of so many threads': others that run there make the clock's
     longer, and not these.
     """
-    work().item()  # the first pays for starting the threads
+    work()  # the first pays for starting the threads
     threads, clock, used, begun = torch.get_num_threads(), 0.0, 0.0, time.perf_counter()
     best, times = float("inf"), 0
     while times < _TIMES or time.perf_counter() - begun < _SECONDS:
         start, before = time.perf_counter(), time.process_time()
-        work().item()  # reading one number waits for the device
+        work()
         wall, processors = time.perf_counter() - start, time.process_time() - before
         clock, used, times = clock + wall, used + processors, times + 1
         best = min(best, wall if device.type != "cpu" else min(wall, processors / threads))
     return best, 1.0 if device.type != "cpu" else min(1.0, used / (clock * threads))
+
+
+def _hash_rate() -> float:
+    """Bytes a second through SHA-256 on one core."""
+    content, best = bytes(_HASHED_BYTES), float("inf")
+    for _ in range(_TIMES):
+        before = time.process_time()
+        hashlib.sha256(content)
+        best = min(best, time.process_time() - before)
+    return _HASHED_BYTES / best
 
 
 def _weight_files(sources: Iterable[str]) -> Iterator[Path]:

@@ -29,7 +29,7 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
 from covmerge.run.recompute import check_sources, sources_of
 from covmerge.run.result import MergeResult
-from covmerge.run.sources import statistics_of
+from covmerge.run.sources import open_recipe, statistics_of
 from covmerge.run.verification.files import check_files, hash_files
 
 # What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
@@ -45,10 +45,12 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
             The plan is printed before what the place of the output would stop.
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
-    plan, memory = api.plan_recipe(recipe, options)
-    # This machine's speed, whose device need not be what a cluster's nodes have.
-    device = options.device if options.cluster is None else "cpu"
-    speed = measure_speed(recipe, plan.compute_dtype, device, options.threads)
+    with open_recipe(recipe) as opened:
+        plan, checkpoints = opened.plan(recipe)
+        memory = options.memory([plan])
+        # This machine's speed, whose device need not be what a cluster's nodes have.
+        device = options.device if options.cluster is None else "cpu"
+        speed = measure_speed(recipe, plan, checkpoints.sources(), device, options.threads)
     room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
     if as_json:
         print_json(plan_summary(plan, memory, speed, room))

@@ -24,7 +24,7 @@ def plan(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what a merge would take: tensors, bytes, memory, time. Headers are read, and nothing is written.
+    """Show what a merge would take: tensors, bytes, memory, time. Writes nothing.
 
     covmerge plan recipe.yml
     """

@@ -92,6 +92,7 @@ def show_plan(
                 ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
                 ("disk", _disk(plan, room)),
                 ("time", _time(plan, speed)),
+                *([(WARNING, _failed(speed))] if speed.problem else []),
                 *((NOTE, note) for note in plan.notes),
             ]
         )
@@ -124,6 +125,9 @@ def plan_summary(
             "eigen_flops_per_second": speed.eigen,
             "processor_share": speed.share,
             "read_bytes_per_second": speed.read,
+            "hashed_bytes_per_second": speed.hashed,
+            "start_seconds": speed.begun,
+            **({"problem": speed.problem} if speed.problem else {}),
         },
     }
 
@@ -387,6 +391,10 @@ def _time(plan: Plan, speed: Speed) -> str:
             "estimate is for all of it"
         )
     return f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}{busy}"
+
+
+def _failed(speed: Speed) -> str:
+    return f"a piece of the merge was tried for this, and the merge will fail as it did: {speed.problem}"
 
 
 def _run(run: Mapping[str, Any]) -> str:

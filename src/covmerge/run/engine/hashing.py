@@ -11,7 +11,7 @@ from typing import Protocol
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
-from covmerge.run.engine.thread_count import usable_cores
+from covmerge.run.engine.thread_count import torch_threads, usable_cores, use_threads
 
 # What is hashed of each source, by its key.
 Contents = Mapping[str, Sequence[Content]]
@@ -179,6 +179,10 @@ def files_at_once(count: int, processes: int = 1) -> int:
 
 def read_files(sizes: Mapping[str, int], check: FileCheck, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
-    with ThreadPool(files_at_once(len(sizes)), "covmerge-verify") as pool:
+    # To look a file over takes less than its hashes, on whose cores threads of torch would wait.
+    with (
+        torch_threads(None),
+        ThreadPool(files_at_once(len(sizes)), "covmerge-verify", use_threads, (1,)) as pool,
+    ):
         found = pool.map(partial(check, base), sizes)
         return dict(zip(sizes, found, strict=True))
