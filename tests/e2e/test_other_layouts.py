@@ -187,7 +187,23 @@ def wan():
     return tensors | scales("blocks.0.cross_attn.norm_k_img", leaf="weight")
 
 
+def qwen_image():
+    at = "transformer_blocks.0"
+    tensors = layers(**{"img_in": (D, 6), "proj_out": (4, D), f"{at}.img_mod.1": (6 * D, D)})
+    tensors |= layers(**{f"{at}.attn.to_{part}": (D, D) for part in "qkv"})
+    return tensors | {f"{at}.img_mlp.down.weight": torch.randn(D, 16)}
+
+
+def qwen_image_21():
+    return qwen_image() | {"transformer_blocks.0.img_mlp.gate_up.weight": torch.randn(32, D)}
+
+
 AUTHORS = {
+    "qwen-image": (qwen_image, None),
+    "qwen-image 2.1": (
+        qwen_image_21,
+        "convert_qwen_image21_transformer_checkpoint_to_diffusers",
+    ),
     "flux": (flux, "convert_flux_transformer_checkpoint_to_diffusers"),
     "sd3": (sd3, "convert_sd3_transformer_checkpoint_to_diffusers"),
     "wan": (wan, "convert_wan_transformer_to_diffusers"),
@@ -198,10 +214,12 @@ AUTHORS = {
 def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
     make, name = AUTHORS[kind]
     scope = dict(vars(single_file_utils))
-    # The width of Flux is written there as a number.
-    exec(inspect.getsource(scope[name]).replace("inner_dim = 3072", f"inner_dim = {D}"), scope)
+    if name is not None:  # the width of Flux is written there as a number
+        exec(inspect.getsource(scope[name]).replace("inner_dim = 3072", f"inner_dim = {D}"), scope)
 
     def diffusers(tensors):
+        if name is None:
+            return tensors
         return {n: t.contiguous() for n, t in scope[name](dict(tensors)).items()}
 
     torch.manual_seed(0)

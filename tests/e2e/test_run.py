@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from covmerge.errors import CheckpointError, RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
+from covmerge.plan.recipe.sections import Run
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -59,8 +61,10 @@ def weights_of(run, step):
         ([], {2: 1.0, 4: 1.0, 10: 1.0}),
         (["--weights=step"], {2: 0.2, 4: 0.4, 10: 1.0}),
         (["--weights=ema", "--decay=0.5"], {2: 0.25, 4: 0.5, 10: 1.0}),
+        (["--weights=linear"], {2: 1 / 6, 4: 1 / 2, 10: 1 / 3}),
+        (["--weights=1-sqrt"], {2: (1 / 6) ** 0.5, 4: 6**-0.5, 10: 1 - (2 / 3) ** 0.5}),
     ],
-    ids=["last", "all", "step", "ema"],
+    ids=["last", "all", "step", "ema", "linear", "1-sqrt"],
 )
 def test_the_mean_of_a_runs_checkpoints(run, tmp_path, flags, shares):
     ran = command("merge", "--run", run, *flags, tmp_path / "out")
@@ -73,10 +77,35 @@ def test_the_mean_of_a_runs_checkpoints(run, tmp_path, flags, shares):
     recipe = json.loads((tmp_path / "out" / "covmerge.json").read_text("utf-8"))["recipe"]
     assert recipe["base"] is None and recipe["method"] == "linear" and "run" not in recipe
     told = {name: expert["weight"] for name, expert in recipe["experts"].items()}
-    assert told == {f"checkpoint-{step}": share for step, share in shares.items()}
+    assert told == pytest.approx({f"checkpoint-{step}": s for step, s in shares.items()}, rel=1e-12)
     assert "optimizer.pt" in ran.stderr and "left aside" in ran.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize(
+    "steps", [[500], [3, 4], [100, 200, 300, 400, 500], [2, 4, 10, 11]], ids=str
+)
+@pytest.mark.parametrize(
+    ("weights", "left"),
+    [
+        ("linear", lambda x: 1 - x),
+        ("cosine", lambda x: np.cos(np.pi * x / 2) ** 2),
+        ("1-sqrt", lambda x: 1 - x**0.5),
+    ],
+    ids=["linear", "cosine", "1-sqrt"],
+)
+def test_the_mean_stands_where_a_decaying_learning_rate_would_have_led(weights, left, steps):
+    draw = np.random.default_rng(0)
+    learnt = draw.standard_normal((len(steps) - 1, 7))  # between one checkpoint and the next
+    saved = np.cumsum([draw.standard_normal(7), *learnt], axis=0)
+    shares = np.array(Run(folder="r", weights=weights).shares(steps))
+    end = steps[-1] + (steps[-1] - steps[0]) / max(1, len(steps) - 1)
+    decayed = saved[0].copy()
+    for step, update in zip(steps[1:], learnt, strict=True):
+        decayed += left((step - steps[0]) / (end - steps[0])) * update
+    np.testing.assert_allclose(shares @ saved / shares.sum(), decayed, rtol=1e-13, atol=1e-13)
+    assert min(shares) > 0
 
 
 def test_the_dry_run_says_what_each_counts_for(run):
@@ -133,7 +162,7 @@ def test_what_is_refused_in_a_recipe(run, text, word):
     [
         (["--last=4"], "3 checkpoints"),
         (["--expert=a=b"], "--run and --expert both name experts"),
-        (["--weights=a=0.5"], "'equal', 'step' or 'ema'"),
+        (["--weights=a=0.5"], "'equal', 'step', 'ema', 'linear', 'cosine' or '1-sqrt'"),
     ],
 )
 def test_what_is_refused_on_the_command_line(run, flags, word):

@@ -266,6 +266,25 @@ def search(
         CheckFailed: nothing could be scored.
 
     Departs from the paper: nowhere; it has none.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> import torch
+        >>> from safetensors.torch import load_file, save_file
+        >>> files = {n: Path(mkdtemp()) / f"{n}.safetensors" for n in ("base", "a", "b")}
+        >>> for value, file in enumerate(files.values()):
+        ...     save_file({"fc.weight": torch.full((2, 2), float(value))}, file)
+        >>> recipe = {
+        ...     "base": str(files["base"]),
+        ...     "experts": {"a": str(files["a"]), "b": str(files["b"])},
+        ...     "method": "task_arithmetic",
+        ...     "parameters": {"scale": {"search": [0.25, 0.5, 1.0]}},
+        ... }
+        >>> def near_three(model):
+        ...     return -float((load_file(model / "model.safetensors")["fc.weight"] - 3).abs().max())
+        >>> found = search(recipe, near_three, Path(mkdtemp()) / "found", trials=6)
+        >>> dict(found.best.chosen)
+        {'parameters.scale': 1.0}
     """
     _check_known("search", RunKeywords, options)
     job = SearchJob(

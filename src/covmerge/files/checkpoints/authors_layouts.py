@@ -129,11 +129,17 @@ _WAN: list[Given] = _renamed(
     (r"\.before_proj\.", ".proj_in."),
     (r"\.after_proj\.", ".proj_out."),
 )
+# ComfyUI's; the authors' names are those of diffusers, as in Qwen-Image before 2.1.
+_QWEN_IMAGE_21 = [_apart(r"img_mlp\.gate_up\.", "img_mlp.gate_layer.", "img_mlp.proj.")]
 # What only the authors' layout of a model has, and the number of the block in it.
 _LAYOUTS = (
     (re.compile(rf"(?:{PREFIX}|^)double_blocks\.(\d+)\.img_mod\.lin\.weight$"), _FLUX),
     (re.compile(rf"(?:{PREFIX}|^)joint_blocks\.(\d+)\.x_block\.attn\.qkv\.weight$"), _SD3),
     (re.compile(rf"(?:{PREFIX}|^)blocks\.(\d+)\.cross_attn\.norm_q\.weight$"), _WAN),
+    (
+        re.compile(rf"(?:{PREFIX}|^)transformer_blocks\.(\d+)\.img_mlp\.gate_up\.weight$"),
+        _QWEN_IMAGE_21,
+    ),
 )
 _PREFIX = re.compile(PREFIX)
 

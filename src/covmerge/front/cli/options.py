@@ -67,10 +67,11 @@ RunWeights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        metavar="equal|step|ema",
+        metavar="equal|step|ema|linear|cosine|1-sqrt",
         rich_help_panel=WHAT,
-        help="What a checkpoint of the run counts for: as much as any other, as its number, or --decay "
-        "times what the next one counts for.",
+        help="What a checkpoint of the run counts for: as much as any other, as its number, --decay times "
+        "what the next one counts for, or so that the mean imitates a learning rate that decays "
+        "linearly, by a cosine or as 1 − √x.",
     ),
 ]
 Decay = Annotated[

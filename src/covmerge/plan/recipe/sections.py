@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
+from math import cos, pi, sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,6 +84,13 @@ class Mixture(StrictModel):
 
 RUN = "run"
 
+# What is left of a learning rate at the place x of its decay, 0 ≤ x ≤ 1.
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: (1.0 + cos(pi * x)) / 2.0,
+    "1-sqrt": lambda x: 1.0 - sqrt(x),
+}
+
 
 class Run(StrictModel):
     """In place of `experts`: the last checkpoints of one training run."""
@@ -97,10 +106,11 @@ class Run(StrictModel):
         strict=True,
         description="How many of them, by their numbers, from the last one back; all by default.",
     )
-    weights: Literal["equal", "step", "ema"] = Field(
+    weights: Literal["equal", "step", "ema", "linear", "cosine", "1-sqrt"] = Field(
         default="equal",
         description="What a checkpoint counts for. `equal`: as much as any other (LAWA); `step`: as its "
-        "number; `ema`: `decay` times what the next one counts for.",
+        "number; `ema`: `decay` times what the next one counts for; `linear`, `cosine` and `1-sqrt`: so "
+        "that the mean stands where a learning rate that decays so would have led (WSM).",
     )
     decay: float | None = Field(
         default=None,
@@ -122,10 +132,13 @@ class Run(StrictModel):
         return self
 
     def shares(self, steps: list[int]) -> list[float]:
-        """Return what each checkpoint counts for; the last one 1.
+        """Return what each checkpoint counts for beside the others.
 
         The weights of an exponential moving average over n checkpoints that forgets where it began:
-        w_k ∝ d^(n−k), k = 1, ..., n.
+        w_k ∝ d^(n−k), k = 1, ..., n. Those of a decay f from 1 to 0 are c_k = f(x_(k−1)) − f(x_k), by
+        which what was learnt between s_k and s_(k+1) is taken f(x_k) times (WSM, arXiv:2507.17634).
+        Departs from the paper: x_k goes by steps, (s_(k+1) − s_1) / (s_n − s_1) · (n − 1) / n, which is
+        k / n where they are equally far apart.
 
         Raises:
             RecipeError: one of them would count for nothing.
@@ -135,7 +148,12 @@ class Run(StrictModel):
             [0.25, 0.5, 1.0]
             >>> Run(folder="r", weights="step").shares([500, 1000, 2000])
             [0.25, 0.5, 1.0]
+            >>> Run(folder="r", weights="linear").shares([500, 1000, 1500, 2000])
+            [0.25, 0.25, 0.25, 0.25]
         """
+        if self.weights in _DECAYS:
+            left = [_DECAYS[self.weights](place) for place in _places(steps)]
+            return [before - after for before, after in pairwise([1.0, *left, 0.0])]
         if self.weights == "step":
             if steps[0] == 0:
                 raise RecipeError(
@@ -145,6 +163,12 @@ class Run(StrictModel):
             return [step / steps[-1] for step in steps]
         decay = self.decay or 1.0
         return [decay ** (len(steps) - k) for k in range(1, len(steps) + 1)]
+
+
+def _places(steps: list[int]) -> list[float]:
+    """Where each checkpoint but the first stands in a decay from the first one to past the last."""
+    count, length = len(steps), steps[-1] - steps[0]
+    return [(step - steps[0]) * (count - 1) / (length * count) for step in steps[1:]]
 
 
 def compile_run(
