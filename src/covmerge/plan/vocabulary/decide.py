@@ -70,7 +70,7 @@ class Text:
                 f"{Hint('tensors', {'embeddings': 'base', 'output_head': 'base'})}, or take another method"
             )
 
-    def seen(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
+    def views_of(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
         """Return the sources as they look under its vocabulary; the base's key is None.
 
         Raises:
