@@ -63,10 +63,11 @@ def looked_over(monkeypatch, folder):
     """Names of the tensors that are looked over, from now on those of more than 40 entries."""
     monkeypatch.chdir(folder)
     found = []
+    tensor_pass = worker.tensor_pass
 
     def noting(item, *given):
         found.append(item.tensor.name)
-        return worker.tensor_pass(item, *given)
+        return tensor_pass(item, *given)
 
     def small():
         monkeypatch.setattr(build, "BLOCK_ELEMENTS", 40)
