@@ -42,7 +42,7 @@ from covmerge.plan.recipe.load import import_recipe, load_stages
 from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.examples import read_texts
-from covmerge.plan.vocabulary.chat import template_of
+from covmerge.plan.vocabulary.files import template_of
 from covmerge.plan.vocabulary.tokens import Reader as TokenizerReader
 from covmerge.run.export.parents import read_licence
 from covmerge.run.recompute import recompute

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.files.checkpoints.header import read_into
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.checkpoints.ranges import read_into
 from covmerge.files.stores.local import local_file
 from tests.advised import advice
 

@@ -29,7 +29,7 @@ from covmerge.files.quantised.writing.layouts import LAYOUTS, with_plain
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.files.stores.store import StoredFile
-from covmerge.front.reporting.file import check_page
+from covmerge.front.reporting.job import check_page
 from tests.adapters.test_adapters import CONFIG, STEM, WEIGHTS, adapter, change  # noqa: F401
 from tests.advised import advice
 from tests.checkpoints.test_distributed import STATE, chunk, save, spoil

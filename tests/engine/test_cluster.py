@@ -114,7 +114,7 @@ def test_where_the_only_node_that_is_large_enough_is_lost_the_merge_says_so_and_
     cluster, plain, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(executor, "PROCESS_HOLDS", 2**40)
-    monkeypatch.setattr(executor, "_LOOKS_EVERY", 1.0)
+    monkeypatch.setattr(executor, "_CHECKS_EVERY", 1.0)
     large = {**NODE, "memory": 2**41}  # as it is told, for no machine has as much
     losing, later, said = LoseANode(cluster, cluster.add_node(**large)), [], []
 

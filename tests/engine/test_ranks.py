@@ -356,7 +356,7 @@ def test_what_a_rank_says_of_hashes_is_checked(tmp_path, told, said):
     (tmp_path / "1.1f2e3d4c.jsonl").write_bytes(record)
 
     def hashed(pace):
-        session.ledgers.look()
+        session.ledgers.refresh()
         return f"sha256:{'1' * 64}"
 
     contents = {"base": [Content("w", 1, hashed), Content("commit", 0, lambda pace: "1f2e")]}

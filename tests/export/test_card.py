@@ -20,7 +20,7 @@ from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.recipe.strict_yaml import parse_yaml
-from covmerge.run.export.library import library_of, pipeline_of
+from covmerge.run.export.adapter import library_of, pipeline_of
 from covmerge.run.export.markdown import read_front_matter
 from covmerge.run.export.parents import Licence, licence_notes, read_licence, shared_licence
 from tests.checkpoints.hub_server import COMMIT, connect, serve

@@ -49,7 +49,7 @@ KINDS = {
 def test_all_equals_or_none(k, kept, dtype):
     matrix = turned(SIGMA, 4).to(dtype)
     top = truncated_svd(matrix, k, rtol=1e-5)
-    assert len(top.right) == len(top.kept) == top.left.shape[1] == kept
+    assert len(top.right) == len(top.leading) == top.left.shape[1] == kept
     assert len(truncated_svd(matrix, k, rtol=1e-5, equals=False).right) == min(k, 7)
     assert leading_directions(matrix, k, rtol=1e-5).k == kept
     # Zeros are no equals: beyond the rank, k is what was asked for.

@@ -109,8 +109,8 @@ def test_triplets_are_those_of_truncated_svd(shape, decay):
     known = {"rtol": rank_tolerance(shape, torch.float32, None)}
     found, whole = (take(matrix, 20, **known) for take in (leading_svd, truncated_svd))
     assert 20 < len(found.sigma) < SIDE == len(whole.sigma)  # refined
-    assert found.rank > len(found.kept) == len(whole.kept) == 20
-    assert torch.allclose(found.kept, whole.kept, rtol=1e-10)
+    assert found.rank > len(found.leading) == len(whole.leading) == 20
+    assert torch.allclose(found.leading, whole.leading, rtol=1e-10)
     assert (found.floor, found.edge) == pytest.approx((whole.floor, whole.edge), rel=1e-10)
     assert (found.product() - whole.product()).norm() < 2e-7 * whole.product().norm()
 
@@ -121,7 +121,7 @@ def test_a_power_of_two_a_sign_and_threads_change_nothing():
     large, mirrored = (leading_svd(f * matrix, 12, rtol=1e-6) for f in (2.0**40, -1.0))
     assert torch.equal(large.left, found.left)
     assert torch.equal(large.right, found.right)
-    assert torch.equal(large.kept, found.kept * 2.0**40)
+    assert torch.equal(large.leading, found.leading * 2.0**40)
     assert torch.equal(mirrored.left, found.left)
     assert torch.equal(mirrored.right, -found.right)
     threads = torch.get_num_threads()
@@ -147,7 +147,7 @@ def test_the_end_of_the_rank_is_that_of_all_values(edge, least):
         known = {"rtol": 1e-5, "rounding": Rounding(edge, energy)}
         found, whole = (take(matrix, 16, **known) for take in (leading_svd, truncated_svd))
         assert (found.floor, found.edge) == pytest.approx((whole.floor, whole.edge), rel=1e-10)
-        assert torch.allclose(found.kept, whole.kept, rtol=1e-9)
+        assert torch.allclose(found.leading, whole.leading, rtol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(1, 400), (400, 1), (3, 300), (300, 300)])
@@ -155,7 +155,7 @@ def test_matrices_without_a_spectrum_to_refine(shape):
     assert leading_svd(torch.zeros(shape), 5, rtol=1e-6).rank == 0
     matrix = rows(shape[0], 1) @ rows(1, shape[1], 2)
     found = leading_svd(matrix.float(), 5, rtol=1e-5)
-    assert found.rank == len(found.kept) == 1
+    assert found.rank == len(found.leading) == 1
     assert (found.product() - matrix).norm() < 1e-6 * matrix.norm()
 
 

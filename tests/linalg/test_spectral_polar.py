@@ -24,7 +24,7 @@ def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
     assert top.sigma.dtype == torch.float64
     assert torch.allclose(top.sigma, sigma, rtol=tolerance)
     expected = left[:, :k] @ torch.diag(sigma[:k]) @ right[:k]
-    part = top.left.double() @ torch.diag(top.kept) @ top.right.double()
+    part = top.left.double() @ torch.diag(top.leading) @ top.right.double()
     assert (part - expected).norm() <= tolerance * expected.norm()
     for basis in (top.left.mT, top.right):
         gram = basis.double() @ basis.double().mT
@@ -35,7 +35,7 @@ def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
 def test_nothing_beyond_the_rank(dtype):
     matrix = (rows(20, 4) @ rows(4, 30)).to(dtype)
     top = truncated_svd(matrix, 10, rtol=rank_tolerance(matrix.shape, matrix.dtype, None))
-    assert top.rank == len(top.kept) == 4
+    assert top.rank == len(top.leading) == 4
     assert top.left.shape == (20, 4)
     assert top.first(2).right.shape == (2, 30)
     assert truncated_svd(torch.zeros(3, 5, dtype=dtype), 2, rtol=1e-6).rank == 0

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import InputError
-from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import layer_name
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import load_recipe
 from tests.tensors.models import EXPERTS, GROUPED, IMAGE, T5, TEXT

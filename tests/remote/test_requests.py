@@ -64,7 +64,7 @@ def test_what_no_further_attempt_mends(error, told, said: str) -> None:
 def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
     for size in (None, -1, "9"):
         with pytest.raises(RefusedError, match="does not say how long it is"):
-            servers._stat({"size": size})
+            servers._stat_of_object({"size": size})
 
 
 def test_the_packages_of_servers(monkeypatch) -> None:

@@ -8,7 +8,7 @@ import transformers
 
 from covmerge.errors import InputError
 from covmerge.plan.statistics import StatisticsFile, collect
-from covmerge.plan.statistics import fisher as fisher_module
+from covmerge.plan.statistics import gram as fisher_module
 from tests.e2e.models import TEXT, build
 from tests.statistics.models import (
     classifier,

@@ -3,7 +3,7 @@
 import pytest
 
 from covmerge.errors import CheckpointError
-from covmerge.plan.vocabulary.chat import TEMPLATE, template_of
+from covmerge.plan.vocabulary.files import TEMPLATE, template_of
 
 
 def test_a_template_that_is_not_utf_8_is_named(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from covmerge.errors import InputError, RecipeError
 from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
-from covmerge.plan.vocabulary.chat import FORMATS, template_of
+from covmerge.plan.vocabulary.files import FORMATS, template_of
 from tests.adapters.models import save
 from tests.mergekit.token_cases import HELLO, WORDS, ids_of, save_model
 

@@ -133,7 +133,7 @@ class RankJob:
             )
             while True:
                 session.wait()
-        return executor.own
+        return executor.done_here
 
     def _opened(self, session: Session) -> Output:
         """Return the output's files, which the rank that leads has made.

@@ -93,7 +93,7 @@ class Declared:
             )
 
     @contextmanager
-    def ending_in_words(self, work: str) -> Generator[None]:
+    def naming_failures(self, work: str) -> Generator[None]:
         """Turn what would end the program, or no more than the thread that it comes in, into an error.
 
         Args:

@@ -44,8 +44,7 @@ from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit, naming_lost
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring.job import ScoreJob, ScoreProgress
-from covmerge.run.scoring.saved_scores import SCORES_NAME, SavedScores, candidates
+from covmerge.run.scoring.job import SCORES_NAME, SavedScores, ScoreJob, ScoreProgress, candidates
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import ScoreTable
 from covmerge.run.sources import OpenCheckpoints

@@ -336,7 +336,7 @@ def open_checkpoints(
         sources = with_ties_undone(sources, form)
         sources = dict(mixed(moe, sources, list(given)))
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
-        views = text.seen(sources)
+        views = text.views_of(sources)
         start = None if base is None else stacked(slices, None, views.pop(None))
         models = {str(name): model for name, model in views.items()}
         models = {name: stacked(slices, name, model) for name, model in models.items()}

@@ -28,12 +28,12 @@ from covmerge.base.text import some
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import check_name, check_unchanged
+from covmerge.files.checkpoints.header import SafetensorsFile, open_stored, read_into
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.ranges import SafetensorsFile, open_stored, read_into
 from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed
 from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 

@@ -9,9 +9,9 @@ from covmerge.base.errors import CheckpointError
 from covmerge.files.checkpoints.base import WeightFile
 from covmerge.files.checkpoints.distributed import open_distributed
 from covmerge.files.checkpoints.fsdp_ranks import open_ranks
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.hf_slices import open_slices
 from covmerge.files.checkpoints.pieces import PiecedFiles
-from covmerge.files.checkpoints.ranges import SafetensorsFile
 from covmerge.files.checkpoints.torch_file import NotLoadedError, PickledTensors, TorchFile
 from covmerge.files.checkpoints.zero3 import open_zero3
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile

@@ -36,11 +36,11 @@ from covmerge.files.checkpoints.file_formats import (
     open_divided,
     open_weights,
 )
+from covmerge.files.checkpoints.header import still_readable
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
-from covmerge.files.checkpoints.ranges import still_readable
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child

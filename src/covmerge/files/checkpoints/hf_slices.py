@@ -18,11 +18,17 @@ from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import check_unchanged
-from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
+from covmerge.files.checkpoints.header import (
+    LENGTH_BYTES,
+    SafetensorsFile,
+    data_start,
+    open_stored,
+    parse_metadata,
+    read_into,
+)
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.ranges import SafetensorsFile, open_stored, read_into
 from covmerge.files.stores.store import Store, StoredFile, child
 
 SLICES = re.compile(

@@ -30,8 +30,8 @@ from covmerge.files.checkpoints.folder import (
     module_files,
     open_folder,
 )
+from covmerge.files.checkpoints.header import open_stored, read_into, still_readable
 from covmerge.files.checkpoints.modules import module_folders
-from covmerge.files.checkpoints.ranges import open_stored, read_into, still_readable
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.hub_cache import HubModel

@@ -52,7 +52,7 @@ class View(Kind):
         self.order = stored.order
 
     @property
-    def seen(self) -> Checkpoint:
+    def original(self) -> Checkpoint:
         """The checkpoint that it is a view of."""
         return self._stored
 

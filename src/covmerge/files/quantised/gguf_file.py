@@ -24,9 +24,9 @@ import torch
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.header import SlottedFile, open_stored, read_into
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, MAX_TENSORS, Slot
-from covmerge.files.checkpoints.ranges import SlottedFile, open_stored, read_into
 from covmerge.files.stores.store import Opened, StoredFile
 
 GGUF = ".gguf"

@@ -1,7 +1,7 @@
 """A repository of the Hugging Face Hub as a store: listed by its API, read by ranges over HTTP.
 
 Sessions, credentials, endpoint and retries are those of the Hub's own client, huggingface_hub, an optional
-dependency that only this file and `hub_commit.py` import.
+dependency that only this file and `front/publish.py` import.
 """
 
 # The client's signatures hold bare dicts, which strict checking reports at each import.

@@ -158,10 +158,10 @@ class PageServer:
                 raise FileNotFoundError(path)  # a page that says so, or lists a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
-                return _page_server_stat(int(found[3]), answer)
+                return _stat_of_page(int(found[3]), answer)
             length = str(answer.headers.get("Content-Length", ""))
             if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
-                return _page_server_stat(int(length), answer)
+                return _stat_of_page(int(length), answer)
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
@@ -269,7 +269,7 @@ def _is_near(host: str) -> bool:
         return name.rpartition(".")[2].startswith(tuple("0123456789"))
 
 
-def _page_server_stat(size: int, answer: Any) -> FileStat:
+def _stat_of_page(size: int, answer: Any) -> FileStat:
     return FileStat(size, _version(answer))
 
 
@@ -339,7 +339,7 @@ class ObjectServer:
         info: Mapping[str, Any] = await self._system._info(path, refresh=True)
         if info.get("type") != "file":
             raise FileNotFoundError(path)
-        return _object_server_stat(info)
+        return _stat_of_object(info)
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
         """See `Server.listed`; a bucket or folder that there is not holds nothing."""
@@ -353,7 +353,7 @@ class ObjectServer:
         for entry in entries:
             where, _, name = str(entry["name"]).rstrip("/").rpartition("/")
             if where == folder:  # not the marker of the folder itself
-                found[name] = _object_server_stat(entry) if entry["type"] == "file" else None
+                found[name] = _stat_of_object(entry) if entry["type"] == "file" else None
         return found
 
     async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
@@ -397,7 +397,7 @@ class ObjectServer:
             await self._system._rm_file(path)
 
 
-def _object_server_stat(info: Mapping[str, Any]) -> FileStat:
+def _stat_of_object(info: Mapping[str, Any]) -> FileStat:
     size = info.get("size")
     if not isinstance(size, int) or size < 0:
         raise RefusedError("the server does not say how long it is")

@@ -11,9 +11,13 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some
 from covmerge.base.types import Module, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.tensors.layers import in_rows_of_blocks
 from covmerge.files.tensors.modules import Kind
-from covmerge.files.tensors.names import is_head_by_name, kind_by_name, parts_by_name
+from covmerge.files.tensors.names import (
+    in_rows_of_blocks,
+    is_head_by_name,
+    kind_by_name,
+    parts_by_name,
+)
 from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import (
     Skeleton,

@@ -15,8 +15,7 @@ from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content, Quantisation
 from covmerge.files.checkpoints.config_counts import language_parts, layer_count, restacked
 from covmerge.files.checkpoints.view import View
-from covmerge.files.tensors.layers import layer_name
-from covmerge.files.tensors.names import kind_by_name
+from covmerge.files.tensors.names import kind_by_name, layer_name
 
 # A checkpoint with its layers in another order and number, and only some of them.
 

@@ -27,7 +27,7 @@ from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe import Recipe, format_size
 from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.saved_scores import SCORES_NAME
+from covmerge.run.scoring.job import SCORES_NAME
 from covmerge.run.scoring.scorer import scorer_of
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
 

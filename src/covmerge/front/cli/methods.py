@@ -93,7 +93,7 @@ def _from(registry: Registry[Any], shown: Method | Step) -> str:
 
 
 def _show_step(page: Mapping[str, Any]) -> None:
-    _methods_show(
+    _show(
         page,
         [
             ("when", f"{page['when']} a method"),
@@ -106,7 +106,7 @@ def _show_step(page: Mapping[str, Any]) -> None:
 
 def _show_page(page: Mapping[str, Any]) -> None:
     laws = page["laws"]
-    _methods_show(
+    _show(
         page,
         [
             ("merges", page["tensors"]),
@@ -118,7 +118,7 @@ def _show_page(page: Mapping[str, Any]) -> None:
     )
 
 
-def _methods_show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
+def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     """Print a page, with the facts that methods or steps have of their own."""
     from covmerge.front.cli.show import facts
 
@@ -214,7 +214,7 @@ def explain(
             }
         )
         return
-    _explain_show(choices)
+    _show_routes(choices)
     console = stdout()
     if device != "cpu":
         console.print(
@@ -241,7 +241,7 @@ def _as_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _explain_show(choices: list[Choice]) -> None:
+def _show_routes(choices: list[Choice]) -> None:
     from covmerge.front.cli.show import table
     from covmerge.plan.recipe import format_size
 

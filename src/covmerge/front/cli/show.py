@@ -29,7 +29,7 @@ from covmerge.plan.recipe import Recipe, dump_recipe, format_size
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.entries import lost_before
 from covmerge.run.engine.outputs import Room
-from covmerge.run.export.library import architecture, part_class, sentence_class
+from covmerge.run.export.adapter import architecture, part_class, sentence_class
 from covmerge.run.result import MergeResult
 from covmerge.run.verification import Verification
 

@@ -10,8 +10,13 @@ file      the page on the disk
 """
 
 from covmerge.front.reporting.data import LayerCost, Report
-from covmerge.front.reporting.file import FILE_NAME, check_packages, check_page, write_html
-from covmerge.front.reporting.job import ReportJob
+from covmerge.front.reporting.job import (
+    FILE_NAME,
+    ReportJob,
+    check_packages,
+    check_page,
+    write_html,
+)
 
 __all__ = [
     "FILE_NAME",

@@ -13,7 +13,7 @@ from covmerge.base.findings import Severity
 from covmerge.base.text import counted, printable
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import layer_name
 from covmerge.front.reporting.grid import panels
 from covmerge.front.reporting.page import RETENTION
 from covmerge.maths.methods import registry

@@ -117,7 +117,7 @@ class Metric:
             rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
             return Spectrum(sigma[:rank], update, vectors.flip(1)[:, :rank].to(update.dtype))
         top = truncated_svd(self._weighted(update), min(update.shape), rtol=rtol, rounding=rounding)
-        return Spectrum(top.kept, update, top.left)
+        return Spectrum(top.leading, update, top.left)
 
     def nuclear_norm(self, update: Tensor) -> float:
         """Σσ of ΔC^½."""

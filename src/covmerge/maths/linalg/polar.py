@@ -74,7 +74,7 @@ def polar(
             return quick
     found = leading_directions(matrix, min(matrix.shape), rtol=rtol, errors=errors)
     doubtful = 0 if doubts is None else found.within(doubts)
-    return Polar(found.isometry, found.k, float(found.kept.sum()), doubtful)
+    return Polar(found.isometry, found.k, float(found.leading.sum()), doubtful)
 
 
 def goes_by_products(matrix: Tensor) -> bool:
@@ -214,8 +214,8 @@ def _side(
 ) -> tuple[Tensor, int]:
     """The polar factor of the parts' vectors side by side, and how many directions are dependent."""
     side = torch.cat(tuple(vectors), dim=1)
-    most = torch.cat([part.floor / part.kept for part in parts])
-    least = torch.cat([CERTAIN * part.edge / part.kept for part in parts])
+    most = torch.cat([part.floor / part.leading for part in parts])
+    least = torch.cat([CERTAIN * part.edge / part.leading for part in parts])
     if not side.numel():
         return side, 0
     found = polar(side, rtol=rtol, errors=least, doubts=most)

@@ -54,17 +54,17 @@ class TruncatedSvd:
     edge: float = 0.0
 
     @property
-    def kept(self) -> Tensor:
+    def leading(self) -> Tensor:
         """σ_1..σ_k, float64."""
         return self.sigma[: len(self.right)]
 
     def product(self) -> Tensor:
         """Return U_k diag(σ_1..σ_k) V_kᵀ in float64: what is beyond the rank does not come back."""
-        return (self.left.to(torch.float64) * self.kept) @ self.right.to(torch.float64)
+        return (self.left.to(torch.float64) * self.leading) @ self.right.to(torch.float64)
 
     def first(self, k: int) -> TruncatedSvd:
         """Return the part of the k largest singular values, with those that equal the k-th."""
-        k = with_equals(self.kept, k)
+        k = with_equals(self.leading, k)
         return replace(self, left=self.left[:, :k], right=self.right[:k])
 
 
@@ -77,7 +77,7 @@ class LeadingDirections:
         sigma: all singular values, float64, descending.
         k: directions kept: what was asked for and the equals of the last, at most the numerical rank.
         rank: numerical rank of F.
-        kept: their singular values, float64.
+        leading: their singular values, float64.
         right: their right singular vectors `(k, d_in)`.
     """
 
@@ -85,12 +85,12 @@ class LeadingDirections:
     sigma: Tensor
     k: int
     rank: int
-    kept: Tensor
+    leading: Tensor
     right: Tensor
 
     def within(self, errors: Tensor) -> int:
         """How many of them `errors` `(d_in,)` of the columns may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
-        return int((self.kept.square() <= _made(self.right, errors)).sum())
+        return int((self.leading.square() <= _made(self.right, errors)).sum())
 
 
 def rank_tolerance(
@@ -262,7 +262,7 @@ def truncated_svd(
 
     Example:
         >>> top = truncated_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 3, rtol=1e-6)
-        >>> top.kept.tolist(), top.rank
+        >>> top.leading.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
     return _truncated(matrix, _Wanted(k, rtol, scale, rounding, matrix.shape, equals))
@@ -294,7 +294,7 @@ def leading_svd(
 
     Example:
         >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
-        >>> top.kept.tolist(), top.left.abs().mT.tolist()
+        >>> top.leading.tolist(), top.left.abs().mT.tolist()
         ([3.0], [[1.0, 0.0, 0.0]])
     """
     wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
@@ -385,7 +385,7 @@ def leading_directions(
     top = truncated_svd(matrix, k, rtol=rtol)
     if not residual(top) <= ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
-    left, right, sigma, rank = top.left, top.right, top.kept, top.rank
+    left, right, sigma, rank = top.left, top.right, top.leading, top.rank
     if errors is not None:
         known = sigma.square() > _made(right, errors)
         left, right, sigma = left[:, known], right[known], sigma[known]

@@ -210,7 +210,7 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, fl
     rounding = of_terms(active.updates, active.rounding, weighted)
     rtol = rank_tolerance(group.shape, total.dtype, None, group.rounding)
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
-    sigma = top.kept
+    sigma = top.leading
     if not len(sigma):
         return total, 1.0
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()

@@ -85,5 +85,5 @@ def cart(
     merged = average.clone()
     for update, weight in zip(updates, weights, strict=True):
         top = leading_svd(update - average, k, rtol=rtol)
-        merged.addmm_(top.left * top.kept.to(merged.dtype), top.right, alpha=scale * weight)
+        merged.addmm_(top.left * top.leading.to(merged.dtype), top.right, alpha=scale * weight)
     return Merged(merged, {"k": k})

@@ -177,7 +177,7 @@ def core_space(
         whole = truncated_svd(core, min(core.shape), rtol=rtol, rounding=error)
         longest = max(abs(w) * size for w, size in zip(group.weights, sizes, strict=True))
         resolved = max(_KNOWN, rank_tolerance(group.shape, like.dtype, None, group.rounding))
-        short = int((whole.kept < resolved * longest).sum())
+        short = int((whole.leading < resolved * longest).sum())
         diagnostics = replace(diagnostics, short=short or None)
         core = flattened(whole)
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
@@ -188,7 +188,7 @@ def core_space(
 def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
     """The factors U σ^½ and σ^½ Vᵀ of an update."""
     found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
-    root = found.kept.sqrt().to(update.dtype)
+    root = found.leading.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
 
 

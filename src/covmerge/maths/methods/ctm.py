@@ -12,7 +12,7 @@ from pydantic import Field
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import FLOAT64, Cost, joint_cost, svd_cost
 from covmerge.maths.linalg.joint import tucker2
-from covmerge.maths.methods.balance import Strength, balanced
+from covmerge.maths.methods.arithmetic import Strength, balanced
 from covmerge.maths.methods.inner import (
     InnerCombine,
     InnerDensity,

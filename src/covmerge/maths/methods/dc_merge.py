@@ -166,7 +166,7 @@ def dc_merge(
     blocks: list[Tensor] = []
     limits: list[float] = []
     for part, weight in zip(found.parts, found.weights, strict=True):
-        sigma = (weight * smoothed(part.kept, smoothing)).to(like.dtype)
+        sigma = (weight * smoothed(part.leading, smoothing)).to(like.dtype)
         # By one product each, so that opposite updates have exactly opposite cores.
         core = ((joined.left.mT @ part.left) * sigma) @ (part.right @ joined.right.mT)
         limits.append(_least_that_votes(core, density, resolved))
@@ -177,7 +177,7 @@ def dc_merge(
         side = place.stop - place.start
         left[:, place] = joined.left[:, place] @ merged[start : start + side**2].view(side, side)
         start += side**2
-    turning = sum(without_order(part.kept) for part in found.parts) if len(places) > 1 else 0
+    turning = sum(without_order(part.leading) for part in found.parts) if len(places) > 1 else 0
     diagnostics = DcDiagnostics(
         found.unchanged, found.k, places[-1].stop, joined.dependent, turning or None
     )
@@ -204,8 +204,8 @@ def _side_by_side(parts: Sequence[TruncatedSvd]) -> Iterator[slice]:
     """Where each expert's directions are among those of all."""
     start = 0
     for part in parts:
-        yield slice(start, start + len(part.kept))
-        start += len(part.kept)
+        yield slice(start, start + len(part.leading))
+        start += len(part.leading)
 
 
 def _least_that_votes(core: Tensor, density: float, resolved: float) -> float:

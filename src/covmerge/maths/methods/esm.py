@@ -233,7 +233,7 @@ def _essential(
 ) -> _Essential:
     """The k principal directions of Δz with most energy, and their equals."""
     found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
-    root = found.right.to(torch.float64) * found.kept[:, None]
+    root = found.right.to(torch.float64) * found.leading[:, None]
     values, vectors = eigh(root @ gram.to(torch.float64) @ root.mT)
     energy, turn = values.flip(0), vectors.flip(1)
     largest = float(found.sigma[0]) ** 2 * float(gram.diagonal().double().sum())
@@ -246,7 +246,7 @@ def _essential(
         right=turn.mT @ root,
         energy=energy,
         size=norm(update),
-        off=(turn * (CERTAIN * found.edge / found.kept)[:, None]).square().sum(dim=0).sqrt(),
+        off=(turn * (CERTAIN * found.edge / found.leading)[:, None]).square().sum(dim=0).sqrt(),
         floor=found.floor,
     )
 

@@ -205,7 +205,7 @@ def flattened(whole: TruncatedSvd) -> Tensor:
 
 
 def _mean(whole: TruncatedSvd) -> float:
-    return float(whole.kept.mean()) if whole.rank else 0.0
+    return float(whole.leading.mean()) if whole.rank else 0.0
 
 
 @register(
@@ -268,8 +268,8 @@ def iso_cts(
         _task_directions(update, common.left, beyond, s, rtol=known.rtol, rounding=error)
         for update, _, error in changed
     ]
-    sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
-    flat = float(torch.cat([*sigma, common.kept]).mean())
+    sigma = [part.leading * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
+    flat = float(torch.cat([*sigma, common.leading]).mean())
     joined = orthogonalized(tasks, rtol=known.rtol, apart=common, frame=beyond)
     diagnostics = FlattenedTasks(
         unchanged=len(group.updates) - len(changed),
@@ -300,10 +300,10 @@ def _turned_by(
     if not rounding.edge:
         return None
     c = len(common.right)
-    gaps = common.kept - (whole.kept[c] if c < whole.rank else 0.0)
+    gaps = common.leading - (whole.leading[c] if c < whole.rank else 0.0)
     off = [
         (rounding.edge * norm((common.left.mT @ update).double() / gaps[:, None]) + error.edge)
-        / float(part.kept[-1])
+        / float(part.leading[-1])
         for part, (update, _, error) in zip(tasks, changed, strict=True)
         if len(part.right)
     ]

@@ -182,7 +182,7 @@ def cost_with(declared: Declared, cost: CostModel, parameters: Parameters) -> Co
     known = {name: parameters[name] for name in followed_by(cost)}
 
     def at(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-        with declared.ending_in_words(f"its cost of a {d_out} x {d_in} matrix"):
+        with declared.naming_failures(f"its cost of a {d_out} x {d_in} matrix"):
             return cost(d_out, d_in, count, itemsize, **known)
 
     return at
@@ -326,13 +326,13 @@ class Method(Declared):
         """Return the density that its global pass looks for; None: no global pass."""
         if self.global_pass is None:
             return None
-        with self.ending_in_words("the density of its global pass"):
+        with self.naming_failures("the density of its global pass"):
             return self.global_pass.density(parameters)
 
     def ranked_values(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
         """Return per expert the values whose magnitudes its global pass ranks."""
         assert self.global_pass is not None
-        with self.ending_in_words("its global pass"):
+        with self.naming_failures("its global pass"):
             return self.global_pass.vectors(group, parameters)
 
     def resolve(self, given: Parameters, family: str | None = None) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class Method(Declared):
             )
         sizes = [list(tensor.shape) for tensor in group.tensors]
         try:
-            with self.ending_in_words(f"updates of {sizes}"):
+            with self.naming_failures(f"updates of {sizes}"):
                 if self._scales(parameters):
                     merged = run_near_one(self._run, group, parameters, self.diagnostics.lengths)
                 else:

@@ -154,7 +154,7 @@ def resmerge(
         for update, _, error in changed
     ]
     updates, weights = [update for update, _, _ in changed], [weight for _, weight, _ in changed]
-    beyond = [t for t, part in enumerate(parts) if part.rank > len(part.kept)]
+    beyond = [t for t, part in enumerate(parts) if part.rank > len(part.leading)]
     without = len(parts) - len(beyond)
     if not beyond:
         mean = stack_weighted(updates, [weight / sum(weights) for weight in weights])
@@ -165,7 +165,7 @@ def resmerge(
         [weights[t] for t in beyond],
         lambda confidence: beta_max - (beta_max - beta_min) * confidence,
     )
-    head, head_agreement = _direction(heads, [norm(part.kept) for part in parts], weights)
+    head, head_agreement = _direction(heads, [norm(part.leading) for part in parts], weights)
     if head is not None:
         merged.add_(head, alpha=head_ratio * head_agreement * norm(merged))
     diagnostics = ResDiagnostics(unchanged, without, None, agreement, coherence, head_agreement)
@@ -174,7 +174,7 @@ def resmerge(
 
 def _unit_head(part: TruncatedSvd) -> LowRank:
     """H/‖H‖ of the triplets that are kept."""
-    return LowRank(part.left * (part.kept / norm(part.kept)).to(part.left.dtype), part.right)
+    return LowRank(part.left * (part.leading / norm(part.leading)).to(part.left.dtype), part.right)
 
 
 def _residual(update: Tensor, part: TruncatedSvd) -> Tensor:

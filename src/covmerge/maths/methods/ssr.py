@@ -180,7 +180,7 @@ def _factors(group: LinearGroup, experts: Sequence[int], rank_rtol: float | None
         truncated_svd(group.updates[t], side, rtol=known.rtol, rounding=known.rounding[t])
         for t in experts
     )
-    return [LowRank(each.left * each.kept.to(each.left.dtype), each.right) for each in found]
+    return [LowRank(each.left * each.leading.to(each.left.dtype), each.right) for each in found]
 
 
 def _root(blocks: Sequence[Tensor]) -> Tensor:

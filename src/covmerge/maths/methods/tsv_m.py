@@ -208,7 +208,7 @@ def tsv_m(
     found = leading_triplets(group, known, lossless=lossless)
     if not found.parts:
         return Merged(torch.zeros_like(group.updates[0]), TsvDiagnostics(found.unchanged))
-    sigma = torch.cat([p.kept * w for p, w in zip(found.parts, found.weights, strict=True)])
+    sigma = torch.cat([p.leading * w for p, w in zip(found.parts, found.weights, strict=True)])
     joined = together(group, known, found)
     merged = (joined.left * (scale * sigma.to(joined.left.dtype))) @ joined.right
     return Merged(merged, TsvDiagnostics(found.unchanged, found.k, len(sigma), joined.dependent))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from covmerge.base.types import LinearGroup
+from covmerge.maths.methods.arithmetic import Strength, balanced
 from covmerge.maths.methods.average import elementwise_cost
-from covmerge.maths.methods.balance import Strength, balanced
 from covmerge.maths.methods.registry import Laws, Reference
 from covmerge.maths.steps.registry import register_step
 

@@ -94,7 +94,7 @@ def pico(
             found = truncated_svd(
                 update, min(update.shape), rtol=known.rtol, rounding=known.rounding[t]
             )
-            left = found.left.double() * found.kept.sqrt()
+            left = found.left.double() * found.leading.sqrt()
         add_gram_(crowd, left.mT)
     crowd = mirror_(crowd).mul_((len(changed) - 1) / float(crowd.diagonal().sum()))
     system = factorize(crowd.to(like.dtype), ridge=1.0)

@@ -88,8 +88,8 @@ def svc(
     top = truncated_svd(delta, min(delta.shape), rtol=known.rtol)
     if not changed or not top.rank:
         return merged
-    sizes = sizes_of_equals(top.kept)
-    total = top.kept.new_zeros(len(sizes))
+    sizes = sizes_of_equals(top.leading)
+    total = top.leading.new_zeros(len(sizes))
     for update, _, error in changed:
         nothing = max((known.rtol * norm(update)) ** 2, _MOSTLY * error.energy / group.shape[0])
         total += _carried(top, update, sizes, nothing).clamp_min(alpha)
@@ -97,16 +97,16 @@ def svc(
     if top.rank == min(delta.shape):
         # Nothing is left beside the directions. A difference would keep no digit of what is left of a
         # merged update that one huge expert made.
-        sigma = (top.kept * gains).to(delta.dtype)
+        sigma = (top.leading * gains).to(delta.dtype)
         return replace(merged, delta=(top.left * sigma) @ top.right)
-    change = (top.kept * (gains - 1.0)).to(delta.dtype)
+    change = (top.leading * (gains - 1.0)).to(delta.dtype)
     return replace(merged, delta=delta + (top.left * change) @ top.right)
 
 
 def _carried(top: TruncatedSvd, update: Tensor, sizes: list[int], nothing: float) -> Tensor:
     """s_r of one expert, float64, by directions of one singular value; 0 where it has `nothing`."""
     along = (top.left.mT @ update).to(torch.float64)
-    shared = top.kept * (top.right * along).sum(1)
+    shared = top.leading * (top.right * along).sum(1)
     shared, energy = (
         torch.stack([part.sum() for part in torch.split(values, sizes)])
         for values in (shared, along.square().sum(1))

@@ -24,8 +24,7 @@ from covmerge.files.checkpoints.memory import PASS_FOLDED
 from covmerge.files.checkpoints.view import respelled, weight_norms
 from covmerge.files.quantised.view import dequantised
 from covmerge.files.tensors.describe import ModelDescription, conv1d_names
-from covmerge.files.tensors.layers import layer_name
-from covmerge.files.tensors.names import find_name, kind_by_name
+from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
 from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.reached import check_reached
 from covmerge.plan.recipe import TensorRules

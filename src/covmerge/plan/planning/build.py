@@ -621,7 +621,7 @@ def _work_item(
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
         tensor_pass=tensor_pass,
-        looked_at=_pass_bytes(tensor, stored, models, numel) if tensor_pass else 0,
+        pass_bytes=_pass_bytes(tensor, stored, models, numel) if tensor_pass else 0,
     )
 
 

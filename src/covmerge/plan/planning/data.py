@@ -82,7 +82,7 @@ def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
 
 def _as_collected(checkpoint: Checkpoint) -> Checkpoint:
     """The model that statistics were collected on: with its own tokens, whatever the output's are."""
-    return checkpoint.seen if isinstance(checkpoint, Retokenized) else checkpoint
+    return checkpoint.original if isinstance(checkpoint, Retokenized) else checkpoint
 
 
 def _methods_of(recipe: Recipe) -> list[Method]:

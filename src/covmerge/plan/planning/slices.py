@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
-from covmerge.files.tensors.layers import layer_name, relative_depth, relative_depths
+from covmerge.files.tensors.names import layer_name, relative_depth, relative_depths
 from covmerge.files.tensors.shown import Stacked, comes_before
 from covmerge.plan.moe import ARCHITECTURES
 from covmerge.plan.recipe import Mixture, Slice

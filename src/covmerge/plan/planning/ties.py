@@ -19,8 +19,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import language_parts
 from covmerge.files.tensors.describe import describe_checkpoint
-from covmerge.files.tensors.layers import layer_name
-from covmerge.files.tensors.names import find_name, kind_by_name
+from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
 from covmerge.files.tensors.shown import TIED, Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
 from covmerge.plan.vocabulary.rows import rows_of

@@ -133,7 +133,7 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes read from all checkpoints and statistics, global passes and tensor passes included."""
         merging = sum(
-            item.looked_at + item.read_bytes + item.statistics_bytes for item in self.items
+            item.pass_bytes + item.read_bytes + item.statistics_bytes for item in self.items
         )
         return merging + sum(
             passes * item.read_bytes

@@ -118,7 +118,7 @@ class WorkItem:
             None: all of them.
         tensor pass: a method that must know the whole reads it first, expert by expert; then rows are
             read again, and merged `at_once`.
-        looked_at: bytes that this reads, as far as it is known before.
+        pass_bytes: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
         eigen_flops: of these, those of eigenproblems and singular values.
@@ -135,7 +135,7 @@ class WorkItem:
     statistics_bytes: int = 0
     at_once: int | None = None
     tensor_pass: bool = False
-    looked_at: int = 0
+    pass_bytes: int = 0
     thin: bool = False
 
     @property
@@ -199,7 +199,7 @@ class WorkItem:
         assert self.rows is not None
         for start in range(0, len(self.rows), rows):
             yield replace(
-                self, rows=self.rows[start : start + rows], tensor_pass=False, looked_at=0
+                self, rows=self.rows[start : start + rows], tensor_pass=False, pass_bytes=0
             )
 
     def leading(self, share: float) -> WorkItem:

@@ -214,7 +214,7 @@ def _source(run: Run, saved: SavedStep) -> str:
 
 BASE, UNION, ZERO, AUTO = "base", "union", "zero", "auto"
 
-# The formats of prompts that have a name of their own (`covmerge.plan.vocabulary.chat`).
+# The formats of prompts that have a name of their own (`covmerge.plan.vocabulary.files`).
 TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
 
 _MODEL = Annotated[str, Field(min_length=1)]

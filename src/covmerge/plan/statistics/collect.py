@@ -18,15 +18,14 @@ from covmerge.base.text import some
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
-from covmerge.plan.statistics.begin import begin
 from covmerge.plan.statistics.blocks import Blocks
 from covmerge.plan.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
 from covmerge.plan.statistics.file import About, Kind
-from covmerge.plan.statistics.fisher import FisherCollector, Labels
 from covmerge.plan.statistics.generated import Generated
-from covmerge.plan.statistics.gram import GramCollector
+from covmerge.plan.statistics.gram import FisherCollector, GramCollector, Labels
 from covmerge.plan.statistics.model import Layer, RunningModel, check_start, load_model
 from covmerge.plan.statistics.needed import (
+    begin,
     check_memory,
     fits,
     memory_by_block,

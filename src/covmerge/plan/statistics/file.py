@@ -20,9 +20,13 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError, InputError, did_you_mean
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
+from covmerge.files.checkpoints.header import (
+    LENGTH_BYTES,
+    SafetensorsFile,
+    data_start,
+    parse_metadata,
+)
 from covmerge.files.checkpoints.json_file import parse_object, shorten
-from covmerge.files.checkpoints.ranges import SafetensorsFile
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.regular_file import open_regular

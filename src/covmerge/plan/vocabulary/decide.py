@@ -16,8 +16,7 @@ from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.tensors.names import find_name
 from covmerge.plan.recipe.sections import BASE, UNION, TokenizerRules
-from covmerge.plan.vocabulary.chat import chosen_template
-from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
+from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles, chosen_template
 from covmerge.plan.vocabulary.rows import (
     Retokenized,
     Source,
@@ -70,7 +69,7 @@ class Text:
                 f"{Hint('tensors', {'embeddings': 'base', 'output_head': 'base'})}, or take another method"
             )
 
-    def seen(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
+    def views_of(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
         """Return the sources as they look under its vocabulary; the base's key is None.
 
         Raises:

@@ -4,19 +4,157 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from covmerge.base.errors import CheckpointError
+from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.plan.vocabulary.chat import KEY, TEMPLATE
+from covmerge.plan.recipe.sections import AUTO, BASE
 from covmerge.plan.vocabulary.tokens import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, Added
+
+# Chat templates: a model's own, that of most models, or a format's. None is ever rendered here.
+
+TEMPLATE = "chat_template.jinja"
+_IN_CONFIGS = ("tokenizer_config.json", "chat_template.json")
+KEY = "chat_template"
+
+
+def template_of(folder: Path | None) -> str | None:
+    """Return the chat template of a model: of several the one that is called `default`.
+
+    Raises:
+        CheckpointError: a file of it cannot be read.
+    """
+    if folder is None:
+        return None
+    file = safe_child(folder, TEMPLATE)
+    if file.is_file():
+        try:
+            text = read_regular(file, MAX_JSON_BYTES).decode("utf-8", errors="strict")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({error}): fetch it again") from error
+        return text or None
+    for name in _IN_CONFIGS:
+        file = safe_child(folder, name)
+        if file.is_file():
+            given: Any = parse_object(read_regular(file, MAX_JSON_BYTES), str(file)).get(KEY)
+            found = _default(given)
+            if found:
+                return found
+    return None
+
+
+def _default(given: object) -> str | None:
+    """One template, or that which is called `default` of a list of them."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list):
+        for one in cast("list[object]", given):
+            named = cast("dict[str, Any]", one) if isinstance(one, dict) else dict[str, Any]()
+            if named.get("name") == "default" and isinstance(named.get("template"), str):
+                return str(named["template"])
+    return None
+
+
+def chosen_template(
+    wanted: str, folders: Mapping[str | None, Path | None]
+) -> tuple[str | None, str]:
+    """Return the chat template that a recipe asks for, and where it is from.
+
+    Args:
+        wanted: `auto`, `base`, an expert's name, a format's, or a template.
+        folders: of the base, whose key is None, and of the experts, in their order.
+
+    Raises:
+        InputError: the model has none.
+    """
+    if "{" in wanted:
+        return wanted, "the recipe"
+    if wanted == AUTO:
+        found = [template.strip() for template in map(template_of, folders.values()) if template]
+        if not found:
+            return None, "none of the models has one"
+        (template, count), *_ = Counter(found).most_common(1)
+        return template, f"{count} of {len(folders)} models"
+    key = None if wanted == BASE else wanted
+    if key in folders:
+        template = template_of(folders[key])
+        if template is None:
+            raise InputError(
+                f"chat_template is that of '{wanted}', which has none: name another model, a format, or "
+                "write the template"
+            )
+        return template, f"'{wanted}'"
+    return FORMATS[wanted], f"the format {wanted}"
+
+
+FORMATS = {
+    "alpaca": """\
+{% set told = messages | selectattr('role', 'equalto', 'system') | list %}
+{{ (told | last).content | trim if told else '' }}
+
+{% for message in messages if message.role in ('user', 'assistant', 'user_context') %}
+{{ '### ' + {'user': 'Instruction', 'assistant': 'Response', 'user_context': 'Input'}[message.role] + ':' }}
+{{ message.content | trim -}}
+{{ '' if loop.last else '\\n\\n' }}
+{%- endfor %}
+{% if add_generation_prompt and messages[-1].role != 'assistant' %}
+### Response:
+{% endif %}
+""",
+    "chatml": """\
+{% for message in messages %}
+{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' -}}
+{% endif %}
+""",
+    "exaone": """\
+{% if messages[0].role != 'system' %}
+{{ '[|system|][|endofturn|]\\n' -}}
+{% endif %}
+{% for message in messages %}
+{% set end = '\\n' if message.role == 'user' else '[|endofturn|]\\n' %}
+{{ '[|' ~ message.role ~ '|]' ~ message.content ~ end -}}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '[|assistant|]' -}}
+{% endif %}
+""",
+    "llama3": """\
+{{ bos_token -}}
+{% for message in messages %}
+{{ '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' -}}
+{{ message.content | trim ~ '<|eot_id|>' -}}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{% endif %}
+""",
+    "mistral": """\
+{% set told = messages[0].content ~ '\\n\\n' if messages[0].role == 'system' else '' %}
+{{ bos_token -}}
+{% for message in (messages[1:] if told else messages) %}
+{% set expected = 'assistant' if loop.index0 % 2 else 'user' %}
+{% if message.role != expected %}
+{{ raise_exception('after a system message, user and assistant take turns: found ' ~ message.role) }}
+{% elif message.role == 'user' %}
+{{ ' [INST] ' ~ (told if loop.first else '') ~ message.content ~ ' [/INST]' -}}
+{% else %}
+{{ ' ' ~ message.content ~ eos_token -}}
+{% endif %}
+{% endfor %}
+""",
+}
+
 
 _ADDED = "added_tokens_decoder"
 MORE_TEMPLATES = "additional_chat_templates"

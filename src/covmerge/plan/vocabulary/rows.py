@@ -21,8 +21,7 @@ from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.config_counts import vocabulary_size, with_vocabulary
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.describe import describe_checkpoint
-from covmerge.files.tensors.layers import layer_name
-from covmerge.files.tensors.names import find_name
+from covmerge.files.tensors.names import find_name, layer_name
 from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.recipe.sections import BASE, ZERO, TokenizerRules, TokenRow
 from covmerge.plan.vocabulary.tokens import Tokenizer

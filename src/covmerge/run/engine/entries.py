@@ -12,7 +12,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import layer_name
 from covmerge.maths.methods import registry
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan

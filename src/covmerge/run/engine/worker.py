@@ -56,14 +56,14 @@ def tensor_pass(
     experts = list(item.tensor.operands)
     if method.tensor_pass.together:
         groups = partial(_groups, item, experts, method, sources, context)
-        with naming(item.tensor), method.ending_in_words(_WORK), torch_threads(1):
+        with naming(item.tensor), method.naming_failures(_WORK), torch_threads(1):
             known = inspect(groups, shape, method.for_experts(merge.parameters, experts, experts))
         return dict.fromkeys(experts, known)
 
     def of(expert: str) -> Known:
         parameters = method.for_experts(merge.parameters, experts, [expert])
         groups = partial(_groups, item, [expert], method, sources, context)
-        with naming(item.tensor), method.ending_in_words(_WORK):
+        with naming(item.tensor), method.naming_failures(_WORK):
             return inspect(groups, shape, parameters)
 
     held = method.tensor_pass.entry_bytes(merge.parameters) > 0
@@ -186,7 +186,7 @@ class Rows:
             found, sigma = delta.truncated(rank)
             return (found.mT if layout is not None and layout.transposed else found), sigma
         top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
-        root = top.kept.to(top.left.dtype).sqrt()
+        root = top.leading.to(top.left.dtype).sqrt()
         # A result of lower rank than its place in the file: terms that are zero.
         spare = (0, rank - len(root))
         return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma

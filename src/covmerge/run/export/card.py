@@ -24,7 +24,7 @@ from covmerge.maths.steps import StepUse, resolve_steps
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
 from covmerge.run.engine.entries import account_of_losses, lost_before
-from covmerge.run.export.library import how_to_load, library_of, pipeline_of
+from covmerge.run.export.adapter import how_to_load, library_of, pipeline_of
 from covmerge.run.export.markdown import fenced, inline, row
 from covmerge.run.export.parents import Parent, Parents, licence_notes, shared_licence
 

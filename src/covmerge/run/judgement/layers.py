@@ -10,7 +10,7 @@ from math import sqrt
 from typing import Any, cast
 
 from covmerge.base.types import Json, Role
-from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import layer_name
 from covmerge.maths.measures.sums import cosine_with_base
 from covmerge.plan.planning.types import Plan
 

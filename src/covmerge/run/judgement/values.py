@@ -12,7 +12,7 @@ from covmerge.base.findings import LOST, Finding, Severity
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Json, LowRank
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.tensors.layers import layer_name
+from covmerge.files.tensors.names import layer_name
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.types import Plan

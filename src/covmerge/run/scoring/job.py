@@ -2,17 +2,142 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from covmerge.base.errors import CovmergeError
+from covmerge.base.errors import CovmergeError, InputError
+from covmerge.base.version import __version__
+from covmerge.files.checkpoints.json_file import dumps, read_object
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES, read_comparison
 from covmerge.files.stores.disk import replace_file
-from covmerge.run.scoring.saved_scores import SCORES_NAME, Candidate, SavedScores
+from covmerge.files.stores.regular_file import read_regular
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable
+from covmerge.run.scoring.values import Scores, score_of
+
+# Scores that were taken before, saved in a file beside the models.
+
+SCORES_NAME = "scores.json"
+_MOST_VALUES = 30_000_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to be scored.
+
+    Attributes:
+        label: what it is called in the table.
+        folder: where it is.
+        hash: of all its bytes; None where nobody knows it, and no score is saved.
+    """
+
+    label: str
+    folder: Path
+    hash: str | None
+
+    @classmethod
+    def merged(cls, label: str, folder: Path) -> Candidate:
+        """An output of covmerge, whose manifest has the hash of every file."""
+        content = read_regular(folder / MANIFEST_NAME, MAX_BYTES)
+        return cls(label, folder, hashlib.sha256(content).hexdigest())
+
+
+def candidates(
+    out: Path, labels: Sequence[str], *, bounds: bool
+) -> tuple[list[Candidate], list[str]]:
+    """Return the models of a comparison, and what is not scored and why.
+
+    Args:
+        out: its folder.
+        labels: of its models.
+        bounds: take the base and the experts too, which come first.
+    """
+    found: list[Candidate] = []
+    notes: list[str] = []
+    sources: Mapping[str, Any] = read_comparison(out)["sources"] if bounds else {}
+    for label, source in sources.items():
+        folder = Path(source["source"])
+        if label.startswith("statistics "):
+            continue
+        if (folder / "config.json").is_file():
+            found.append(Candidate(label, folder, _digest(source["content"])))
+        else:
+            notes.append(
+                f"{label} is not scored: {folder} is no folder of a whole model, with a config.json"
+            )
+    return [*found, *(Candidate.merged(label, out / label) for label in labels)], notes
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class SavedScores:
+    """Scores by what they depend on: the model's hash and the scorer's key.
+
+    Args:
+        entries: of the file.
+    """
+
+    def __init__(self, entries: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._entries = dict(entries or {})
+
+    @classmethod
+    def read(cls, path: Path) -> SavedScores:
+        """Read a file of scores; none where there is no file.
+
+        Raises:
+            InputError: it is none of covmerge.
+        """
+        if not path.is_file():
+            return cls()
+        try:
+            found = read_object(path, _MOST_VALUES, size=MAX_BYTES).get("scores")
+            entries = {str(key): dict(entry) for key, entry in dict(found or {}).items()}
+            for entry in entries.values():
+                float(entry["seconds"])
+                for stored in dict(entry["tasks"]).values():
+                    score_of(stored)
+        except (InputError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} holds no scores of covmerge: move it away") from error
+        return cls(entries)
+
+    def find(self, model: Candidate, key: str | None) -> tuple[Scores, float] | None:
+        """Return the scores of a model and the seconds that they took, if they are saved."""
+        entry = self._entries.get(_of(model, key) or "")
+        if entry is None:
+            return None
+        tasks = {name: score_of(stored) for name, stored in entry["tasks"].items()}
+        return tasks, float(entry["seconds"])
+
+    def add(
+        self, model: Candidate, key: str | None, scorer: str, scores: Scores, seconds: float
+    ) -> None:
+        """Keep the scores of a model, where it is known what they depend on."""
+        place = _of(model, key)
+        if place is not None:
+            self._entries[place] = {
+                "label": model.label,
+                "scorer": scorer,
+                "seconds": round(seconds, 2),
+                "tasks": {name: score.as_json() for name, score in scores.items()},
+            }
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole."""
+        content: dict[str, Any] = {"covmerge": __version__, "scores": self._entries}
+        replace_file(path, dumps(content, what=path.name) + "\n")
+
+
+def _of(model: Candidate, key: str | None) -> str | None:
+    if model.hash is None or key is None:
+        return None
+    return hashlib.sha256(f"{model.hash} {key}".encode()).hexdigest()
 
 
 class ScoreProgress(Protocol):

@@ -107,7 +107,7 @@ def _score(value: object, task: object, source: str) -> Score:
         given = cast("Sequence[object]", value)
         if 0 < len(given) <= _MOST_EXAMPLES and all(map(_is_number, given)):
             examples = tuple(map(_finite, given))
-            value = _values_mean(examples)
+            value = _mean_of_examples(examples)
             return Score(value, examples if isfinite(value) else None)
         what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
     else:
@@ -127,7 +127,7 @@ def _finite(value: Any) -> float:
     return number if isfinite(number) else nan
 
 
-def _values_mean(values: Sequence[float]) -> float:
+def _mean_of_examples(values: Sequence[float]) -> float:
     try:
         return fmean(values)
     except OverflowError:
@@ -178,13 +178,13 @@ class Resamples:
         Args:
             scores: by task, for each seed the score of every example.
         """
-        return _interval(self._draws(scores), _intervals_mean(scores))
+        return _interval(self._draws(scores), _mean_over_seeds(scores))
 
     def difference(self, scores: OfSeeds, other: OfSeeds) -> Interval:
         """Return the mean of a model's scores less that of another's."""
         return _interval(
             self._draws(scores) - self._draws(other),
-            _intervals_mean(scores) - _intervals_mean(other),
+            _mean_over_seeds(scores) - _mean_over_seeds(other),
         )
 
     def _draws(self, scores: OfSeeds) -> Array:
@@ -210,7 +210,7 @@ class _Draws:
         return (self._drawn @ sums) / (self._drawn @ self._counts)
 
 
-def _intervals_mean(scores: OfSeeds) -> float:
+def _mean_over_seeds(scores: OfSeeds) -> float:
     return float(np.mean([np.mean(of_seeds) for of_seeds in scores.values()]))
 
 

@@ -19,8 +19,7 @@ Example:
 
 from covmerge.front.reporting.figures.depth import costs, gamma
 from covmerge.front.reporting.figures.heat import merged_cosines, norms, retention
-from covmerge.front.reporting.figures.pairs import cosines, overlaps, sign_conflicts
-from covmerge.front.reporting.figures.spectra import spectra
+from covmerge.front.reporting.figures.spectra import cosines, overlaps, sign_conflicts, spectra
 
 __all__ = [
     "cosines",

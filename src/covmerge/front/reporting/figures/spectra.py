@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan, nan
 from typing import Any
 
 from covmerge.base.settings import Hint
@@ -13,15 +14,31 @@ from covmerge.front.reporting.data import (
     curves,
     inspection_of,
     mean,
+    pairs,
     shown_spectra,
 )
-from covmerge.front.reporting.figures.canvas import SMALL, finished, panelled, require, style
+from covmerge.front.reporting.figures.canvas import (
+    LETTER,
+    NORMAL,
+    SMALL,
+    WIDTH,
+    add_axes,
+    blank,
+    draw_key,
+    finished,
+    limit_of,
+    panelled,
+    require,
+    style,
+)
 from covmerge.front.reporting.style import (
     BLUE,
     MUTED,
     ORANGE,
     RULE,
+    cosine,
     needed_for_reports,
+    quoted,
     share,
     shorten,
 )
@@ -32,7 +49,7 @@ with needed_for_reports():
     from matplotlib.figure import Figure
 
 _SIDE = 1.9  # inches of a panel
-_LABEL = 26  # characters
+_SPECTRA_LABEL = 26  # characters
 _FLOOR = 1e-4  # of the largest value; below lies what float32 leaves of an adapter's zeros
 _LINES: dict[str, Any] = {
     BEFORE: {"color": ORANGE.light, "linestyle": "--", "linewidth": 1.6},
@@ -113,4 +130,136 @@ def _label(layer: LayerView) -> str:
     """A line for the block, and one for the layer in it."""
     kind = kind_of(layer.name)
     block = layer.name[: layer.name.rfind(kind)].rstrip(".")
-    return f"{shorten(block, _LABEL)}\n{shorten(kind, _LABEL)}"
+    return f"{shorten(block, _SPECTRA_LABEL)}\n{shorten(kind, _SPECTRA_LABEL)}"
+
+
+# What each two experts have in common: triangles, expert by expert.
+
+with needed_for_reports():
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+_Pairs = Mapping[tuple[str, str], float]
+_WRITTEN = 12  # experts up to which cells have room for their numbers
+_PAIRS_LABEL = 20
+_CHANCE = 0.51
+_LIGHT = 0.18  # luminance from which black is read better than white
+
+
+def cosines(data: Inspect) -> Figure:
+    """Draw the cosine between the updates of each two experts, mean over the matrices.
+
+    Raises:
+        NothingToDraw: there are not two experts that changed the same matrix.
+    """
+    found = {key: pair.cosine for key, pair in pairs(data).items() if pair.cosine is not None}
+    require(found, "no two experts changed the same matrix")
+    most = max(found, key=found.__getitem__)
+    title = (
+        f"{_both(most)} changed the base most alike: cosine {cosine(found[most])}; "
+        f"{cosine(mean(found.values()))} in the mean of all pairs"
+    )
+    if len(found) == 1:
+        title = f"The updates of {_both(most)} have a cosine of {cosine(found[most])}"
+    elif len({cosine(value) for value in found.values()}) == 1:
+        title = f"The updates of every two experts have a cosine of {cosine(found[most])}"
+    limit = limit_of(found.values())
+    label = "cosine; 0: unrelated, 1: the same"
+    return _triangle(data, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
+
+
+def sign_conflicts(data: Inspect) -> Figure:
+    """Draw the share of the elements that two experts pull apart, mean over the matrices.
+
+    Raises:
+        NothingToDraw: there are not two experts that changed the same matrix.
+    """
+    found = {key: pair.conflict for key, pair in pairs(data).items() if pair.conflict is not None}
+    require(found, "no two experts changed the same matrix")
+    most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+    if found[most] > _CHANCE and len({share(value) for value in found.values()}) == 1:
+        who = _both(most) if len(found) == 1 else "Every two experts"
+        title = f"{who} pull {share(found[most])} of the weights apart; chance is {share(0.5)}"
+    elif found[most] > _CHANCE:
+        title = f"{_both(most)} disagree most: they pull {share(found[most])} of the weights apart"
+    else:
+        title = f"No two experts pull weights apart more often than by chance, {share(0.5)}"
+    if share(found[most]) != share(found[least]):
+        title += f"; {_both(least)} agree most, {share(found[least])}"
+    limit = min(0.5, limit_of(value - 0.5 for value in found.values()))
+    norm = Normalize(0.5 - limit, 0.5 + limit)
+    label = f"moved in opposite directions; {share(0.5)}: chance"
+    return _triangle(data, title, found, "RdBu_r", norm, label, share)
+
+
+def overlaps(data: Inspect) -> Figure:
+    """Draw how far the inputs that matter most to two experts are the same, mean over the matrices.
+
+    Raises:
+        NothingToDraw: no spectra were taken, or there are not two experts that changed the same matrix.
+    """
+    found = pairs(data)
+    known = {key: pair.overlap for key, pair in found.items() if pair.overlap is not None}
+    require(known, f"no spectra of two experts were taken; take some by {Hint('spectra', 'some')}")
+    most = max(known, key=known.__getitem__)
+    title = (
+        f"{_both(most)} act most on the same inputs: {share(known[most])} of their leading "
+        f"directions; chance is {share(found[most].chance)}"
+    )
+    if len({share(value) for value in known.values()}) == 1:
+        who = _both(most) if len(known) == 1 else "Every two experts"
+        title = (
+            f"{who} share {share(known[most])} of their leading input directions; chance is "
+            f"{share(found[most].chance)}"
+        )
+    label = f"shared leading inputs; {share(1.0)}: the same"
+    return _triangle(data, title, known, "viridis", Normalize(0, max(known.values())), label, share)
+
+
+def _triangle(
+    data: Inspect,
+    title: str,
+    values: _Pairs,
+    colours: str,
+    norm: Any,
+    label: str,
+    write: Callable[[float], str],
+) -> Figure:
+    experts = inspection_of(data).compared
+    rows, columns = experts[1:], experts[:-1]
+    cells = [[values.get((column, row), nan) for column in columns] for row in rows]
+    names = [shorten(name, _PAIRS_LABEL) for name in experts]
+    longest = 0.2 + LETTER * max(map(len, names))
+    side = min(0.4, (WIDTH - longest) / len(rows))
+    tall = side * len(rows)
+    with style():
+        figure = blank(title, tall + longest + 0.6)
+        axes = add_axes(figure, longest, longest + 0.6, tall, tall)
+        axes.imshow(cells, cmap=colours, norm=norm, interpolation="none")
+        axes.set_yticks(range(len(rows)), names[1:])
+        axes.set_xticks(range(len(columns)), names[:-1], rotation=90, fontsize=NORMAL)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        if len(experts) <= _WRITTEN:
+            _write_cells(axes, cells, write)
+        key = add_axes(figure, longest, 0.25, 1.6, 0.1)
+        ends = {place: norm.vmin + place * (norm.vmax - norm.vmin) for place in (0.0, 0.5, 1.0)}
+        draw_key(key, colours, {place: write(value) for place, value in ends.items()})
+        key.set_title(label)
+        return finished(figure)
+
+
+def _write_cells(axes: Any, cells: list[list[float]], write: Callable[[float], str]) -> None:
+    (image,) = axes.images
+    for y, line in enumerate(cells):
+        for x, value in enumerate(line):
+            if isnan(value):
+                continue
+            red, green, blue, _ = (part**2.2 for part in image.cmap(image.norm(value)))
+            light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > _LIGHT
+            ink = "#000000" if light else "#ffffff"
+            axes.text(x, y, write(value), ha="center", va="center", size=SMALL, color=ink)
+
+
+def _both(pair: tuple[str, str]) -> str:
+    return f"{quoted(pair[0])} and {quoted(pair[1])}"

@@ -13,11 +13,18 @@ from covmerge.base.errors import RecipeError
 from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
-from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of, reference
+from covmerge.plan.recipe.mergekit.models import (
+    KEYS,
+    Named,
+    Places,
+    Reference,
+    names_of,
+    reference,
+    tokens_of,
+)
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, by_module, read_theirs
 from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
-from covmerge.plan.recipe.mergekit.tokenizers import KEYS, Named, tokens_of
 from covmerge.plan.recipe.strict_yaml import Origin
 
 # A file of mergekit-moe's as a recipe of covmerge.

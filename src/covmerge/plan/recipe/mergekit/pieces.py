@@ -11,9 +11,15 @@ from typing import Any, cast
 
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import METHODS, TheirMethod
-from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of, reference
+from covmerge.plan.recipe.mergekit.models import (
+    RESERVED,
+    Places,
+    Reference,
+    asks_for_tokens,
+    names_of,
+    reference,
+)
 from covmerge.plan.recipe.mergekit.reading import Part
-from covmerge.plan.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
 from covmerge.plan.recipe.strict_yaml import unquoted
 from covmerge.plan.recipe.varied import BY_NAME, is_varied
 

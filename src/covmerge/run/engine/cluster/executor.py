@@ -34,7 +34,7 @@ from covmerge.run.engine.worker import check_there, cores_of, serve
 # Files of the output and of the sources, read as tasks of a Ray cluster, a file each.
 
 _RETRIES = 3  # of a task whose process or node was lost
-_READING_LOOKS_EVERY = 0.2  # seconds, whether it is all over
+_ASKS_EVERY = 0.2  # seconds, whether it is all over
 
 _Name = TypeVar("_Name")
 
@@ -74,7 +74,7 @@ class Pieces(Generic[_Name]):
         found: dict[_Name, Any] = {}
         running: dict[Any, _Name] = {}
         while self._submit(waiting, running):
-            ready, _ = self.ray.wait(list(running), timeout=_READING_LOOKS_EVERY)
+            ready, _ = self.ray.wait(list(running), timeout=_ASKS_EVERY)
             if is_over():
                 # Tasks under way only read, and are left to it: see `Cluster._end` on cancelling them.
                 raise CancelledError("what nodes read was stopped")
@@ -202,7 +202,7 @@ _LOAD_BYTES = 64 * 2**20
 _LOADS_A_CORE = 8
 _AHEAD = 2  # tasks that wait for each core
 _ENDING = 60.0  # seconds that a merge which ends early waits for its tasks
-_EXECUTOR_LOOKS_EVERY = 60.0  # seconds without an answer before a check that there can be one
+_CHECKS_EVERY = 60.0  # seconds without an answer before a check that there can be one
 _WAIT = 0.2  # seconds between two reads of what another machine wrote
 
 _Load = Sequence[tuple[int, Batch]]
@@ -249,7 +249,7 @@ class Cluster:
         running: dict[Any, _Load] = {}
         try:
             while self._submit(waiting, running, given, task, threads):
-                ended, _ = ray.wait(list(running), timeout=_EXECUTOR_LOOKS_EVERY)
+                ended, _ = ray.wait(list(running), timeout=_CHECKS_EVERY)
                 if not ended:
                     self._say_if_no_node_is_left(running.values(), task, threads)
                     continue

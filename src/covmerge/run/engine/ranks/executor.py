@@ -53,7 +53,7 @@ class Ranks:
         self._inner = inner
         self._session = session
         self._stages = 0
-        self.own = 0  # batches that this rank did
+        self.done_here = 0  # batches that this rank did
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.
@@ -96,7 +96,7 @@ class Ranks:
                 for done in finished:
                     self._tell(stage, done)
                     yield from stage.take(done)
-                    self._session.ledgers.glance()
+                    self._session.ledgers.refresh_if_due()
                     yield from self._heard(stage)
             yield from self._heard(stage)
             if stage.is_complete:
@@ -140,7 +140,7 @@ class Ranks:
         for place in own_first(sizes, rank.number, rank.world):
             index = indexes[place]
             if index not in stage.done and holding.take(index):
-                self.own += 1
+                self.done_here += 1
                 yield index, stage.batches[index]
 
     def _abandoned(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
@@ -149,7 +149,7 @@ class Ranks:
             if index in stage.done:
                 continue
             if holding.take_left(index, partial(self._will_do_it, stage)):
-                self.own += 1
+                self.done_here += 1
                 yield index, batch
 
     def _will_do_it(self, stage: _Stage, holding: str) -> bool:

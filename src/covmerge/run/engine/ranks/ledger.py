@@ -68,7 +68,7 @@ class Ledger:
         while not self._closed.wait(every):
             with suppress(OSError):
                 os.utime(self._path)
-                self._others.look()
+                self._others.refresh()
 
 
 class Ledgers:
@@ -89,7 +89,7 @@ class Ledgers:
         self._refreshed = 0.0
         self._reading = threading.Lock()  # the thread that reads ahead asks too
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read what was added since the last call."""
         with self._reading, suppress(FileNotFoundError):
             self._refreshed = time.monotonic()
@@ -97,10 +97,10 @@ class Ledgers:
                 with suppress(FileNotFoundError):
                     self._read_added(path.stem, path)
 
-    def glance(self) -> None:
+    def refresh_if_due(self) -> None:
         """Read what was added, unless that was a moment ago: on a network it asks for every rank's file."""
         if time.monotonic() - self._refreshed > _REFRESH_AFTER:
-            self.look()
+            self.refresh()
 
     def take(self, stage: int | str) -> list[tuple[str, dict[str, Any]]]:
         """Return what was said of a stage since this was last asked, each with who said it."""
@@ -109,7 +109,7 @@ class Ledgers:
 
     def is_gone(self, who: str) -> bool:
         """Whether a rank has left, or seems to have been killed."""
-        self.glance()  # else a rank that nobody read would count as gone
+        self.refresh_if_due()  # else a rank that nobody read would count as gone
         _, since = self._changed.setdefault(who, (None, time.monotonic()))
         return who in self._left or time.monotonic() - since > self._patience
 

@@ -156,7 +156,7 @@ class Session:
             LeaderGoneError: the rank that leads is gone.
         """
         time.sleep(min(_POLL, self._patience / _BEATS))
-        self.ledgers.look()
+        self.ledgers.refresh()
         self.check()
 
     def check(self) -> None:
@@ -250,7 +250,7 @@ class Gathering:
                     return Session(newest, self._rank, self._patience, leader), threads
                 strange = newest.name if record is not None else None
                 ledgers = watched.setdefault(newest.name, Ledgers(newest, self._patience))
-                ledgers.look()
+                ledgers.refresh()
                 if record is None and not ledgers.all_gone():
                     until = time.monotonic() + patience
             if time.monotonic() > until:
