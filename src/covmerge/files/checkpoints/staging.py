@@ -6,6 +6,7 @@ What is asked of the place is a `Destination`; here is when an output may be mad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 
 from covmerge.base.errors import InputError
@@ -187,6 +188,21 @@ class Staging:
         elif unfinished:
             self.notes.append(f"the unfinished merge in {self.out.aside} was discarded")
         self.out.begin()
+
+
+def output_path(out: object) -> Path:
+    """Return an output that a caller names as a path.
+
+    Raises:
+        InputError: it is no name of a folder.
+
+    Example:
+        >>> output_path("merged").name
+        'merged'
+    """
+    if not isinstance(out, str | PathLike) or not str(out):
+        raise InputError(f"the output is {out!r}: give the name of a folder")
+    return Path(out)
 
 
 def destination_of(out: Path | Destination) -> Destination:

@@ -260,6 +260,7 @@ def _plan(
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_unused_weights(draft.tensors),
+            *_of_no_family(draft.tensors, base),
             *_of_no_tensor(draft.recipe, base, models),
             *_notes(draft, base, models),
             *(() if draft.adapter is None else draft.adapter.notes),
@@ -738,6 +739,27 @@ def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
         if experts:
             given = some(experts, quoted=True)
             yield f"{method} takes no notice of weights: that of {given} has no part in the merge"
+
+
+def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
+    """Name the parameters that a method has for some families, where it is not known which this is."""
+    if base.description.family is not None:
+        return
+    merges = [tensor.operation for tensor in tensors if isinstance(tensor.operation, Merge)]
+    for name in dict.fromkeys(merge.method for merge in merges):
+        method = registry.get(name)
+        taken = next(merge.parameters for merge in merges if merge.method == name)
+        for parameter in method.parameters:
+            of_families = [
+                f"{family} {defaults[parameter.name]:g}"
+                for family, defaults in method.family_defaults.items()
+                if parameter.name in defaults
+            ]
+            if of_families and taken[parameter.name] == parameter.default:
+                yield (
+                    f"no config.json names the model's family, by which the {parameter.name} of {name} "
+                    f"goes ({', '.join(of_families)}): {parameter.default:g} was taken"
+                )
 
 
 def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
