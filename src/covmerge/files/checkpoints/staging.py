@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import cast
 
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
@@ -200,9 +201,11 @@ def output_path(out: object) -> Path:
         >>> output_path("merged").name
         'merged'
     """
-    if not isinstance(out, str | PathLike) or not str(out):
+    named = isinstance(out, str | PathLike)
+    given = cast("str | PathLike[str]", out)
+    if not named or not str(given):
         raise InputError(f"the output is {out!r}: give the name of a folder")
-    return Path(out)
+    return Path(given)
 
 
 def destination_of(out: Path | Destination) -> Destination:
