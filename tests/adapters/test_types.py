@@ -211,6 +211,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa"}),
     ("LORA", {"target_modules": LINEAR, "r": 2, "init_lora_weights": "pissa", "use_dora": True}),
     ("LORA", {"target_modules": LINEAR, "r": 2, "lora_alpha": 3, "init_lora_weights": "olora"}),
+    ("LORA", {"target_modules": ["table", "first"], "r": 2, "init_lora_weights": "pissa"}),
+    ("LORA", {"target_modules": ["table", "same"], "r": 2, "init_lora_weights": "olora"}),
+    (
+        "LORA",
+        {
+            **{"target_modules": ["table", "first"], "r": 2, "init_lora_weights": "pissa"},
+            "use_dora": True,
+        },
+    ),
+    ("LORA", {"target_modules": LINEAR, "r": 10, "lora_alpha": 5, "init_lora_weights": "pissa"}),
+    (
+        "LORA",
+        {
+            **{"target_modules": LINEAR, "r": 10, "lora_alpha": 5, "init_lora_weights": "olora"},
+            "use_rslora": True,
+        },
+    ),
     ("LORA", {"target_modules": LINEAR, "r": 2, "kasa_config": {}}),
     (
         "LORA",

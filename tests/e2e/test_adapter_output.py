@@ -604,3 +604,47 @@ def test_every_kind_of_layer_that_peft_has_factors_for(tmp_path):
     with torch.no_grad():
         change = (expected(ids) - base(ids)).norm()
         assert (adapted(ids) - expected(ids)).norm() < 1e-3 * change
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # PEFT reads it all the same
+def test_a_module_that_peft_adapts_by_its_parameter_alone(tmp_path):
+    """GPT-OSS's router is no layer to PEFT, which takes it as a target by the name of its weight."""
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = transformers.GptOssConfig(**sizes, **heads, num_local_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    base = transformers.GptOssForCausalLM(config).eval()
+    base.save_pretrained(tmp_path / "base")
+    targets = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["mlp.router.weight"]
+    )
+    adapters, ids = {}, torch.arange(3, 13)[None]
+    for name in "ab":
+        model = peft.get_peft_model(copy.deepcopy(base), targets).eval()
+        with torch.no_grad():
+            for own, parameter in model.named_parameters():
+                parameter += 0.2 * torch.randn_like(parameter) * ("lora_" in own)
+            wanted = model(ids).logits
+        model.save_pretrained(tmp_path / name)
+        adapters[name] = tmp_path / name
+    for experts_ in ({"b": adapters["b"]}, adapters):
+        out = covmerge.merge(
+            tmp_path / "base",
+            experts_,
+            "average",
+            form="adapter",
+            overwrite=True,
+            out=tmp_path / "out",
+        )
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), out.path).eval()
+        whole = covmerge.merge(
+            tmp_path / "base", experts_, "average", tmp_path / "whole", overwrite=True
+        )
+        merged = transformers.GptOssForCausalLM.from_pretrained(whole.path).eval()
+        with torch.no_grad():
+            found, expected = loaded(ids).logits, merged(ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        if len(experts_) == 1:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    again = covmerge.merge(tmp_path / "base", {"merged": out.path}, "average").tensors
+    torch.testing.assert_close(again, load_file(tmp_path / "whole" / "model.safetensors"))

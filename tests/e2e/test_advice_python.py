@@ -128,6 +128,26 @@ CALLS = {
         advice("an adapter is written to a folder: give an output folder"),
         lambda out: merge([A, B], out=out, form="adapter", rank=2),
     ),
+    "an output to replace in memory": (
+        lambda out: merge([A, B], overwrite=True),
+        advice("{} is about an output folder, and none is given: give one, or leave out {}"),
+        lambda out: (merge([A, B]), merge([A, B], out=out, overwrite=True)),
+    ),
+    "a comparison to go on with in memory": (
+        lambda out: covmerge.compare(BASE, [A, B], ["ties"], resume=True),
+        advice("{} is about an output folder, and none is given: give one, or leave out {}"),
+        lambda out: covmerge.compare(BASE, [A, B], ["ties"], out / "models", resume=True),
+    ),
+    "nowhere to save": (
+        lambda out: merge([A, B]).save(None),
+        advice("the output is {}: give the name of a folder"),
+        lambda out: merge([A, B]).save(out / "saved"),
+    ),
+    "an output without a name": (
+        lambda out: merge([A, B], out=""),
+        advice("the output is {}: give the name of a folder"),
+        lambda out: merge([A, B], out=out / "merged"),
+    ),
     "processes in memory": (
         lambda out: covmerge.merge(*saved(out), "average", workers=2),
         advice("a merge in memory cannot be shared by processes: leave out --workers"),

@@ -101,6 +101,14 @@ CASES = {
         ),
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
+    "complex and real numbers": Case(
+        BASE | {"layers.9.filter.weight": torch.ones(4, 4, dtype=torch.complex64)},
+        EXPERT | {"layers.9.filter.weight": torch.ones(4, 4)},
+        advice(
+            "as it was before; else leave the tensor to the base with the rule {match: '{}', use: base}"
+        ),
+        {LAYER: W + STEP},
+    ),
     "integers that differ": Case(
         BASE | {name: torch.ones(4, dtype=torch.int64) for name in (CODES, MORE)},
         EXPERT | {name: torch.zeros(4, dtype=torch.int64) for name in (CODES, MORE)},

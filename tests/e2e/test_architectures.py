@@ -64,6 +64,22 @@ def test_stored_conv1d_reproduces_the_authors_orientation(tmp_path):
     assert torch.allclose(stored - base.get_parameter(name), expected, atol=1e-5)
 
 
+def test_a_parameter_that_goes_by_the_family_is_told_where_none_is_named(tmp_path):
+    base_path, experts = save_family("gpt2", tmp_path)
+    states = (
+        build("gpt2").state_dict(),
+        {n: load_file(f"{e}/model.safetensors") for n, e in experts.items()},
+    )
+    folder, held = covmerge.merge(base_path, experts, "ace"), covmerge.merge(*states, "ace")
+    said = (
+        "no config.json names the model's family, by which the eps of ace goes (gpt2 0.04, roberta-base "
+        "0.0002): 1e-05 was taken"
+    )
+    assert (said in folder.notes, said in held.notes) == (False, True)
+    assert said not in covmerge.merge(*states, "ace", eps=4e-2).notes
+    assert said not in covmerge.merge(*states, "auto").notes
+
+
 def test_fused_projection_split(tmp_path):
     base_path, experts = save_family("gpt2", tmp_path)
     base = build("gpt2")

@@ -191,6 +191,8 @@ CODES = [
     ("fc.weight", "fc.weight.scales"),
     ("fc.q_weight", "fc.q_scale"),
     ("fc.qweight", "fc.wscales"),
+    ("fc.qw", "fc.sc"),
+    ("fc.weight", "fc_scale"),
 ]
 
 

@@ -144,13 +144,32 @@ def merged(expert):
 
 
 @pytest.mark.parametrize(
-    "part", ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"]
+    "part",
+    ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"],
 )
 def test_wrappers_of_single_modules(part):
     result = merged({n.replace("fc", f"{part}.fc"): t for n, t in EXPERT.items()})
     assert any(f"'{part}.'" in note for note in result.notes)
     for name, tensor in EXPERT.items():
         torch.testing.assert_close(result.tensors[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "by"), [("_forward_module.", "Lightning"), ("base_model.model.", "PEFT")]
+)
+def test_wrappers_of_the_whole_model(prefix, by):
+    result = merged({f"{prefix}{name}": tensor for name, tensor in EXPERT.items()})
+    assert any(f"'{prefix}' ({by}) was left out" in note for note in result.notes)
+    for name, tensor in EXPERT.items():
+        torch.testing.assert_close(result.tensors[name], tensor)
+
+
+def test_a_model_whose_names_begin_as_peft_names_a_model():
+    base, expert = (
+        {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+        for state in (BASE, EXPERT)
+    )
+    assert covmerge.merge(base, {"a": expert}, "average").tensors.keys() == base.keys()
 
 
 def test_an_averaged_model():

@@ -48,6 +48,18 @@ def some(method, experts):
     return dict(list(experts.items())[: 2 if method == "nuslerp" else most or len(experts)])
 
 
+@pytest.mark.parametrize("method", [method.name for method in registry if method.data == "none"])
+def test_a_weight_changes_the_merge_or_is_told_to_have_no_part(method):
+    base, experts = make(torch.float32)
+    experts = some(method, experts)
+    plain = covmerge.merge(base, experts, method).tensors
+    found = covmerge.merge(base, experts, method, weights={"a": 3.0})
+    same = all(torch.equal(value, plain[name]) for name, value in found.tensors.items())
+    said = f"{method} takes no notice of weights: that of 'a' has no part in the merge"
+    assert (said in found.notes) == same
+    assert said not in covmerge.merge(base, experts, method).notes
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_tensor_is_what_the_kernel_gives(states, method):
     base, experts = states

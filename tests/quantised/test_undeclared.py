@@ -76,14 +76,45 @@ def test_a_plain_model_is_not_taken_for_one(stored):
     assert open_plain(stored).headers.keys() == stored.keys()
 
 
-@pytest.mark.parametrize("scale", ["fc.scale_factor", "fc.weight_quantizer._scale", "fc.wscales"])
-def test_float8_weights_are_not_merged_beside_a_scale_of_any_name(scale):
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (8, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [
+        ("weight", "fc.scale_factor"),
+        ("weight", "fc.weight_quantizer._scale"),
+        ("weight", "fc.wscales"),
+        ("weight", "fc.s"),
+        ("weight", "fc.inv"),
+        ("weight", "fc_scale"),
+        ("qdata", "fc.amax"),
+        ("values", "fc.amax"),
+    ],
+)
+def test_float8_weights_are_not_merged_beside_a_scale_of_any_name(codes, scale, shape):
     held = {
-        "h.fc.weight": torch.randn(8, 8).to(torch.float8_e4m3fn),
-        f"h.{scale}": torch.ones(8, 1),
+        f"h.fc.{codes}": torch.randn(8, 8).to(torch.float8_e4m3fn),
+        f"h.{scale}": torch.ones(shape),
     }
-    with pytest.raises(CheckpointError, match=rf"tensor 'h\.fc\.weight' beside 'h\.{scale}'"):
+    with pytest.raises(CheckpointError, match=rf"tensor 'h\.fc\.{codes}' beside 'h\.{scale}'"):
         open_plain(held)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"fc.bias": (8,)},
+        {"fc.in_proj_bias": (8,), "fc.bias_k": (1, 1, 8)},
+        {"fc.weight_g": (8, 1)},
+        {"fc.weight_hh_l0": (8, 4)},
+        {"fc.running_mean": (8,), "fc.running_var": (8,)},
+        {"fc.other": (5,)},
+        {"other.s": (8,), "s": (8,)},
+    ],
+)
+def test_float8_weights_beside_what_is_no_scale_are_plain(others):
+    held = {"fc.weight_v": torch.randn(8, 8).to(torch.float8_e4m3fn)}
+    held |= {name: torch.ones(shape) for name, shape in others.items()}
+    assert set(open_plain(held).headers) == set(held)
 
 
 def test_float8_weights_beside_scales_of_others_are_plain():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from covmerge.base.errors import RecipeError, did_you_mean
-from covmerge.files.checkpoints.staging import destination_of
+from covmerge.files.checkpoints.staging import destination_of, output_path
 from covmerge.front.job import Job
 from covmerge.front.keywords import (
     AlignKeywords,
@@ -104,7 +104,7 @@ def merge(
     recipe = _recipe(
         base, named, settings | ({"method": method} if method else {}) | {"parameters": params}
     )
-    target = None if out is None else destination_of(Path(out))
+    target = None if out is None else destination_of(output_path(out))
     job = Job(recipe, target, run_options(settings))
     with open_checkpoints(
         base, named, statistics_of(recipe), form=recipe.output.format
@@ -219,7 +219,7 @@ def compare(
         recipe=recipe,
         methods=methods,
         parameters=parameters or {},
-        out=None if out is None else Path(out).expanduser(),
+        out=None if out is None else output_path(out).expanduser(),
         scorer=None if score is None else scorer_of(score),
         bounds=bounds,
         options=run_options({**options, "resume": resume}),
@@ -290,7 +290,7 @@ def search(
     job = SearchJob(
         Template.of(recipe),
         scorer_of(score),
-        Path(out).expanduser(),
+        output_path(out).expanduser(),
         trials,
         _listed("objectives", objectives),
         sampler,
@@ -367,7 +367,7 @@ def report(
     """
     _check_known("report", RunKeywords, options)
     job = ReportJob(
-        folder=Path(out),
+        folder=output_path(out),
         spectra=spectra,
         options=run_options(options),
         seconds={} if merged is None else merged.seconds,

@@ -145,6 +145,8 @@ class Job:
             raise InputError("an adapter is written to a folder: give an output folder")
         if self.out is None and self.recipe.output.quantise != "none":
             raise InputError("a quantised model is written to a folder: give an output folder")
+        if self.out is None:
+            self.options.check_in_memory()
         before = None
         if self.out is not None:  # before the base is run
             if self.options.rank is not None or self.options.cluster is not None:

@@ -376,6 +376,8 @@ class CompareJob:
         self, entries: Sequence[Entry], left_out: Mapping[str, str], checkpoints: OpenCheckpoints
     ) -> Comparison:
         """Merge, unless the models are there and the run is to go on with them."""
+        if self.out is None:
+            self.options.check_in_memory()
         recipes = [
             self.recipe.model_copy(
                 update={"method": entry.method, "parameters": dict(entry.parameters)}

@@ -13,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from covmerge.base.errors import InputError
 from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.text import counted, some
+from covmerge.files.checkpoints.staging import output_path
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.recipe import Recipe
 from covmerge.run.engine.executor import Span
@@ -176,7 +177,7 @@ class MergedTensors(MergeResult):
         """
         if self.saver is None:
             raise InputError("this result is a copy, which knows no sources: merge with out=FOLDER")
-        return self.saver(Path(out), overwrite=overwrite)
+        return self.saver(output_path(out), overwrite=overwrite)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do without the sources."""

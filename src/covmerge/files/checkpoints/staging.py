@@ -6,7 +6,9 @@ What is asked of the place is a `Destination`; here is when an output may be mad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
+from typing import cast
 
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
@@ -187,6 +189,23 @@ class Staging:
         elif unfinished:
             self.notes.append(f"the unfinished merge in {self.out.aside} was discarded")
         self.out.begin()
+
+
+def output_path(out: object) -> Path:
+    """Return an output that a caller names as a path.
+
+    Raises:
+        InputError: it is no name of a folder.
+
+    Example:
+        >>> output_path("merged").name
+        'merged'
+    """
+    named = isinstance(out, str | PathLike)
+    given = cast("str | PathLike[str]", out)
+    if not named or not str(given):
+        raise InputError(f"the output is {out!r}: give the name of a folder")
+    return Path(given)
 
 
 def destination_of(out: Path | Destination) -> Destination:

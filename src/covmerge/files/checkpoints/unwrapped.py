@@ -18,6 +18,7 @@ from covmerge.files.checkpoints.view import (
 )
 
 _PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
+_PEFT = "base_model.model."  # PeftModel names the model so, which may have no adapter any more
 _AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged
 _SHOWN = 4  # differences that notes name
 
@@ -53,6 +54,10 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
     while names and all(name.startswith(_PARALLEL) for name in names):
         names = {name.removeprefix(_PARALLEL): old for name, old in names.items()}
         left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
+    if base is not None and names.keys().isdisjoint(base.headers):
+        while names and all(name.startswith(_PEFT) for name in names):
+            names = {name.removeprefix(_PEFT): old for name, old in names.items()}
+            left_out.append(f"'{_PEFT}' (PEFT)")
     made, made_by = dict[str, Assembly](), ""
     renamed = dict[str, str]()
     if base is not None:

@@ -139,6 +139,7 @@ WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "_checkpoint_wrapped_module.": "activation checkpointing",
     "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+    "_forward_module.": "Lightning",
 }
 _WRAPPER = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, WRAPPERS))})")
 # Two names for the same parameter. The left ones are TensorFlow's, and torch's before

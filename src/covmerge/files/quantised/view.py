@@ -79,6 +79,8 @@ _CODES = (*_WORDS, torch.uint16)
 _SCALE = re.compile(
     r"scale|scb\b|absmax|amax|quant|step_size|codebook|lut\b|zero|range", re.IGNORECASE
 )
+# Beside a weight, but no scale of it.
+_NO_SCALE = re.compile(r"bias|weight|original\d|mean|var", re.IGNORECASE)
 _STATE = ".quant_state.bitsandbytes__"  # whose codes may be stored as any dtype
 
 
@@ -98,12 +100,8 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
             scale = next((n for n in _scales_of(name) if n != name and n in headers), None)
             if scale is not None:
                 return name, scale
-    weights = [name for name, header in headers.items() if _is_small_weight(header)]
-    return next(iter(_beside(headers, weights).items()), None)
-
-
-def _is_small_weight(header: TensorHeader) -> bool:
-    return is_small(header) and "weight" in header.name.rpartition(".")[2]
+    small = [n for n, header in headers.items() if is_small(header) and len(header.shape) > 1]
+    return next(iter(_beside(headers, small).items()), None)
 
 
 def is_small(header: TensorHeader) -> bool:
@@ -114,8 +112,8 @@ def is_small(header: TensorHeader) -> bool:
 def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
     """Return the integer tensors that have a floating-point scale beside them, and that scale.
 
-    A scale is known by a word of its name. It lies in the module of the codes, or in one whose name begins
-    with theirs.
+    A scale is known by a word of its name, or beside a weight by its shape: a number, one for each row or
+    each block. It lies in the module of the codes, or in one whose name begins with theirs.
 
     Example:
         >>> held = {"a.fc.weight": torch.int8, "a.fc.weight_quantizer._scale": torch.float32}
@@ -129,31 +127,55 @@ def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[s
     """Return those of some tensors that have a scale beside them, and that scale."""
     if not codes:
         return {}
-    inside: dict[str, list[str]] = {}
-    for name, header in headers.items():
-        if _is_scale(header):
-            module = name.rpartition(".")[0]
-            for outer in {module, module.rpartition(".")[0]}:
-                inside.setdefault(outer, []).append(name)
+    near: dict[str, list[TensorHeader]] = {}
+    for header in headers.values():
+        for module in _modules(header):
+            near.setdefault(module, []).append(header)
     found: dict[str, str] = {}
     for name in codes:
-        module, dot, leaf = name.rpartition(".")
-        rests = {other: other.removeprefix(module + dot) for other in inside.get(module, ())}
-        scale = next((o for o, r in rests.items() if _belongs(r, leaf, module)), None)
+        module = name.rpartition(".")[0]
+        scales = (one for one in near.get(module, ()) if _belongs(one, headers[name], module))
+        scale = next(scales, None)
         if scale is not None:
-            found[name] = scale
+            found[name] = scale.name
     return found
 
 
-def _is_scale(header: TensorHeader) -> bool:
-    """Whether it is called a scale, and has the dtype of one; no scale is float8 but an exponent."""
-    wide = header.dtype.itemsize > 1 or "e8m0" in str(header.dtype)
-    return header.dtype.is_floating_point and wide and bool(_SCALE.search(header.name))
+def _modules(header: TensorHeader) -> set[str]:
+    """The modules whose codes it may scale: `a.fc` of `a.fc.s`, `a.fc.q._scale` and `a.fc_scale`."""
+    wide = header.dtype.itemsize > 1 or "e8m0" in str(
+        header.dtype
+    )  # no scale is float8 but an exponent
+    if not (header.dtype.is_floating_point and wide):
+        return set()
+    module, dot, leaf = header.name.rpartition(".")
+    found = {module, module.rpartition(".")[0]}
+    if _SCALE.search(leaf):
+        found |= {f"{module}{dot}{leaf[: mark.start()]}" for mark in re.finditer("_", leaf)} - {""}
+    return found
 
 
-def _belongs(rest: str, leaf: str, module: str) -> bool:
-    """Whether a scale, named from the module of the codes on, is theirs."""
-    return rest.startswith(leaf) or bool(module and "." not in rest)
+def _belongs(scale: TensorHeader, codes: TensorHeader, module: str) -> bool:
+    """Whether a tensor near codes of a module is their scale: by its name, or its shape beside a weight."""
+    leaf = codes.name.rpartition(".")[2]
+    start = f"{module}." if module else ""
+    rest = scale.name.removeprefix(start)
+    inner = bool(module) and scale.name.startswith(start) and "." not in rest
+    if _SCALE.search(scale.name):
+        return (
+            inner or rest.startswith(leaf) or (bool(module) and scale.name.startswith(f"{module}_"))
+        )
+    return inner and ("weight" in leaf or leaf.startswith(("q", "w"))) and _fits(codes, scale)
+
+
+def _fits(codes: TensorHeader, header: TensorHeader) -> bool:
+    """Whether a tensor without a name that says more may be a number for all, each row or each block."""
+    if _NO_SCALE.search(header.name.rpartition(".")[2]) or len(codes.shape) < 2:
+        return False
+    rows = codes.shape[0]
+    blocks = len(header.shape) == len(codes.shape) and header.shape != codes.shape
+    whole = blocks and all(n and not m % n for m, n in zip(codes.shape, header.shape, strict=True))
+    return whole or header.numel == 1 or header.shape in ((rows,), (rows, 1))
 
 
 def _scales_of(name: str) -> list[str]:

@@ -73,6 +73,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         _tensor_pass, lambda parameters: one_buffer(parameters["arithmetic"]), together=True
     ),
     sees="weights",
+    weighted=False,
     experts=(2, None),
 )
 def model_stock(

@@ -70,6 +70,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     unit=_unit,
     tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, together=True),
     sees="weights",
+    weighted=False,
 )
 def ram(
     group: LinearGroup,

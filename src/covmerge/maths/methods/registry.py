@@ -222,6 +222,7 @@ class Method(Declared):
             and a tensor that it returns is W̄ itself.
         experts: the fewest and the most experts that it merges; None: there is no most.
         base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read; it can do without.
+        weighted: whether experts' weights have a part in the result.
         stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
             function of the parameters that says so.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
@@ -247,6 +248,7 @@ class Method(Declared):
     sees: Sees = "updates"
     experts: tuple[int, int | None] = (1, None)
     base_norm: bool = False
+    weighted: bool = True
     stands_alone: bool | Callable[[Parameters], bool] = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(

@@ -99,6 +99,7 @@ def _entry_bytes(parameters: Parameters) -> float:
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",
+    weighted=False,
 )
 def sce(
     group: LinearGroup,

@@ -457,7 +457,7 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
             f"expert '{expert_name}': numbers of different kinds cannot be merged. "
             + (
                 "Pass the quantised one as it was before"  # without its layers: nearly the base
-                if _in_a_layer(header.name) and len(header.shape) > 1
+                if floating and _in_a_layer(header.name) and len(header.shape) > 1
                 else "If one of them is quantised, pass it as it was before; else leave the tensor to the "
                 f"base with the rule {{match: '{of_all_layers(header.name)}', use: base}}"
             )

@@ -259,6 +259,8 @@ def _plan(
             *(notes_on_unread_statistics(draft.recipe, statistics) if alone else ()),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
+            *_unused_weights(draft.tensors),
+            *_of_no_family(draft.tensors, base),
             *_of_no_tensor(draft.recipe, base, models),
             *_notes(draft, base, models),
             *(() if draft.adapter is None else draft.adapter.notes),
@@ -723,6 +725,41 @@ def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
             "the merged weights alone serve no task: each expert's model is made of them, its mask and "
             "its factor by covmerge.load_expert(OUT, EXPERT, BASE)"
         )
+
+
+def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    """Name the experts that were given a weight of which a method takes no notice."""
+    found: dict[str, dict[str, None]] = {}
+    for tensor in tensors:
+        merge = tensor.operation
+        if isinstance(merge, Merge) and not registry.get(merge.method).weighted:
+            given = (expert for expert, operand in tensor.operands.items() if operand.weight != 1)
+            found.setdefault(merge.method, {}).update(dict.fromkeys(given))
+    for method, experts in found.items():
+        if experts:
+            given = some(experts, quoted=True)
+            yield f"{method} takes no notice of weights: that of {given} has no part in the merge"
+
+
+def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
+    """Name the parameters that a method has for some families, where it is not known which this is."""
+    if base.description.family is not None:
+        return
+    merges = [tensor.operation for tensor in tensors if isinstance(tensor.operation, Merge)]
+    for name in dict.fromkeys(merge.method for merge in merges):
+        method = registry.get(name)
+        taken = next(merge.parameters for merge in merges if merge.method == name)
+        for parameter in method.parameters:
+            of_families = [
+                f"{family} {defaults[parameter.name]:g}"
+                for family, defaults in method.family_defaults.items()
+                if parameter.name in defaults
+            ]
+            if of_families and taken[parameter.name] == parameter.default:
+                yield (
+                    f"no config.json names the model's family, by which the {parameter.name} of {name} "
+                    f"goes ({', '.join(of_families)}): {parameter.default:g} was taken"
+                )
 
 
 def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:

@@ -90,6 +90,18 @@ class RunOptions:
                 f"{Hint('workers')}: {workers!r} is neither a number of processes nor '{AUTO}'"
             )
 
+    def check_in_memory(self) -> None:
+        """Refuse what is about a folder, of a run whose result stays in memory.
+
+        Raises:
+            InputError: it is to replace one, or to go on with one.
+        """
+        given = {Hint("overwrite"): self.overwrite, Hint("resume"): self.resume}
+        for hint in (hint for hint, wanted in given.items() if wanted):
+            raise InputError(
+                f"{hint} is about an output folder, and none is given: give one, or leave out {hint}"
+            )
+
     @property
     def torch_device(self) -> torch.device:
         """Where items are computed. What a cluster computes on its nodes have, and check it there."""

@@ -172,6 +172,7 @@ def write_adapter_config(
     ranks = {tensor.module: tensor.rank for tensor in tensors}
     largest = max(ranks.values())  # which servers hold against their limit
     # The scale alpha / r is 1 in every layer: it is in the factors.
+    wrapped = _parameters(ranks, parents)
     special: dict[str, Json] = {
         _pattern(module): rank for module, rank in ranks.items() if rank != largest
     }
@@ -186,7 +187,12 @@ def write_adapter_config(
         "lora_alpha": largest,
         "rank_pattern": special,
         "alpha_pattern": special,
-        "target_modules": _targets(sorted(ranks), parameters),
+        "target_modules": _targets(sorted(ranks.keys() - wrapped), parameters),
+        **(
+            {"target_parameters": [f"{module}.weight" for module in sorted(wrapped)]}
+            if wrapped
+            else {}
+        ),
         "fan_in_fan_out": any(t.transposed and not t.embedding for t in tensors),
         "bias": "none" if all(len(t.modules) == len(t.names) for t in whole) else "all",
         "modules_to_save": sorted({module for t in whole for module in t.modules}) or None,
@@ -221,6 +227,16 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
             reasons[why].append(tensor.name)
     for why, names in reasons.items():
         yield left_out(names, why)
+
+
+def _parameters(modules: Collection[str], parents: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The modules that a parent names by their weight, as PEFT must of those that are no layers to it."""
+    named = [name for parent in parents for name in parent.get("target_parameters") or ()]
+    return {
+        module
+        for module in modules
+        if any(f".{module}.weight".endswith(f".{name}") for name in named)
+    }
 
 
 def _targets(modules: Sequence[str], parameters: Sequence[str]) -> Json:

@@ -54,7 +54,10 @@ def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> 
         parts: what the adapter has of the layer.
         fields: its configuration; of a file by itself none.
     """
-    kind = next((one for one in OF_FILES if not one.marks.isdisjoint(parts)), _by_field(fields))
+    kind = next((one for one in OF_FILES if not one.marks.isdisjoint(parts)), None)
+    # PEFT begins an embedding as any other LoRA, whatever the init.
+    if kind is None and "table_down" not in parts:
+        kind = _by_field(fields)
     if MAGNITUDE not in parts:
         return kind
     name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape

@@ -127,6 +127,12 @@ def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
     return LOCON.shapes(layer)
 
 
+def _rank(layer: Layer) -> int:
+    """The rank that the scale goes by: the configuration's, and a matrix has no more than its sides."""
+    stored, asked = layer.size("down", 0), layer.rank("down", 0)
+    return asked if stored == min(layer.shape) < asked else stored
+
+
 def _without_first(layer: Layer) -> Tensor:
     """W − the r largest singular components."""
     return without_components(layer.weight, layer.size("down", 0), smallest=False)
@@ -136,15 +142,13 @@ def _without_columns(layer: Layer) -> Tensor:
     """W − s Q_r R_r of W = Q R: what lies in the span of the first r columns."""
     weight, rank = layer.weight, layer.size("down", 0)
     basis = _linalg.qr(weight[:, :rank].double())[0].to(weight.dtype)
-    return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(rank))
+    return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(_rank(layer)))
 
 
 def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> AdapterType:
-    update = LOCON.update
-    assert update is not None
-
     def weight(layer: Layer) -> Tensor:
-        return rest(layer).add_(update(layer))
+        up = layer["up"][layer.rows] * layer.scaling(_rank(layer))
+        return rest(layer).addmm_(up, layer["down"])
 
     return replace(
         LOCON,
