@@ -38,6 +38,7 @@ from tests.forked import SERVER
 STATE = {
     "w": MATRIX,
     "b": torch.arange(7).to(torch.bfloat16),
+    "small": MATRIX.to(torch.float8_e4m3fn),
     "step": torch.tensor(3),
     "none": torch.empty(0, 4),
     "mask": torch.tensor([True, False]),

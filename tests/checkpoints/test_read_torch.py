@@ -49,6 +49,24 @@ def test_state_dicts_are_read_whole_and_by_rows(tmp_path: Path, suffix: str, new
         checkpoint.read("w")
 
 
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_dtypes_without_a_storage_of_their_own(tmp_path: Path, new: bool) -> None:
+    """torch 2.6 to 2.15 lay float8 and unsigned numbers over the bytes of an untyped storage."""
+    numbers = torch.arange(63.0).reshape(9, 7) / 8
+    floats = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+    names = [*(f"float8_{kind}" for kind in floats), "uint16", "uint32", "uint64"]
+    tensors = {name: numbers.to(getattr(torch, name)) for name in names}
+    tensors |= {"rows": tensors["float8_e4m3fn"][2:5], "turned": tensors["uint16"].T}
+    torch.save(tensors, tmp_path / "m.pt", _use_new_zipfile_serialization=new)
+    checkpoint = open_checkpoint(tmp_path / "m.pt")
+    for name, tensor in tensors.items():
+        for rows in (None, range(1, 3)):
+            right = (tensor if rows is None else tensor[1:3]).contiguous()
+            found = checkpoint.read(name, rows)
+            assert (found.dtype, found.shape) == (right.dtype, right.shape)
+            assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+
+
 def test_memory_is_the_callers_own(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save(TENSORS, path)

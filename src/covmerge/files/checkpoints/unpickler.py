@@ -100,6 +100,22 @@ _DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+# Dtypes that have no class of storage: torch lays such a tensor over the bytes of an untyped one.
+_UNTYPED = "torch.storage.UntypedStorage"
+_OVER_BYTES = {
+    f"torch.{name}": dtype
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "uint16",
+        "uint32",
+        "uint64",
+    )
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 
 
 class Sealed(type):
@@ -250,6 +266,7 @@ class Unpickler(pickle.Unpickler):
         known: dict[str, Callable[..., object]] = {
             "torch._utils._rebuild_tensor": self._laid,
             "torch._utils._rebuild_tensor_v2": self._laid,
+            "torch._utils._rebuild_tensor_v3": self._over_bytes,
             _OF_TYPE: self._of_type,
             "torch._utils._rebuild_parameter": _first,
             "torch._utils._rebuild_parameter_with_state": _first,
@@ -263,6 +280,8 @@ class Unpickler(pickle.Unpickler):
             return Ordered
         if origin in known:
             return _Call(known[origin])
+        if origin == _UNTYPED:
+            return torch.uint8
         if module_name == "torch" and global_name in _DTYPES:
             return _DTYPES[global_name]
         return self._loading.kind(origin)
@@ -300,6 +319,34 @@ class Unpickler(pickle.Unpickler):
             return b""
         self._loading.make(len(text))
         return text.encode("latin1")
+
+    def _over_bytes(
+        self,
+        storage: object,
+        offset: object,
+        shape: object,
+        strides: object,
+        gradient: object = None,
+        hooks: object = None,
+        kind: object = None,
+        *_: object,
+    ) -> Laid:
+        """A tensor over the bytes of a storage that has no dtype of its own."""
+        dtype = _OVER_BYTES.get(getattr(kind, "origin", ""))
+        if (
+            dtype is None
+            or not isinstance(storage, Storage)
+            or storage.dtype is not torch.uint8
+            or storage.count % dtype.itemsize
+        ):
+            raise CheckpointError(f"{self._where}: a tensor has no bytes or no dtype: {NEXT}")
+        size, read = dtype.itemsize, storage.read
+
+        def numbers(first: int, wanted: int) -> bytes:
+            return read(first * size, wanted * size)
+
+        whole = Storage(dtype, storage.count // size, numbers, storage.start)
+        return self._laid(whole, offset, shape, strides)
 
     def _laid(
         self, storage: object, offset: object, shape: object, strides: object, *_: object
