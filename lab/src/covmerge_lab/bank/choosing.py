@@ -27,7 +27,7 @@ def markdown(sets: Sequence[Scored]) -> str:
     """Return a row for each way of choosing: rank correlations, and the regret of its choice.
 
     A set whose merges differ in no matrix has no criteria, and is left out. The choice is among published
-    methods, in one row among candidates for `auto`. `auto` is the row to compare with.
+    methods, in one row among candidates for `auto`. Its second rule is the row to compare with.
     """
     kept = [scored for scored in table.usable(sets) if scored.get("criteria")]
     lines = [_line(name, way, kept) for name, way in WAYS.items()]
@@ -212,5 +212,5 @@ WAYS: Mapping[str, Way | None] = {
     "selector": _selector,
     "neighbours": _neighbours,
     "candidates for `auto`": _candidates,
-    "`auto`": None,
+    "`auto`, second rule": None,
 }
