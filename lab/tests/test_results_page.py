@@ -7,7 +7,7 @@ from benchmarks import overview, performance
 def test_its_tables_are_of_the_committed_results(page):
     text = page.read_text("utf-8")
     assert "<!-- results" in text
-    assert overview.written(text) == text, "run `python -m benchmarks.tensor pass`"
+    assert overview.written(text) == text, "run `python -m benchmarks.overview`"
 
 
 def test_the_tables_on_performance_are_of_the_committed_results():

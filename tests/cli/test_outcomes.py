@@ -233,7 +233,7 @@ def test_an_interrupt_elsewhere_has_no_hint(models, monkeypatch):
     def plan(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "plan_recipe", plan)
+    monkeypatch.setattr(merging, "measure_speed", plan)
     ran = covmerge("merge", *flags(models), "--dry-run", code=130)
     assert ran.stderr == "interrupted\n"
 

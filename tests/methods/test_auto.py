@@ -181,7 +181,7 @@ def test_unlike_updates_whose_sum_cancels_make_no_jump():
     assert found.stats["flat_share"] > 0.2 and "agreement" not in found.stats
     low = [u / u.norm() for u in random_updates(24, 40, 3, 2, 1.0, seed=7)]
     beside = [low[0], low[1], 1e-6 * low[2] - low[0] - low[1]]
-    assert AUTO(group_of(beside)).diagnostics.length > 0.99
+    assert AUTO(group_of(beside)).diagnostics.length_share > 0.99
 
 
 def _low(rank, count, shape=(64, 80), seed=11):
@@ -193,18 +193,20 @@ def test_a_sum_of_few_directions_is_half_way_between_its_own_length_and_one_expe
     left = torch.linalg.qr(torch.randn(64, 4, dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(80, 4, dtype=torch.float64))[0]
     found = AUTO(group_of([torch.outer(left[:, t], right[:, t]) for t in range(4)]))
-    assert found.diagnostics.length == pytest.approx(4 / 64 + (1 - 4 / 64) * 0.75, rel=1e-4)
-    assert found.delta.norm() < found.diagnostics.length * 2.0 + 1e-9
+    assert found.diagnostics.length_share == pytest.approx(4 / 64 + (1 - 4 / 64) * 0.75, rel=1e-4)
+    assert found.delta.norm() < found.diagnostics.length_share * 2.0 + 1e-9
 
 
 def test_the_length_goes_by_what_the_sum_has():
-    lengths = [AUTO(group_of(_low(rank, 4))).diagnostics.length for rank in (1, 2, 4, 8, 16, 64)]
+    lengths = [
+        AUTO(group_of(_low(rank, 4))).diagnostics.length_share for rank in (1, 2, 4, 8, 16, 64)
+    ]
     assert all(one < other for one, other in pairwise(lengths))
     assert lengths[0] < 0.8 and lengths[-1] > 0.9
     (one,) = _low(2, 1)
-    assert AUTO(group_of([one] * 3)).diagnostics.length == pytest.approx(1.0)
-    beside = AUTO(group_of([*_low(2, 2), 1e-9 * one])).diagnostics.length
-    assert beside == pytest.approx(AUTO(group_of(_low(2, 2))).diagnostics.length, rel=1e-3)
+    assert AUTO(group_of([one] * 3)).diagnostics.length_share == pytest.approx(1.0)
+    beside = AUTO(group_of([*_low(2, 2), 1e-9 * one])).diagnostics.length_share
+    assert beside == pytest.approx(AUTO(group_of(_low(2, 2))).diagnostics.length_share, rel=1e-3)
 
 
 def test_it_does_not_modify_the_updates():
@@ -223,7 +225,10 @@ def test_what_it_says():
     assert account.totals["flat_share"] == pytest.approx(found.flat_share)
     assert dict(account.rows)["h, flat share"].startswith(f"{found.flat_share:.2f},")
     columns = found.report_columns(("x", "y", "z"))
-    assert (columns["h, flat share"], columns["s, length"]) == (found.flat_share, found.length)
+    assert (columns["h, flat share"], columns["s, length"]) == (
+        found.flat_share,
+        found.length_share,
+    )
 
 
 def test_covmerge_json_and_the_report_have_it(tmp_path):

@@ -124,7 +124,7 @@ def _whole_length(group: LinearGroup) -> tuple[Tensor, Any]:
     """Return `auto` with s = 1, and its diagnostics."""
     merged = registry.get("auto")(group)
     found: Any = merged.diagnostics
-    return merged.delta / (found.length or 1.0), found
+    return merged.delta / (found.length_share or 1.0), found
 
 
 def as_long_as_one(group: LinearGroup) -> Tensor:

@@ -52,7 +52,7 @@ class AutoDiagnostics(Diagnostics):
         unchanged: experts whose update is zero.
         unlike_experts: N, as how many experts without a common direction they count.
         flat_share: h, the share of the flat spectrum in the merge.
-        length: s, how much of its length the merge has.
+        length_share: s, how much of its length the merge has.
         agreement: cosine between the updates of the regression and of the flat spectrum.
     """
 
@@ -61,7 +61,7 @@ class AutoDiagnostics(Diagnostics):
     unchanged: int = 0
     unlike_experts: float | None = None
     flat_share: float | None = None
-    length: float | None = None
+    length_share: float | None = None
     agreement: float | None = None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
@@ -69,7 +69,7 @@ class AutoDiagnostics(Diagnostics):
         return {
             "N, unlike experts": self.unlike_experts,
             "h, flat share": self.flat_share,
-            "s, length": self.length,
+            "s, length": self.length_share,
             "agreement of both parts": self.agreement,
         }
 
