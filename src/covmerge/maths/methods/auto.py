@@ -141,6 +141,7 @@ def auto(group: LinearGroup) -> Merged:
     Departs from the paper: ACTMat has Δ_tᵀΔ_t, which counts a long update by its square, and a
         pseudo-inverse. Here ρ keeps the condition number of the system below 10 √d_in + 1, so float32
         solves it. Iso-C raises all directions alike; here faint ones are raised less.
+        Neither paper has h and s, which are plain means of what could be right.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
