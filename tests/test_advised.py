@@ -70,7 +70,6 @@ REASONS = {
         r"^files/(checkpoints|adapters)/.*(open (them|the checkpoint) again|with its base|such as 5GB)",
         r"^files/checkpoints/base\.py: .*be stored: convert",
         r"^files/tensors/views\.py: ",
-        r"^front/viewer/server\.py: the recipe of this choice",
         r"^run/engine/worker\.py: .*Please report",
         r"^maths/linalg/cholesky\.py: ",
     ],

@@ -239,14 +239,14 @@ LINES = {
     "a report over a file": (
         "report done --html recipe.yml",
         advice(
-            "exists and is no report of covmerge: pass --overwrite to replace it, or name another file"
+            "exists and is no {} of covmerge: pass --overwrite to replace it, or name another file"
         ),
         "report done --html other.html",
     ),
     "a report over a file, all the same": (
         "report done --html recipe.yml",
         advice(
-            "exists and is no report of covmerge: pass --overwrite to replace it, or name another file"
+            "exists and is no {} of covmerge: pass --overwrite to replace it, or name another file"
         ),
         "report done --html recipe.yml --overwrite",
     ),

@@ -1,43 +1,49 @@
-"""`covmerge view`: says its address, ends on Ctrl-C, and refuses what cannot be weighed."""
-
-import os
-import signal
-import time
-import urllib.request
+"""`covmerge view`: writes its page, opens it, and refuses what cannot be weighed."""
 
 import pytest
 
+import covmerge as library
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, write_recipe
 from tests.cli.runs import words as flowing
-from tests.forked import Forked
-
-PROGRAM = "from covmerge.front.cli import main; import sys; sys.argv[0] = 'covmerge'; main()"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is another thing there")
-def test_it_serves_until_it_is_interrupted(tmp_path):
+@pytest.fixture
+def opened(monkeypatch):
+    found = []
+    monkeypatch.setattr("webbrowser.open", found.append)
+    return found
+
+
+def test_the_page_is_beside_the_recipe_and_opened(tmp_path, opened):
     recipe = write_recipe(save_plain(tmp_path), "method: average")
-    said = tmp_path / "said"
-    program = f"import sys; sys.stdout = open({str(said)!r}, 'w', buffering=1); {PROGRAM}"
-    process = Forked(program, "view", recipe, "--no-browser")
-    try:
-        until = time.monotonic() + 120
-        while "Ctrl-C" not in (said.read_text() if said.exists() else ""):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        url = said.read_text().split()[0]
-        with urllib.request.urlopen(f"{url}scene.json", timeout=10) as answer:
-            assert b'"a"' in answer.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
-    finally:
-        process.kill()
-    assert said.read_text().endswith("ended\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["a.safetensors", "b.safetensors", "base.safetensors", "recipe.yml", "said"]
-    )
+    said = command("view", recipe).stdout
+    assert said == f"Page: {tmp_path / 'view.html'}\n"
+    assert opened == [(tmp_path / "view.html").as_uri()]
+    assert command("view", recipe, "--no-browser").stdout == said  # over its own page
+    assert len(opened) == 1
+
+
+def test_the_page_in_an_output_is_covmerges_own(tmp_path, opened):
+    save_plain(tmp_path)
+    experts = {name: tmp_path / f"{name}.safetensors" for name in ("a", "b")}
+    out = tmp_path / "out"
+    library.merge(tmp_path / "base.safetensors", experts, "average", out)
+    command("view", out, "--no-browser")
+    assert (out / "view.html").exists()
+    assert command("verify", out).stdout.endswith("every check passed\n")
+    assert opened == []
+
+
+def test_another_file_is_replaced_with_leave_only(tmp_path, opened):
+    recipe = write_recipe(save_plain(tmp_path), "method: average")
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    said = flowing(command("view", recipe, "--html", page, code=2).stderr)
+    assert "is no page of weights of covmerge: pass --overwrite to replace it" in said
+    assert page.read_text() == "mine"
+    command("view", recipe, "--html", page, "--overwrite")
+    assert opened == [page.as_uri()]
 
 
 @pytest.mark.parametrize(
@@ -51,19 +57,4 @@ def test_it_serves_until_it_is_interrupted(tmp_path):
 def test_what_cannot_be_looked_at_is_bad_input(tmp_path, path, words):
     place = path if "://" in path else tmp_path / path
     assert words in flowing(command("view", place, "--no-browser", code=2).stderr)
-
-
-def test_a_browser_is_opened_unless_it_is_not_wanted(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-
-    def interrupted(server):
-        until = time.monotonic() + 10
-        while not opened and time.monotonic() < until:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("covmerge.front.viewer.Server.serve", interrupted)
-    recipe = write_recipe(save_plain(tmp_path))
-    url = command("view", recipe).stdout.split()[0]
-    assert opened == [url]
+    assert not list(tmp_path.glob("*.html"))

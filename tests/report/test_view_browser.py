@@ -1,18 +1,21 @@
 """The page of `covmerge view` in a real browser: moved, read, exported, and the export merged."""
 
+import base64
+import json
 import re
-import threading
 import time
-from contextlib import closing, contextmanager
+from dataclasses import asdict
 from fnmatch import fnmatchcase
+from importlib.resources import files
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import covmerge
 from covmerge.front import api
-from covmerge.front.viewer import Server, ViewJob
+from covmerge.front.viewer import Choice, Group, ViewJob, choice_of, write_html
 from covmerge.plan.recipe import load_recipe
 from tests.report.browsing import (
     SCHEMES,
@@ -29,7 +32,7 @@ from tests.report.merges import checkpoints
 pytestmark = pytest.mark.slow
 
 SCALES = {"code": 0.02, "maths": [0.05, 0.3, 0.05], "prose": 0.1}
-HOSTILE = "layers.0.<img src=x onerror='document.title=1'>\u202e&amp;.weight"
+HOSTILE = "layers.0.</script><img src=x onerror='document.title=1'>\u202e&amp;.weight"
 # Moves a slider, or types a number, as a user does.
 MOVE = """
 const [label, value] = arguments;
@@ -44,16 +47,23 @@ return Object.fromEntries([...document.querySelectorAll("#results tbody tr")].ma
 """
 
 
-@contextmanager
-def served(path):
-    with closing(Server(ViewJob(path).run())) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server.url
-        finally:
-            server.shutdown()
-            thread.join()
+def written(path, folder):
+    """Write the page of an output or a recipe; return its address."""
+    page = folder / "view.html"
+    write_html(ViewJob(path).run(), page)
+    return page.as_uri()
+
+
+def calls(browser, script, function, given):
+    """Call a function of one of the page's scripts, on no page, with each list of arguments."""
+    source = (files("covmerge.front.viewer") / "page" / script).read_bytes()
+    address = f"data:text/javascript;base64,{base64.b64encode(source).decode()}"
+    show(browser, "data:text/html,<p>")
+    return browser.execute_async_script(
+        "const [address, name, given, done] = arguments;"
+        "import(address).then(m => done(JSON.parse(given).map(own => m[name](...own))))",
+        *(address, function, json.dumps(given)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +75,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
-    with served(folder / "out") as url:
-        yield url
+def url(folder, tmp_path_factory):
+    return written(folder / "out", tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture
@@ -157,11 +166,10 @@ def test_an_expert_is_left_out_and_the_recipe_goes_on(page, tmp_path):
     shown = now(page)
     recipe = exported(page, tmp_path)
     assert set(load_recipe(recipe).experts) == {"code", "prose"}
-    with served(recipe) as url:
-        opened(page, url)
-        assert {name: own[0] for name, own in now(page).items()} == {
-            name: own[0] for name, own in shown.items() if name != "maths"
-        }
+    opened(page, written(recipe, tmp_path))
+    assert {name: own[0] for name, own in now(page).items()} == {
+        name: own[0] for name, own in shown.items() if name != "maths"
+    }
 
 
 def test_presets(page):
@@ -183,7 +191,7 @@ def test_all_weights_0_is_told(page):
     assert not page.find_element("id", "text").is_displayed()
 
 
-def test_patterns_are_those_of_a_recipe(page):
+def test_patterns_are_those_of_a_recipe(browser):
     names = ["h.0.mlp", "h.10.mlp", "h.[0].mlp", "a]b", "x-y", "", "é.\U0001d54f", "h\n"]
     patterns = [
         *("*", "", "h.?.mlp", "h.*.mlp", "h.[0-9].mlp", "h.[!0].mlp", "h.[[]0].mlp", "[", "a[]]b"),
@@ -201,21 +209,100 @@ def test_patterns_are_those_of_a_recipe(page):
             "*0*m*p",
         ),
     ]
-    found = page.execute_async_script(
-        "const [names, patterns, done] = arguments; import('./prediction.js').then(m =>"
-        "done(names.map(n => patterns.map(p => m.matches(n, p)))))", names, patterns
-    )  # fmt: skip
-    assert found == [[fnmatchcase(name, p) for p in patterns] for name in names]
-    literal = page.execute_async_script(
-        "const [names, done] = arguments; import('./prediction.js').then(m =>"
-        "done(names.map(n => m.literally(n))))", names
-    )  # fmt: skip
+    pairs = [(name, pattern) for name in names for pattern in patterns]
+    found = calls(browser, "prediction.js", "matches", pairs)
+    assert found == [fnmatchcase(*pair) for pair in pairs]
+    literal = calls(browser, "prediction.js", "literally", [[name] for name in names])
     assert all(fnmatchcase(name, p) for name, p in zip(names, literal, strict=True))
+
+
+SOURCES = [["b", "/m/b"], ["a", "/m/a"], ["2", "/m/2"]]
+
+
+def chosen(method="task_arithmetic", a=1.0, b=1.0, **given):
+    return Choice(method=method, weights={"b": b, "a": a, "2": 1.0}, **given)
+
+
+def group(*patterns, a=1.0, b=1.0, scale=1.0):
+    return Group(patterns=patterns, weights={"b": b, "a": a, "2": 1.0}, scale=scale)
+
+
+def recipe_of(browser, choice, folder, sources=SOURCES, **fixed):
+    """The recipe that the page writes of a choice, as it is read."""
+    scene = {"sources": sources, "recipe": {"base": "/m/base", **fixed}}
+    (text,) = calls(browser, "recipe.js", "recipeText", [[scene, asdict(choice)]])
+    (folder / "recipe.yml").write_text(text, encoding="utf-8")
+    return load_recipe(folder / "recipe.yml")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        chosen("average"),
+        chosen("average", a=0.25, b=3.0),
+        chosen(scale=0.3),
+        chosen(scale=0.0),
+        chosen(a=1e-7, b=1e6, scale=1.25e-9),
+        chosen(groups=(group("*.mlp.*", a=0.0, b=0.0),)),
+        chosen(scale=0.5, groups=(group("*.mlp.*", "h.0.*", a=2.0), group("x", scale=0.1))),
+        chosen(groups=(group("*.mlp.*", a=2.0, b=1.5), group("[[]a: #'\"", scale=2.0))),
+    ],
+)
+def test_a_choice_is_a_recipe_and_that_recipe_is_the_choice(browser, choice, tmp_path):
+    found = recipe_of(browser, choice, tmp_path)
+    assert found.base == "/m/base"
+    assert {name: own.source for name, own in found.experts.items()} == dict(SOURCES)
+    assert list(found.experts) == ["b", "a", "2"]
+    assert choice_of(found) == choice
+
+
+def test_what_every_name_matches_is_said_of_all(browser, tmp_path):
+    choice = chosen(scale=0.5, groups=(group("*.mlp.*", "h.0.*", a=2.0), group("*", scale=0.1)))
+    again = choice_of(recipe_of(browser, choice, tmp_path))
+    assert (again.scale, len(again.groups)) == (0.1, 1)
+
+
+@pytest.mark.parametrize("name", ["a", "yes", "Null", "1e3", "0x1", "1.5", "2026-01-01", "a-b.c"])
+def test_names_are_read_as_they_are(browser, name, tmp_path):
+    choice = Choice(method="task_arithmetic", weights={name: 0.5}, scale=1.0)
+    found = recipe_of(browser, choice, tmp_path, [[name, "/m/a"]], output={"dtype": "bfloat16"})
+    assert {n: e.source for n, e in found.experts.items()} == {name: "/m/a"}
+    assert found.output.dtype == "bfloat16"
+
+
+# fmt: off
+TEXTS = [
+    "yes", "1e3", "- a", "a: b", "a #b", "*a", "&a", "!a", "%a", "{a", "'", '"', "\\", "~", "a ",
+    "", "C:\\a", "é", "\U0001d54f", "a\nb", "a\u2028b", "a\u0085b", "a\u202eb", "\ufeffa", "\x7f", "./.a",
+]
+# fmt: on
+
+
+def test_texts_are_read_as_they_are(browser):
+    rules = [{"match": text, text: {"deep": [text, [], {}, None, True]}} for text in TEXTS]
+    scene = {"sources": [["a", "/m/a"]], "recipe": {"base": "/m/base", "rules": rules}}
+    choice = {"method": "average", "weights": {"a": 1.0}, "groups": []}
+    (text,) = calls(browser, "recipe.js", "recipeText", [[scene, choice]])
+    assert yaml.safe_load(text)["rules"] == rules
+
+
+def test_experts_without_a_weight_are_left_out_and_rules_stay(browser, tmp_path):
+    rules = [{"match": "*.up.*", "use": "base"}, {"role": "norm", "use": "base"}]
+    found = recipe_of(browser, chosen(a=0.0), tmp_path, rules=rules, tensors={"missing": "base"})
+    assert list(found.experts) == ["b", "2"]
+    assert [(rule.match, rule.use) for rule in found.rules] == [("*.up.*", "base"), (None, "base")]
+    assert found.tensors.missing == "base"
+
+
+def test_the_mean_of_one_is_itself(browser, tmp_path):
+    choice = Choice(method="average", weights={"a": 0.5, "b": 0.0})
+    (only,) = recipe_of(browser, choice, tmp_path).experts.values()
+    assert only.weight == 1.0
 
 
 def test_nothing_is_logged_and_nothing_loaded_from_elsewhere(browser, url):
     opened(browser, url)
-    assert all(address.startswith(url) for address in asked_for(browser))
+    assert asked_for(browser) == {url}
     assert logged(browser) == []
 
 
@@ -274,17 +361,16 @@ def test_names_are_text(browser, tmp_path):
     recipe.write_text(
         "base: ./base.safetensors\nexperts: {a: ./a.safetensors, b: ./b.safetensors}\n"
     )
-    with served(recipe) as url:
-        opened(browser, url)
-        press(browser, "Other weights for some layers")
-        browser.execute_script(
-            "const select = document.querySelector('.chooser select'); select.selectedIndex = 1 +"
-            "[...new Set([...select.options].map(o => o.value))].filter(v => v.startsWith('role')).length"
-        )
-        press(browser, "Choose")
-        count = wait(browser, "return document.querySelector('.found').textContent")
-        assert re.match(r"1 of 1 matrices, 0 of 1 other|0 of 1 matrices, 1 of 1 other", count)
-        assert browser.execute_script("return document.querySelectorAll('img, main b').length") == 0
-        assert browser.title == "<b>recipe.yml: covmerge view"
-        assert "onerror" in browser.page_source
-        assert logged(browser) == []
+    opened(browser, written(recipe, tmp_path))
+    press(browser, "Other weights for some layers")
+    browser.execute_script(
+        "const select = document.querySelector('.chooser select'); select.selectedIndex = 1 +"
+        "[...new Set([...select.options].map(o => o.value))].filter(v => v.startsWith('role')).length"
+    )
+    press(browser, "Choose")
+    count = wait(browser, "return document.querySelector('.found').textContent")
+    assert re.match(r"1 of 1 matrices, 0 of 1 other|0 of 1 matrices, 1 of 1 other", count)
+    assert browser.execute_script("return document.querySelectorAll('img, main b').length") == 0
+    assert browser.title == "<b>recipe.yml: covmerge view"
+    assert "onerror" in browser.page_source
+    assert logged(browser) == []

@@ -45,7 +45,7 @@ NOT_RUN = {
     "covmerge evaluate": "runs lm-eval: lab/tests/test_evaluate.py does",
     "covmerge convert": "needs a pickled module: lab/tests/test_convert.py has some",
     "covmerge push": SERVER,
-    "covmerge view": "serves a page until it is ended: tests/cli/test_view.py runs it",
+    "covmerge view": "opens a browser: tests/cli/test_view.py runs it",
 }
 NOT_HERE = {
     "demo-output/": MINUTES,

@@ -1,49 +1,14 @@
-"""A choice on the page is a recipe, and that recipe is the choice."""
+"""Which recipes are a choice of the page, and what of a recipe stays. tests/report has the page's own."""
 
 import pytest
 
-from covmerge.errors import RecipeError
-from covmerge.front.viewer import Choice, Group, choice_of, recipe_of
+from covmerge.front.viewer import choice_of
+from covmerge.front.viewer.scene import fixed_part
 from covmerge.plan.recipe import parse_recipe
-from tests.advised import advice
-
-SOURCES = {"": "/m/base", "a": "/m/a", "b": "/m/b", "merged": "/m/out"}
 
 
 def recipe(**given):
     return parse_recipe({"base": "./base", "experts": {"a": "./a", "b": "./b"}, **given})
-
-
-def chosen(method="task_arithmetic", a=1.0, b=1.0, **given):
-    return Choice(method=method, weights={"a": a, "b": b}, **given)
-
-
-def group(*patterns, a=1.0, b=1.0, scale=1.0):
-    return Group(patterns=patterns, weights={"a": a, "b": b}, scale=scale)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        chosen("average"),
-        chosen("average", a=0.25, b=3.0),
-        chosen(scale=0.3),
-        chosen(scale=0.0),
-        chosen(groups=(group("*.mlp.*", a=0.0, b=0.0),)),
-        chosen(scale=0.5, groups=(group("*.mlp.*", "h.0.*", a=2.0), group("*", scale=0.1))),
-        chosen(groups=(group("*.mlp.*", a=2.0, b=1.5), group("*.up.*", scale=2.0))),
-    ],
-)
-def test_there_and_back(choice):
-    found = recipe_of(choice, recipe(), SOURCES)
-    assert found.base == "/m/base"
-    assert {name: own.source for name, own in found.experts.items()} == {"a": "/m/a", "b": "/m/b"}
-    again = choice_of(found)
-    if any("*" in own.patterns for own in choice.groups):
-        # What matches every name is what is said of all.
-        assert (again.scale, len(again.groups)) == (0.1, 1)
-        return
-    assert again == choice
 
 
 @pytest.mark.parametrize(
@@ -76,42 +41,21 @@ def test_what_is_left_to_the_base_stays_and_other_methods_go():
     ]
     given = recipe(
         method="ace",
+        parameters={"refine": False},
         rules=rules,
         before=["pico"],
         tensors={"missing": "present", "embeddings": "base"},
         output={"dtype": "bfloat16"},
     )
-    found = recipe_of(chosen("average"), given, SOURCES)
+    fixed = fixed_part(given, "/m/base")
+    assert not {"experts", "method", "parameters", "before"} & fixed.keys()
+    found = recipe(**fixed, method="average")
+    assert found.base == "/m/base"
     assert [(rule.match, rule.use, rule.method) for rule in found.rules] == [
         ("*.up.*", "method", None),
         ("*.up.*", "base", None),
         (None, "base", None),
     ]
-    assert (found.before, found.parameters) == ((), {})
     assert found.tensors.missing == "base"
     assert found.tensors.embeddings == "base"
     assert found.output.dtype == "bfloat16"
-
-
-def test_experts_without_a_weight_are_left_out_and_a_merged_model_may_take_part():
-    weights = {"a": 0.0, "b": 0.5, "merged": 1.0}
-    choice = Choice(method="task_arithmetic", weights=weights, scale=0.8)
-    found = recipe_of(choice, recipe(method="ace"), SOURCES)
-    assert {n: (e.source, e.weight) for n, e in found.experts.items()} == {
-        "b": ("/m/b", 0.5),
-        "merged": ("/m/out", 1.0),
-    }
-    assert found.parameters == {"scale": 0.8}
-
-
-def test_no_weight_at_all_is_refused():
-    said = advice("all weights are 0: that is the base; give one expert a weight")
-    with pytest.raises(RecipeError, match=said):
-        recipe_of(chosen(a=0.0, b=0.0), recipe(), SOURCES)
-    assert [*recipe_of(chosen(a=0.0, b=1.0), recipe(), SOURCES).experts]
-
-
-@pytest.mark.parametrize("name", ["", "c"])
-def test_a_weight_of_nobody_is_refused(name):
-    with pytest.raises(RecipeError, match="no expert"):
-        recipe_of(Choice(method="average", weights={name: 1.0}), recipe(), SOURCES)

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 import covmerge
 from covmerge.errors import InputError
 from covmerge.front import api
-from covmerge.front.viewer import Choice, ViewJob, recipe_of
+from covmerge.front.viewer import ViewJob
+from covmerge.front.viewer.scene import fixed_part
 from covmerge.maths.measures.sums import kept
+from covmerge.plan.recipe import parse_recipe
 from tests.e2e.models import build, save_family
 from tests.report.merges import checkpoints
 
@@ -43,6 +45,13 @@ def square(lower):
     return torch.tensor(form, dtype=torch.float64)
 
 
+def recipe_of(scene, method, weights):
+    experts = {n: {"source": scene.sources[n], "weight": w} for n, w in weights.items()}
+    parameters = {"scale": 1.0} if method == "task_arithmetic" else {}
+    fixed = fixed_part(scene.recipe, scene.sources[""])
+    return parse_recipe({**fixed, "experts": experts, "method": method, "parameters": parameters})
+
+
 def reported(out):
     return {layer.name: dict(layer.retention) for layer in covmerge.report(out).inspection.matrices}
 
@@ -64,8 +73,7 @@ def test_as_merged_and_any_sum_are_what_a_report_says(family, tmp_path):
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
     weights = {name: 0.3 + 0.4 * place for place, name in enumerate(scene.inspection.compared)}
     weights["merged"] = 0.5
-    choice = Choice(method="task_arithmetic", weights=weights)
-    api.run_recipe(recipe_of(choice, scene.recipe, scene.sources), tmp_path / "summed")
+    api.run_recipe(recipe_of(scene, "task_arithmetic", weights), tmp_path / "summed")
     agree(predicted(scene, weights), reported(tmp_path / "summed"))
 
 
@@ -94,12 +102,7 @@ def test_adapters_are_measured_by_their_factors(tmp_path):
     covmerge.merge(tmp_path / "base", experts, "auto", tmp_path / "out", form="adapter")
     scene = scene_of(tmp_path / "out")
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
-    api.run_recipe(
-        recipe_of(
-            Choice(method="average", weights={"a": 1.0, "b": 3.0}), scene.recipe, scene.sources
-        ),
-        tmp_path / "mean",
-    )
+    api.run_recipe(recipe_of(scene, "average", {"a": 1.0, "b": 3.0}), tmp_path / "mean")
     agree(predicted(scene, {"a": 0.25, "b": 0.75}), reported(tmp_path / "mean"))
 
 

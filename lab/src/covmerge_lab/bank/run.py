@@ -37,23 +37,20 @@ Other = Literal["halves", "worst", "choosing"]
 
 
 def chosen(parts: Parts) -> tuple[Card, ...]:
-    """Return the sets of some parts or bases; of all where none is named.
+    """Return the sets of some parts or bases, or with some names; all where nothing is named.
 
     Raises:
-        InputError: a name is neither.
+        InputError: a name is none of these.
     """
     part_of = bases.parts()
-    unknown = set(parts) - set(part_of) - set(part_of.values())
+    names = {card: {card.name, card.base, part_of[card.base]} for card in cards.cards()}
+    unknown = set(parts).difference(part_of.values(), *names.values())
     if unknown:
         raise InputError(
-            f"'{unknown.pop()}' is no part of the bank: name design, validation, sealed or later, or a "
-            f"base of {', '.join(part_of)}"
+            f"'{unknown.pop()}' is no part of the bank: name design, validation, sealed or later, a set "
+            f"such as 'minilm-0', or a base of {', '.join(part_of)}"
         )
-    return tuple(
-        card
-        for card in cards.cards()
-        if not parts or card.base in parts or part_of[card.base] in parts
-    )
+    return tuple(card for card, of_card in names.items() if not parts or of_card & set(parts))
 
 
 def train(cache: Path, parts: Parts, minutes: float, console: Console) -> None:

@@ -18,7 +18,9 @@ def bank(
     ],
     part: Annotated[
         list[str] | None,
-        typer.Option(help="design, validation, sealed, later, or a base; may be given again."),
+        typer.Option(
+            help="design, validation, sealed, later, a base or a set; may be given again."
+        ),
     ] = None,
     what: Annotated[
         What,

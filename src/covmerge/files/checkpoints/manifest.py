@@ -16,8 +16,8 @@ from covmerge.files.stores.store import Store, StoredFile, tree
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 
-# What covmerge itself puts beside an output later: reports and evaluations.
-ADDED_LATER = frozenset({"report.html", "evaluation.json"})
+# What covmerge itself puts beside an output later: reports, pages of weights and evaluations.
+ADDED_LATER = frozenset({"report.html", "view.html", "evaluation.json"})
 # And beside the models of a comparison.
 SCORES = frozenset({"scores.json", "scores.csv", "scores.tex"})
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covmerge.base.threads import start
 from covmerge.front.cli import options
 from covmerge.front.cli.console import print_json, printable, say, stdout
 
@@ -134,51 +131,50 @@ def view(
             metavar="OUT|RECIPE.yml", help="Folder that `covmerge merge` wrote, or a recipe file."
         ),
     ],
-    port: Annotated[
-        int,
+    html: Annotated[
+        Path | None,
         typer.Option(
-            min=0,
-            max=65535,
-            metavar="N",
-            rich_help_panel=options.RUN,
-            help="Port on this machine; 0: one that is free.",
+            metavar="FILE",
+            rich_help_panel=options.OUTPUT,
+            help="The page; else view.html in OUT, or beside the recipe.",
         ),
-    ] = 0,
-    no_browser: Annotated[
+    ] = None,
+    overwrite: Annotated[
         bool,
         typer.Option(
-            "--no-browser", rich_help_panel=options.RUN, help="Print the address, and open nothing."
+            "--overwrite",
+            rich_help_panel=options.OUTPUT,
+            help="Replace a file that is no such page.",
         ),
+    ] = False,
+    no_browser: Annotated[
+        bool,
+        typer.Option("--no-browser", rich_help_panel=options.OUTPUT, help="Do not open the page."),
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
 ) -> None:
-    """Move weights on a page of this machine, and see at once what a merge would keep of each expert.
+    """Write a page where you move weights, and see at once what a merge would keep of each expert.
 
     covmerge view ./merged
 
-    Reads every matrix once and merges nothing. Only this machine can open the page. Ctrl-C ends it.
+    Reads every matrix once and merges nothing.
     """
     given = options.given(locals())
     import webbrowser
 
     from covmerge.files.stores.address import local_path
     from covmerge.front.cli import flags
-    from covmerge.front.viewer import Server, ViewJob
+    from covmerge.front.viewer import FILE_NAME, ViewJob, check_page, write_html
 
-    scene = ViewJob(local_path(path), flags.shown_options(given)).run()
-    with closing(Server(scene, port)) as server:
-        stdout().print(
-            f"{server.url}\nThis machine alone can open it. Ctrl-C ends it.", soft_wrap=True
-        )
-        if not no_browser:
-            # A browser of the terminal would keep this thread.
-            start(threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True))
-        try:
-            server.serve()
-        except KeyboardInterrupt:
-            stdout().print("ended")
+    source = local_path(path)
+    page = html or (source if source.is_dir() else source.parent) / FILE_NAME
+    check_page(page, overwrite=overwrite)
+    write_html(ViewJob(source, flags.shown_options(given)).run(), page, overwrite=overwrite)
+    stdout().print(printable(f"Page: {page}"), soft_wrap=True)
+    if not no_browser:
+        webbrowser.open(page.absolute().as_uri())
 
 
 def push(

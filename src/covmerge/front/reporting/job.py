@@ -107,7 +107,7 @@ def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:
 # The page as a file; matplotlib and Jinja are asked for only when one is written.
 
 FILE_NAME = "report.html"
-_OURS = b'<meta name="generator" content="covmerge '
+_GENERATOR = "covmerge "
 _HEAD = 2048  # bytes of a page that hold it
 
 
@@ -131,17 +131,33 @@ def check_page(path: Path, *, overwrite: bool = False) -> None:
         InputError: another file is there, or no folder to hold it, or a package is missing.
     """
     check_packages()
+    check_place(path, FILE_NAME, "report", _GENERATOR, overwrite=overwrite)
+
+
+def check_place(path: Path, example: str, what: str, generator: str, *, overwrite: bool) -> None:
+    """Check that a page may be written to a path.
+
+    Args:
+        path: where the page goes.
+        example: a file's name for the advice.
+        what: the kind of page, for people.
+        generator: how the page's `generator` begins. A page of the same kind is replaced.
+        overwrite: whether any other file is replaced too.
+
+    Raises:
+        InputError: another file is there, or no folder to hold it.
+    """
     if path.is_dir():
-        raise InputError(f"{path} is a folder: name a file, such as {path / FILE_NAME}")
+        raise InputError(f"{path} is a folder: name a file, such as {path / example}")
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} for {path.name}: make it first")
     if overwrite or not path.exists():
         return
     with path.open("rb") as file:
-        ours = _OURS in file.read(_HEAD)
+        ours = f'<meta name="generator" content="{generator}'.encode() in file.read(_HEAD)
     if not ours:
         raise InputError(
-            f"{path} exists and is no report of covmerge: pass {Hint('overwrite')} to replace it, or name "
+            f"{path} exists and is no {what} of covmerge: pass {Hint('overwrite')} to replace it, or name "
             "another file"
         )
 

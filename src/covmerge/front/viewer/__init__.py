@@ -1,10 +1,8 @@
-"""A page on this machine on which experts are weighed; it shows at once what each retains.
+"""One HTML file on which experts are weighed; it shows at once what each retains.
 
-job     measures base, experts and a merged model once
-scene   the data that the page gets of them
-choice  weights as they are chosen on the page, and the recipe that they are
-server  the page on loopback, for whoever knows its address
-page    the page itself: what a browser gets, as it is
+scene   what the page knows of base, experts and a merged model, measured once
+file    the page on the disk
+page    its parts: the text, its style, and scripts that predict and write recipes
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from pathlib import Path
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
-from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of, recipe_of
-from covmerge.front.viewer.server import Server
+from covmerge.front.viewer.file import FILE_NAME, check_page, write_html
+from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, open_merged
@@ -110,4 +108,13 @@ def _free(name: str, recipe: Recipe) -> str:
     return found
 
 
-__all__ = ["Choice", "Group", "Scene", "Server", "ViewJob", "choice_of", "recipe_of"]
+__all__ = [
+    "FILE_NAME",
+    "Choice",
+    "Group",
+    "Scene",
+    "ViewJob",
+    "check_page",
+    "choice_of",
+    "write_html",
+]

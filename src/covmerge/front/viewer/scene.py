@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
-from pydantic import Field
-
-from covmerge.base.errors import RecipeError
 from covmerge.base.findings import Severity
 from covmerge.base.text import counted, printable
 from covmerge.base.types import Json
@@ -17,22 +14,22 @@ from covmerge.files.tensors.names import layer_name
 from covmerge.front.reporting.grid import panels
 from covmerge.front.reporting.page import RETENTION
 from covmerge.maths.methods import registry
-from covmerge.plan.recipe import Expert, Recipe, Rule
-from covmerge.plan.recipe.parts import StrictModel
+from covmerge.plan.recipe import Recipe, Rule
 from covmerge.plan.recipe.varied import BY_NAME, is_varied, patterns_of
 from covmerge.run.inspection.result import Inspection, LayerView
 
-# Weights as they are chosen on the page, and the recipe that they are.
+# Weights as they are chosen on the page.
 #
 # A choice is a weighted sum of the updates, or their weighted mean, whose weights may be others for some
-# tensors. Each is a recipe of `task_arithmetic` or `average`, and such a recipe is a choice.
+# tensors. Each is a recipe of `task_arithmetic` or `average`, which the page writes (page/recipe.js), and
+# such a recipe is a choice.
 
 SUM, MEAN = "task_arithmetic", "average"
-Number = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
-Weights = dict[str, Number]
+Method = Literal["task_arithmetic", "average"]
 
 
-class Group(StrictModel):
+@dataclass(frozen=True)
+class Group:
     """Tensors with weights of their own.
 
     Attributes:
@@ -41,15 +38,13 @@ class Group(StrictModel):
         scale: of the sum.
     """
 
-    patterns: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
-        Field(min_length=1, max_length=900),
-    ]
-    weights: Weights
-    scale: Number = 1.0
+    patterns: tuple[str, ...]
+    weights: Mapping[str, float]
+    scale: float = 1.0
 
 
-class Choice(StrictModel):
+@dataclass(frozen=True)
+class Choice:
     """Weights of all experts.
 
     Attributes:
@@ -59,10 +54,10 @@ class Choice(StrictModel):
         groups: tensors with other weights; the first that a name is in decides.
     """
 
-    method: Literal["task_arithmetic", "average"]
-    weights: Weights
-    scale: Number = 1.0
-    groups: Annotated[tuple[Group, ...], Field(max_length=200)] = ()
+    method: Method
+    weights: Mapping[str, float]
+    scale: float = 1.0
+    groups: tuple[Group, ...] = ()
 
 
 def choice_of(recipe: Recipe) -> Choice | None:
@@ -86,43 +81,16 @@ def choice_of(recipe: Recipe) -> Choice | None:
     return _grouped(cast("Any", method), given, scale, default)
 
 
-def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Recipe:
-    """Return the recipe that merges by a choice.
+def fixed_part(recipe: Recipe, base: str) -> dict[str, Json]:
+    """Return what every recipe of the page has: all but its experts, method and parameters.
 
     Args:
-        choice: weights of these sources.
-        recipe: what was inspected: its base, dtype, output and whatever it leaves to the base are kept.
-        sources: where base (under "") and experts lie, wherever the recipe is put.
-
-    Raises:
-        RecipeError: all weights are 0, or one is of no expert that there is.
+        recipe: what was inspected: its dtype, output and whatever it leaves to the base are kept.
+        base: where the base lies, wherever the recipe is put.
     """
-    _check_names(choice, sources)
-    parts = (choice, *choice.groups)
-    weights = {
-        name: _value(choice, [part.weights.get(name, 0.0) for part in parts])
-        for name in sources
-        if name
-    }
-    experts = {
-        name: Expert(source=sources[name], weight=weight)
-        for name, weight in weights.items()
-        if weight != 0.0
-    }
-    if not experts:
-        raise RecipeError("all weights are 0: that is the base; give one expert a weight")
-    if len(experts) == 1 and choice.method == MEAN:
-        # The mean of one is itself; the weight of an expert alone would be the share of its update.
-        (name,) = experts
-        whole = [float(part.weights.get(name, 0.0) != 0.0) for part in parts]
-        experts = {name: Expert(source=sources[name], weight=_value(choice, whole))}
-    scale = _value(choice, [part.scale for part in parts])
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {
-        "base": sources[""],
-        "experts": experts,
-        "method": choice.method,
-        "parameters": {"scale": scale} if choice.method == SUM else {},
+        "base": base,
         "before": (),
         "after": (),
         "rules": tuple(
@@ -131,7 +99,10 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
         # An expert that lacks a tensor counts as unchanged, as on the page.
         "tensors": recipe.tensors.model_copy(update={"missing": missing}),
     }
-    return recipe.model_copy(update=changed)
+    fixed = recipe.model_copy(update=changed)
+    return fixed.model_dump(
+        mode="json", exclude_defaults=True, exclude={"experts", "method", "parameters"}
+    )
 
 
 def _merges_otherwise(rule: Rule) -> bool:
@@ -145,33 +116,13 @@ def _of_recipe(rule: Rule) -> Rule:
     return rule.model_copy(update={**plain, "use": "method"})
 
 
-def _check_names(choice: Choice, sources: Mapping[str, str]) -> None:
-    for part in (choice, *choice.groups):
-        for name in part.weights:
-            if not name or name not in sources:
-                raise RecipeError(f"there is no expert {name!r} to give a weight to")
-
-
-def _value(choice: Choice, values: Sequence[float]) -> Any:
-    """What a recipe says of one value of all tensors, and one for each group: a number, or a form."""
-    default, *others = values
-    entries: list[dict[str, Any]] = [
-        {"match": pattern, "value": value}
-        for group, value in zip(choice.groups, others, strict=True)
-        for pattern in group.patterns
-    ]
-    if all(value == default for value in others):
-        return default
-    return {BY_NAME: [*entries, {"value": default}]}
-
-
 def _grouped(
-    method: Literal["task_arithmetic", "average"],
+    method: Method,
     weights: Mapping[str, Any],
     scale: Any,
     unsaid: float,
 ) -> Choice | None:
-    """Undo `_value` of several values at once; None where they go by different patterns."""
+    """Read weights and scale as groups; None where they go by different patterns."""
     values = [*weights.values(), scale]
     defaults = [*(1.0 for _ in weights), unsaid]
     varied = [value for value in values if is_varied(value)]
@@ -274,7 +225,9 @@ class Scene:
             "columns": columns,
             "merged": merged,
             "movable": merged in self.sources,
-            "start": self.start.model_dump(mode="json"),
+            "start": asdict(self.start),
+            "recipe": fixed_part(self.recipe, self.sources[""]),
+            "sources": [[name, source] for name, source in self.sources.items() if name],
             "layers": [_layer(layer) for layer in layers],
             "others": [_named(layer) for layer in inspection.layers if not layer.is_matrix],
             "panels": [

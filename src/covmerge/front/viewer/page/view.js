@@ -1,26 +1,18 @@
 // The page. All text from checkpoints is set as text, never as markup.
 import { groupOf, literally, overall, predict } from "./prediction.js";
+import { recipeText } from "./recipe.js";
 
 const SUM = "task_arithmetic", MEAN = "average";
 const MOST = 2;  // of a slider; the number beside it takes more
 const byId = id => document.getElementById(id);
 
-let scene, choice, placed = [], every = [], asMerged = null, drawn = false, telling;
+const scene = JSON.parse(byId("data").textContent);
+let choice, placed = [], every = [], asMerged = null, drawn = false, telling;
 const off = new Set();  // experts that are left out
 const cells = [];  // of the grids: where, of which expert, and the layers that it is the mean of
 const rows = [];  // of the results
 
-start();
-
-async function start() {
-  try {
-    const answer = await fetch("scene.json");
-    if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
-    scene = await answer.json();
-  } catch (error) {
-    byId("about").textContent = `What was measured cannot be read (${error.message}). Is covmerge view still running?`;
-    return;
-  }
+function start() {
   every = [...scene.layers, ...scene.others];
   if (scene.merged !== null) {
     asMerged = predict(scene, all(SUM, name => name === scene.merged ? 1 : 0), scene.layers.map(() => -1));
@@ -124,7 +116,7 @@ function sayWhatItIs() {
   for (const text of [...said, ...scene.caveats, scene.kept]) {
     byId("caveats").append(element("li", { textContent: text }));
   }
-  byId("foot").textContent = `covmerge ${scene.version}, on this machine alone: the page loads nothing and sends nothing elsewhere.`;
+  byId("foot").textContent = `covmerge ${scene.version}. The page loads nothing and sends nothing.`;
 }
 
 function buildResults() {
@@ -365,34 +357,31 @@ function percent(value) {
 
 // The recipe
 
-async function recipe() {
-  byId("problem").textContent = "";
+function recipe() {
   const own = effective();
   own.groups = own.groups.filter(group => group.patterns.length);
   try {
-    const answer = await fetch("recipe", {
-      method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(own),
-    });
-    const found = await answer.json();
-    if (answer.ok) return found.recipe;
-    byId("problem").textContent = found.error;
+    byId("problem").textContent = "";
+    return recipeText(scene, own);
   } catch (error) {
-    byId("problem").textContent = `The recipe cannot be made (${error.message}). Is covmerge view still running?`;
+    byId("problem").textContent = error.message;
+    return null;
   }
-  return null;
 }
 
-async function showRecipe() {
-  const text = await recipe();
+function showRecipe() {
+  const text = recipe();
   byId("text").hidden = text === null;
   byId("text").textContent = text ?? "";
 }
 
-async function download() {
-  const text = await recipe();
+function download() {
+  const text = recipe();
   if (text === null) return;
   const url = URL.createObjectURL(new Blob([text], { type: "application/yaml" }));
   const link = element("a", { href: url, download: "recipe.yml" });
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
+
+start();
