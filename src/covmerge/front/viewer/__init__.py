@@ -1,8 +1,6 @@
 """A page on this machine on which experts are weighed; it shows at once what each retains.
 
-job     measures base, experts and a merged model once
-scene   the data that the page gets of them
-choice  weights as they are chosen on the page, and the recipe that they are
+scene   the data that the page gets; weights as they are chosen there, and the recipe that they are
 server  the page on loopback, for whoever knows its address
 page    the page itself: what a browser gets, as it is
 """
