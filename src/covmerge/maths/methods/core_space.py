@@ -26,9 +26,9 @@ from covmerge.maths.methods.inner import (
     inner_replicas,
     merge_inside,
 )
-from covmerge.maths.methods.iso import RankRtol, flattened
+from covmerge.maths.methods.iso import flattened
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, register, registry
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _KNOWN = 1e-8  # of the longest update: where an eigenproblem of a Gram matrix in float64 ends
 
@@ -162,15 +162,8 @@ def core_space(
     else:
         cores, errors = cores_of(group.updates, left, right), group.rounding
     del factors
-    merged = merge_inside(
-        LinearGroup(cores, group.weights, rounding=errors),
-        inner,
-        scale=scale,
-        density=density,
-        merge=merge,
-        rank_ratio=rank_ratio,
-        rank_rtol=rank_rtol,
-    )
+    inside = LinearGroup(cores, group.weights, rounding=errors)
+    merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     core = merged.delta
     if isotropize:
         error = replace(known, rtol=rtol).of_sum(group)

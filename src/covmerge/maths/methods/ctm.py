@@ -23,9 +23,8 @@ from covmerge.maths.methods.inner import (
     cores_of,
     merge_inside,
 )
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _RANK = 16
 _ROUNDS = 20  # of the bases, for the plan: what adapters mostly take
@@ -161,15 +160,8 @@ def ctm(
             diagnostics, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None
         )
     cores = cores_of(resolution(group, rank_rtol).separated(group.updates), left, right)
-    merged = merge_inside(
-        LinearGroup(cores, group.weights, rounding=group.rounding),
-        inner,
-        scale=scale,
-        density=density,
-        merge=merge,
-        rank_ratio=rank_ratio,
-        rank_rtol=rank_rtol,
-    )
+    inside = LinearGroup(cores, group.weights, rounding=group.rounding)
+    merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     diagnostics = replace(
         diagnostics,
         core=(left.shape[1], right.shape[1]),
