@@ -23,17 +23,13 @@ def collect(
     expert: Annotated[
         str | None,
         typer.Argument(
-            metavar="EXPERT",
-            show_default=False,
-            help="Folder of the model, or org/name@revision.",
+            metavar="EXPERT", show_default=False, help="Folder of the model, or org/name@revision."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DATA",
-            show_default=False,
-            help="Its examples: .txt, .jsonl, .json or .csv.",
+            metavar="DATA", show_default=False, help="Its examples: .txt, .jsonl, .json or .csv."
         ),
     ] = None,
     out: Annotated[
@@ -44,120 +40,85 @@ def collect(
     ] = None,
     inputs: Annotated[
         str,
-        typer.Option(
-            metavar="data|generated|random",
-            rich_help_panel=_OWN,
-            help="generated: what a language model writes itself, or what is drawn for an encoder; random: "
+        options.flag(
+            _OWN,
+            "data|generated|random",
+            "generated: what a language model writes itself, or what is drawn for an encoder; random: "
             "what is drawn, for a language model too; DATA is left out.",
         ),
     ] = "data",
     start: Annotated[
         str | None,
-        typer.Option(
-            metavar="bos|chat|user|base",
-            rich_help_panel=_OWN,
-            help="What a language model goes on from: the beginning of a text (the default), its chat "
+        options.flag(
+            _OWN,
+            "bos|chat|user|base",
+            "What a language model goes on from: the beginning of a text (the default), its chat "
             "template where it answers an empty question, or where the user would ask; base: what --base "
             "wrote first.",
         ),
     ] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", rich_help_panel=_OWN, help="Most that it writes a turn; else 64."
-        ),
+        int | None, options.flag(_OWN, "N", "Most that it writes a turn; else 64.", min=1)
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", rich_help_panel=_OWN, help="Of the sampling; else 1."),
+        float | None, options.flag(_OWN, "T", "Of the sampling; else 1.")
     ] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="gram|fisher",
-            rich_help_panel=_WHAT,
-            help="gram, for regmean and lot (the default), or fisher; may be given twice.",
+        options.flag(
+            _WHAT,
+            "gram|fisher",
+            "gram, for regmean and lot (the default), or fisher; may be given twice.",
         ),
     ] = None,
-    max_examples: Annotated[
-        int, typer.Option(min=1, metavar="N", rich_help_panel=_WHAT, help="Most examples to take.")
-    ] = 256,
+    max_examples: Annotated[int, options.flag(_WHAT, "N", "Most examples to take.", min=1)] = 256,
     labels: Annotated[
         str | None,
-        typer.Option(
-            metavar="model|data",
-            rich_help_panel=_WHAT,
-            help="Whose labels the Fisher information is of; else the model's.",
+        options.flag(
+            _WHAT, "model|data", "Whose labels the Fisher information is of; else the model's."
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=_WHAT,
-            help="Of labels and inputs that are drawn or written; else 0.",
-        ),
+        options.flag(_WHAT, "N", "Of labels and inputs that are drawn or written; else 0."),
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel=_HOW,
-            help="Tokens that a text is cut to; else what the model takes.",
-        ),
+        options.flag(_HOW, "N", "Tokens that a text is cut to; else what the model takes.", min=1),
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", rich_help_panel=_HOW, help="Tokenizer, if the model has none."
-        ),
+        Path | None, options.flag(_HOW, "FOLDER", "Tokenizer, if the model has none.")
     ] = None,
     text_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Column of the text; else text."),
+        str | None, options.flag(_HOW, "NAME", "Column of the text; else text.")
     ] = None,
     pair_column: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", rich_help_panel=_HOW, help="Of a second text; else text_pair."
-        ),
+        str | None, options.flag(_HOW, "NAME", "Of a second text; else text_pair.")
     ] = None,
     label_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of the label; else label."),
+        str | None, options.flag(_HOW, "NAME", "Of the label; else label.")
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE",
-            rich_help_panel=_OWN,
-            help="Base of the experts, which begins the texts of --start base.",
+        options.flag(
+            _OWN, "SOURCE", "Base of the experts, which begins the texts of --start base."
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
+        options.flag(
+            _RUN,
+            "N",
+            "Examples at a time; else 8, or of texts that a model writes 32, if they fit.",
             min=1,
-            metavar="N",
-            rich_help_panel=_RUN,
-            help="Examples at a time; else 8, or of texts that a model writes 32, if they fit.",
         ),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=_RUN, help="Where the model runs."),
-    ] = "cpu",
+    device: Annotated[str, options.flag(_RUN, "cpu|cuda[:i]", "Where the model runs.")] = "cpu",
     max_memory: options.MaxMemory = None,
     overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", rich_help_panel=_RUN, help="Replace an earlier file of statistics."
-        ),
+        bool, options.flag(_RUN, None, "Replace an earlier file of statistics.", "--overwrite")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=_RUN, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, options.flag(_RUN, None, "Print one JSON object.", "--json")] = False,
 ) -> None:
     """Run examples through an expert and write what its layers see to a statistics file.
 

@@ -12,8 +12,7 @@ from covmerge.front.cli import options
 
 def inspect(
     recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE.yml", show_default=False, help="Recipe file."),
+        Path | None, typer.Argument(metavar="RECIPE.yml", show_default=False, help="Recipe file.")
     ] = None,
     base: options.Base = None,
     experts: options.Experts = None,
@@ -21,16 +20,10 @@ def inspect(
     dtype: options.Dtype = None,
     spectra: options.Spectra = "some",
     html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=options.OUTPUT, help="Write a report with pictures too."
-        ),
+        Path | None, options.flag(options.OUTPUT, "FILE", "Write a report with pictures too.")
     ] = None,
     overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", rich_help_panel=options.OUTPUT, help="Replace a FILE that is there."
-        ),
+        bool, options.flag(options.OUTPUT, None, "Replace a FILE that is there.", "--overwrite")
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -118,10 +111,10 @@ def compare(
     statistics: options.Statistics = None,
     methods: Annotated[
         str,
-        typer.Option(
-            metavar="all|NAME,NAME(KEY=VALUE),...",
-            rich_help_panel=options.HOW,
-            help="Methods to compare, one of them several times if its parameters differ: "
+        options.flag(
+            options.HOW,
+            "all|NAME,NAME(KEY=VALUE),...",
+            "Methods to compare, one of them several times if its parameters differ: "
             "'ties,task_arithmetic(scale=0.1),task_arithmetic(scale=0.3)'; all: every one that can run on "
             "what is given.",
         ),
@@ -140,34 +133,32 @@ def compare(
     allow: options.Allow = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=options.OUTPUT,
-            help="Folder for the models, one each; without it only the table is made.",
+        options.flag(
+            options.OUTPUT,
+            "DIR",
+            "Folder for the models, one each; without it only the table is made.",
         ),
     ] = None,
     score: Annotated[
         str | None,
-        typer.Option(
-            metavar="'COMMAND {model}'|NAME:WHAT",
-            rich_help_panel=options.SCORE,
-            help="Score every model, more is better: by a command that prints a number, or JSON of task -> "
+        options.flag(
+            options.SCORE,
+            "'COMMAND {model}'|NAME:WHAT",
+            "Score every model, more is better: by a command that prints a number, or JSON of task -> "
             "number, or of task -> list of one number for each example; or by lm-eval:TASKS, "
             "sentence-transformers:FILE or transformers:FILE.",
         ),
     ] = None,
     bounds: Annotated[
-        bool,
-        typer.Option(
-            "--bounds", rich_help_panel=options.SCORE, help="Score the base and each expert too."
-        ),
+        bool, options.flag(options.SCORE, None, "Score the base and each expert too.", "--bounds")
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.SCORE,
+            None,
+            "Take the models that lie in DIR, and score those that have no score.",
             "--resume",
-            rich_help_panel=options.SCORE,
-            help="Take the models that lie in DIR, and score those that have no score.",
         ),
     ] = False,
     overwrite: options.Overwrite = False,
@@ -213,66 +204,56 @@ def search(
     ],
     score: Annotated[
         str,
-        typer.Option(
-            metavar="'COMMAND {model}'|NAME:WHAT",
-            rich_help_panel=options.SCORE,
-            help="Score every model, more is better; as for compare.",
+        options.flag(
+            options.SCORE,
+            "'COMMAND {model}'|NAME:WHAT",
+            "Score every model, more is better; as for compare.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=options.OUTPUT,
-            help="Folder of the record, the table, the best recipe and its model; else RECIPE-search.",
+        options.flag(
+            options.OUTPUT,
+            "DIR",
+            "Folder of the record, the table, the best recipe and its model; else RECIPE-search.",
         ),
     ] = None,
     trials: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, rich_help_panel=options.HOW, help="Choices that are tried, in all."
-        ),
+        int, options.flag(options.HOW, "N", "Choices that are tried, in all.", min=1)
     ] = 60,
     objectives: Annotated[
         list[str] | None,
-        typer.Option(
+        options.flag(
+            options.SCORE,
+            "TASK",
+            "A task that is searched, once for each; by default the mean over all.",
             "--objective",
-            metavar="TASK",
-            rich_help_panel=options.SCORE,
-            help="A task that is searched, once for each; by default the mean over all.",
         ),
     ] = None,
     all_examples: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.SCORE,
+            None,
+            "Have the search see all examples; nothing then says how far it fits them.",
             "--all-examples",
-            rich_help_panel=options.SCORE,
-            help="Have the search see all examples; nothing then says how far it fits them.",
         ),
     ] = False,
     sampler: Annotated[
-        str,
-        typer.Option(
-            metavar="tpe|cmaes|random", rich_help_panel=options.HOW, help="What chooses, of Optuna."
-        ),
+        str, options.flag(options.HOW, "tpe|cmaes|random", "What chooses, of Optuna.")
     ] = "tpe",
-    seed: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=options.HOW, help="Seed of what it draws.")
-    ] = 0,
+    seed: Annotated[int, options.flag(options.HOW, "N", "Seed of what it draws.")] = 0,
     together: Annotated[
         int,
-        typer.Option(
-            metavar="N",
+        options.flag(
+            options.RUN,
+            "N",
+            "Choices that are merged in one reading, where the memory holds so many.",
             min=1,
-            rich_help_panel=options.RUN,
-            help="Choices that are merged in one reading, where the memory holds so many.",
         ),
     ] = 4,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", rich_help_panel=options.OUTPUT, help="Go on with the search in DIR."
-        ),
+        bool, options.flag(options.OUTPUT, None, "Go on with the search in DIR.", "--resume")
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,

@@ -73,8 +73,7 @@ def merge(
     allow: options.Allow = None,
     out_dtype: options.OutDtype = None,
     form: Annotated[
-        str | None,
-        options.setting("form", options.OUTPUT, "model|adapter|peft|kohya|diffusers"),
+        str | None, options.setting("form", options.OUTPUT, "model|adapter|peft|kohya|diffusers")
     ] = None,
     rank: Annotated[int | None, options.setting("rank", options.OUTPUT, "R", min=1)] = None,
     whole: options.Whole = False,
@@ -86,10 +85,11 @@ def merge(
     overwrite: options.Overwrite = False,
     report: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.OUTPUT,
+            None,
+            "Write OUT/report.html: pictures of what the merge did, and its time and memory.",
             "--report",
-            rich_help_panel=options.OUTPUT,
-            help="Write OUT/report.html: pictures of what the merge did, and its time and memory.",
         ),
     ] = False,
     device: options.Device = "cpu",
@@ -101,10 +101,11 @@ def merge(
     max_memory: options.MaxMemory = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.RUN,
+            None,
+            "Show the plan: tensors, bytes, memory, disk, time. Writes nothing.",
             "--dry-run",
-            rich_help_panel=options.RUN,
-            help="Show the plan: tensors, bytes, memory, disk, time. Writes nothing.",
         ),
     ] = False,
     verbose: options.Verbose = False,

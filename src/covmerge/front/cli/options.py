@@ -32,6 +32,19 @@ def setting(name: str, panel: str, metavar: str | None = None, **more: Any) -> A
     return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)
 
 
+def flag(panel: str, metavar: str | None, text: str, *names: str, **more: Any) -> Any:
+    """Return a flag that is no setting of Python's.
+
+    Args:
+        panel: of the help.
+        metavar: what stands for its value; None: it has none.
+        text: its help.
+        *names: such as `--json`, where the parameter has another name, or it is a switch.
+        **more: as `typer.Option` takes it.
+    """
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text, **more)
+
+
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was given of the flags of a command: neither nothing, nor off."""
     found = {name: value for name, value in flags.items() if value is not None and value != []}
@@ -47,16 +60,15 @@ Base = Annotated[
     ),
 ]
 Experts = Annotated[
-    list[str] | None,
-    setting("experts", WHAT, "NAME=SOURCE", help="One expert; once for each."),
+    list[str] | None, setting("experts", WHAT, "NAME=SOURCE", help="One expert; once for each.")
 ]
 Weights = Annotated[list[str] | None, setting("weights", WHAT, "NAME=NUMBER")]
 Run = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR",
-        rich_help_panel=WHAT,
-        help="Average the checkpoints of one training run: the folder of its checkpoint-500/ and so on.",
+    flag(
+        WHAT,
+        "DIR",
+        "Average the checkpoints of one training run: the folder of its checkpoint-500/ and so on.",
     ),
 ]
 Last = Annotated[
@@ -65,13 +77,13 @@ Last = Annotated[
 ]
 RunWeights = Annotated[
     str | None,
-    typer.Option(
-        "--weights",
-        metavar="equal|step|ema|linear|cosine|1-sqrt",
-        rich_help_panel=WHAT,
-        help="What a checkpoint of the run counts for: as much as any other, as its number, --decay times "
+    flag(
+        WHAT,
+        "equal|step|ema|linear|cosine|1-sqrt",
+        "What a checkpoint of the run counts for: as much as any other, as its number, --decay times "
         "what the next one counts for, or so that the mean imitates a learning rate that decays "
         "linearly, by a cosine or as 1 − √x.",
+        "--weights",
     ),
 ]
 Decay = Annotated[
@@ -89,10 +101,10 @@ Resume = Annotated[bool, setting("resume", OUTPUT)]
 Overwrite = Annotated[bool, setting("overwrite", OUTPUT)]
 Stages = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        rich_help_panel=OUTPUT,
-        help="Folder of the named ones of several recipes in a file; OUT.stages without it.",
+    flag(
+        OUTPUT,
+        "DIR",
+        "Folder of the named ones of several recipes in a file; OUT.stages without it.",
     ),
 ]
 Device = Annotated[str, setting("device", RUN, "cpu|cuda[:i]|auto")]
@@ -102,33 +114,26 @@ Executor = Annotated[str | None, setting("executor", RUN, "threads|processes|ran
 Address = Annotated[str | None, setting("address", RUN, "HOST:PORT|auto")]
 Patience = Annotated[float, setting("patience", RUN, "SECONDS")]
 MaxMemory = Annotated[str | None, setting("max_memory", RUN, "SIZE")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", rich_help_panel=RUN, help="Print everything that is known.")
-]
-AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]
+Verbose = Annotated[bool, flag(RUN, None, "Print everything that is known.", "--verbose")]
+AsJson = Annotated[bool, flag(RUN, None, "Print one JSON object.", "--json")]
 AsCsv = Annotated[
-    bool,
-    typer.Option(
-        "--csv",
-        rich_help_panel=RUN,
-        help="Print one table of comma-separated values and nothing else.",
-    ),
+    bool, flag(RUN, None, "Print one table of comma-separated values and nothing else.", "--csv")
 ]
 Spectra = Annotated[
     str,
-    typer.Option(
-        metavar="all|some|none",
-        rich_help_panel=HOW,
-        help="Whose singular values are taken, for ranks and overlaps: of all matrices, of some where "
+    flag(
+        HOW,
+        "all|some|none",
+        "Whose singular values are taken, for ranks and overlaps: of all matrices, of some where "
         "all would be long, or of none.",
     ),
 ]
 Cache = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        rich_help_panel=RUN,
-        help="Folder of what is fetched and trained; by default COVMERGE_CACHE or ~/.cache/covmerge.",
+    flag(
+        RUN,
+        "DIR",
+        "Folder of what is fetched and trained; by default COVMERGE_CACHE or ~/.cache/covmerge.",
     ),
 ]
 

@@ -71,17 +71,12 @@ def _show(report: Verification) -> None:
 def report(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
     html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=options.OUTPUT, help="The page; else OUT/report.html."
-        ),
+        Path | None, options.flag(options.OUTPUT, "FILE", "The page; else OUT/report.html.")
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite",
-            rich_help_panel=options.OUTPUT,
-            help="Replace a file that is no report of covmerge.",
+        options.flag(
+            options.OUTPUT, None, "Replace a file that is no report of covmerge.", "--overwrite"
         ),
     ] = False,
     spectra: options.Spectra = "some",
@@ -90,18 +85,20 @@ def report(
     max_memory: options.MaxMemory = None,
     as_json: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.RUN,
+            None,
+            "Print all numbers as one JSON object; a page only with --html.",
             "--json",
-            rich_help_panel=options.RUN,
-            help="Print all numbers as one JSON object; a page only with --html.",
         ),
     ] = False,
     as_csv: Annotated[
         bool,
-        typer.Option(
+        options.flag(
+            options.RUN,
+            None,
+            "Print a table of all layers as comma-separated values; a page only with --html.",
             "--csv",
-            rich_help_panel=options.RUN,
-            help="Print a table of all layers as comma-separated values; a page only with --html.",
         ),
     ] = False,
 ) -> None:
@@ -133,23 +130,16 @@ def view(
     ],
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=options.OUTPUT,
-            help="The page; else view.html in OUT, or beside the recipe.",
+        options.flag(
+            options.OUTPUT, "FILE", "The page; else view.html in OUT, or beside the recipe."
         ),
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite",
-            rich_help_panel=options.OUTPUT,
-            help="Replace a file that is no such page.",
-        ),
+        options.flag(options.OUTPUT, None, "Replace a file that is no such page.", "--overwrite"),
     ] = False,
     no_browser: Annotated[
-        bool,
-        typer.Option("--no-browser", rich_help_panel=options.OUTPUT, help="Do not open the page."),
+        bool, options.flag(options.OUTPUT, None, "Do not open the page.", "--no-browser")
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -186,8 +176,7 @@ def push(
         bool, typer.Option("--private", help="Let nobody else see the repository.")
     ] = False,
     revision: Annotated[
-        str | None,
-        typer.Option(metavar="BRANCH", help="Branch; it is made if there is none."),
+        str | None, typer.Option(metavar="BRANCH", help="Branch; it is made if there is none.")
     ] = None,
     message: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Message of the commit.")
