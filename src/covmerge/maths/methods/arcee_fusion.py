@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
+from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
 
 _EPS = 1e-8
 _OUTLYING = 1.5  # interquartile ranges above the median
@@ -24,24 +23,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(60.0 * size, size * ((count + 6) * itemsize + 8))
 
 
-@dataclass(frozen=True)
-class Least:
-    """The importance from which on an entry is taken over, a number of the dtype of the importances."""
-
-    importance: Tensor
-
-    def rows(self, rows: range) -> Least:
-        """The same of any rows."""
-        del rows
-        return self
-
-
 def _tensor_pass_bytes(parameters: Parameters) -> float:
     """Importances, and a copy that is partitioned."""
     return 8.0 if parameters["arithmetic"] in ("float32", "float16", "bfloat16") else 16.0
 
 
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Least:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     found: Tensor | None = None
     done = 0
     for group in groups():
@@ -51,7 +38,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         found[done : done + len(block)] = block
         done += len(block)
     assert found is not None
-    return _least(found)
+    return AnyRows(_least(found))
 
 
 @register(
@@ -94,11 +81,10 @@ def arcee_fusion(group: LinearGroup, *, arithmetic: ArithmeticParameter = "float
     base, (model,) = inputs_of(group, arithmetic)
     if not base.numel():
         return group.models[0].clone()
-    least: Least
     important = _importance(base, model)
     (least,) = group.known or (_least(important),)
     change = model - base
-    taken = important >= least.importance
+    taken = important >= least
     # In float32 at least, where mergekit's mask of ones is.
     wide = torch.promote_types(base.dtype, torch.float32)
     return (base + change * taken.to(wide)).to(group.models[0].dtype)
@@ -112,11 +98,11 @@ def _importance(base: Tensor, model: Tensor) -> Tensor:
     return (model - base).abs() * apart.view((*base.shape[:-1], 1) if base.dim() else ())
 
 
-def _least(important: Tensor) -> Least:
-    """Find what an entry's importance is to reach, of all of them."""
+def _least(important: Tensor) -> Tensor:
+    """Find what an entry's importance is to reach, of all of them; of their dtype."""
     shares = torch.tensor([0.25, 0.5, 0.75])
     places = [int(share) for share in shares * (important.numel() - 1)]
     exact = torch.promote_types(important.dtype, torch.float32)  # NumPy has no bfloat16
     values = np.partition(important.reshape(-1).to(exact).cpu().numpy(), places)[places]
     low, middle, high = torch.as_tensor(values, dtype=important.dtype, device=important.device)
-    return Least(middle + _OUTLYING * (high - low))
+    return middle + _OUTLYING * (high - low)

@@ -26,9 +26,9 @@ from covmerge.maths.methods.inner import (
     inner_replicas,
     merge_inside,
 )
-from covmerge.maths.methods.iso import RankRtol, flattened
+from covmerge.maths.methods.iso import flattened
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, register, registry
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _KNOWN = 1e-8  # of the longest update: where an eigenproblem of a Gram matrix in float64 ends
 

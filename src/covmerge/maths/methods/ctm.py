@@ -23,9 +23,8 @@ from covmerge.maths.methods.inner import (
     cores_of,
     merge_inside,
 )
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _RANK = 16
 _ROUNDS = 20  # of the bases, for the plan: what adapters mostly take

@@ -17,7 +17,7 @@ from covmerge.maths.linalg.select import kth_magnitude
 from covmerge.maths.linalg.spectral import TruncatedSvd, rank_tolerance, without_order
 from covmerge.maths.methods.elect import merge_agreeing
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
 
@@ -107,15 +107,7 @@ def dc_merge(
         ),
     ] = None,
     scale: Annotated[float, Field(description="α, factor of the merged update")] = 1.0,
-    rank_rtol: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            lt=1,
-            description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, "
-            "and what rounding of the stored weights gives",
-        ),
-    ] = None,
+    rank_rtol: RankRtol = None,
 ) -> Merged:
     """Elect signs among the experts in one basis of their leading directions; keep each expert's block.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.masks import drop_below
 from covmerge.maths.linalg.select import kth_magnitude, search, threshold_rank
-from covmerge.maths.methods.registry import Groups, Parameters, Unit
+from covmerge.maths.methods.registry import AnyRows, Groups, Parameters, Unit
 
 Density = Annotated[
     float, Field(gt=0, le=1, description="share of an expert's entries, the largest, that is kept")
@@ -58,19 +57,7 @@ def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...
     return tuple(kth_magnitude(vector, rank) for vector in vectors)
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """The magnitude from which an expert's entries of a tensor are kept."""
-
-    value: float
-
-    def rows(self, rows: range) -> float:
-        """Return it, which is that of any rows."""
-        del rows
-        return self.value
-
-
-def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Threshold:
+def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     """Find one expert's threshold of a tensor that comes in blocks of rows."""
 
     def vector() -> Iterator[Tensor]:
@@ -79,7 +66,7 @@ def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters)
 
     count = prod(shape)
     (found,) = search(vector, count, [threshold_rank(parameters["density"], count)])
-    return Threshold(found.value)
+    return AnyRows(found.value)
 
 
 def merge_agreeing(

@@ -17,9 +17,8 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm
 from covmerge.maths.linalg.polar import CERTAIN, Polar, polar
 from covmerge.maths.linalg.spectral import truncated_svd, with_equals
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
 _EXACT = torch.finfo(torch.float64).eps

@@ -74,18 +74,6 @@ class Whole:
         return found
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a tensor pass found that is the same of any rows."""
-
-    of: tuple[Tensor, ...]
-
-    def rows(self, rows: range) -> tuple[Tensor, ...]:
-        """The same of any rows."""
-        del rows
-        return self.of
-
-
 def one_buffer(arithmetic: object) -> float:
     """Bytes of an entry of one gathered tensor, and of what is reduced beside it."""
     return 4.0 if arithmetic in ("float32", "float16", "bfloat16") else 8.0

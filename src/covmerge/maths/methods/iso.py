@@ -19,7 +19,7 @@ from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized,
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, truncated_svd
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import Resolution, resolution
+from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED, facts
 
 _PAPER = Reference(
@@ -46,15 +46,6 @@ _LAWS = Laws(
 _TUNING = "α, on labelled validation data"
 
 Scale = Annotated[float, Field(description="α, factor of the merged update")]
-RankRtol = Annotated[
-    float | None,
-    Field(
-        ge=0,
-        lt=1,
-        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, and "
-        "what rounding of the stored weights gives",
-    ),
-]
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from covmerge.maths.methods.inner import (
     inner_replicas,
     merge_inside,
 )
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import GlobalPass, Laws, Parameters, Reference, Sides, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 
 Space = Literal["sv", "v"]
 Concat = Literal["inputs", "outputs"]

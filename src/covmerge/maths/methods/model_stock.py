@@ -15,8 +15,9 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.gathered import Made, Numbers, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, Whole, one_buffer
 from covmerge.maths.methods.registry import (
+    AnyRows,
     Groups,
     Laws,
     Parameters,
@@ -38,7 +39,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(4.0 * count * count * size, (2 * count + 2) * size * itemsize)
 
 
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     count = len(next(whole.blocks())[2])
     offsets = [Made((t,), lambda part, base, models: models[0] - base) for t in range(count)]
@@ -47,7 +48,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         for pair in combinations(range(count), 2)
     ]
     sizes = [lengths(offset, axis=-1) for offset in whole.gathered(offsets)]
-    return Numbers((_share(sizes, [p.sum(dim=-1) for p in whole.gathered(products)]),))
+    return AnyRows(_share(sizes, [p.sum(dim=-1) for p in whole.gathered(products)]))
 
 
 @register(
@@ -114,7 +115,7 @@ def model_stock(
         for x in (base, *models)
     )
     if group.known:
-        (share,) = group.known[0]
+        share = group.known[0]
     else:
         offsets = [end - start for end in ends]
         sizes = [lengths(offset, axis=-1) for offset in offsets]

@@ -24,7 +24,7 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
 )
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
+from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -47,13 +47,8 @@ class _Way:
     along: Tensor | None = None
     turn: Tensor | None = None
 
-    def rows(self, rows: range) -> _Way:
-        """The same of any rows."""
-        del rows
-        return self
 
-
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Way:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
     eps: float = parameters["eps"]
     group = next(groups())
@@ -75,7 +70,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     (middle,) = whole.gathered([mean])
     size = lengths(middle)
     if size < eps:
-        return _Way(sizes, size)
+        return AnyRows(_Way(sizes, size))
     middle /= size
     products = [
         Made(
@@ -90,7 +85,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         lambda part, base, models: ((units(base, models) - along * middle[part]) * column).sum(0),
     )
     (tangent,) = whole.gathered([rest])
-    return _Way(sizes, size, along, lengths(tangent) + eps)
+    return AnyRows(_Way(sizes, size, along, lengths(tangent) + eps))
 
 
 def _entry_bytes(parameters: Parameters) -> float:

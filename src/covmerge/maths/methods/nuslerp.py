@@ -21,8 +21,16 @@ from covmerge.maths.methods.arithmetic import (
     inputs_of,
     weights_of,
 )
-from covmerge.maths.methods.gathered import Made, Numbers, Whole, one_buffer
-from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, Unit, register
+from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.registry import (
+    AnyRows,
+    Groups,
+    Laws,
+    Parameters,
+    TensorPass,
+    Unit,
+    register,
+)
 
 _SHORT = 1e-7  # a length below it is not divided by
 _STRAIGHT = 1e-16  # 1 − cos² up to which the way is a straight line
@@ -37,7 +45,7 @@ def _unit(parameters: Parameters) -> Unit:
     return "row" if parameters["by"] == "rows" else "tensor"
 
 
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     whole = Whole(groups, prod(shape), parameters["arithmetic"])
 
     def end(base: Tensor, model: Tensor) -> Tensor:
@@ -50,7 +58,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         lambda part, base, models: (end(base, models[0]) / first) * (end(base, models[1]) / second),
     )
     (product,) = whole.gathered([both])
-    return Numbers((_cosine(product),))
+    return AnyRows(_cosine(product))
 
 
 @register(
@@ -113,7 +121,7 @@ def nuslerp(
     t = 0.5 if abs(first + second) < _NO_SHARE else second / (first + second)
     ends = [model - base for model in models] if around == "base" else list(models)
     if by == "tensor" or not base.dim():
-        cosine = group.known[0][0] if group.known else None
+        cosine = group.known[0] if group.known else None
         one, other = (end.reshape(-1) for end in ends)
         turned = _between(t, one, other, cosine)
     elif by == "rows":

@@ -13,8 +13,8 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.gathered import Numbers
 from covmerge.maths.methods.registry import (
+    AnyRows,
     Groups,
     Laws,
     Parameters,
@@ -34,7 +34,7 @@ def _unit(parameters: Parameters) -> Unit:
     return "tensor" if parameters["boost"] else "element"
 
 
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     del shape
     epsilon: float = parameters["epsilon"]
     together: Tensor | None = None
@@ -47,7 +47,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         unique = here[1] if unique is None else unique + here[1]
     assert together is not None
     assert unique is not None
-    return Numbers((_ratio(together, unique, epsilon, parameters["most"]),))
+    return AnyRows(_ratio(together, unique, epsilon, parameters["most"]))
 
 
 @register(
@@ -119,7 +119,7 @@ def ram(
     unique = changes * alone
     if boost:
         if group.known:
-            (ratio,) = group.known[0]
+            ratio = group.known[0]
         else:
             ratio = _ratio(*_counted(changed, count), epsilon, most)
         unique = unique * (1 + boost * ratio).unsqueeze(-1)  # float32 at least, as what follows

@@ -67,6 +67,18 @@ class Known(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AnyRows:
+    """What a tensor pass found that is the same of any rows."""
+
+    found: Any
+
+    def rows(self, rows: range) -> Any:
+        """Return it."""
+        del rows
+        return self.found
+
+
 class Groups(Protocol):
     """A tensor in blocks of rows, each time from the first."""
 

@@ -17,9 +17,8 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, leading_cost
 from covmerge.maths.linalg.lapack import dot, norm
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED, Counted
 
 # A mean cosine of so little is none: residuals of millions of entries come to as much by chance, and

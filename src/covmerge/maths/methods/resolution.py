@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import sqrt
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Rounding
@@ -15,6 +17,15 @@ from covmerge.maths.linalg.lapack import norm, square_norm
 from covmerge.maths.linalg.pinv import largest_singular_values
 from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
 
+RankRtol = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, and "
+        "what rounding of the stored weights gives",
+    ),
+]
 _OF_CORES = 256  # the least length of the products that may have made a small matrix
 
 

@@ -15,7 +15,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.maths.methods.registry import Groups, Laws, Parameters, TensorPass, register
+from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
 
 _PART = 2**20  # entries at once
 _STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
@@ -36,13 +36,8 @@ class Shares:
     of_base: Tensor
     of_model: Tensor
 
-    def rows(self, rows: range) -> Shares:
-        """The same of any rows."""
-        del rows
-        return self
 
-
-def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Shares:
+def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     del shape
 
     def ways() -> Iterator[tuple[Tensor, Tensor]]:
@@ -50,7 +45,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
             base, (model,) = inputs_of(group, parameters["arithmetic"])
             yield base, model
 
-    return _shares(ways, parameters["t"])
+    return AnyRows(_shares(ways, parameters["t"]))
 
 
 @register(

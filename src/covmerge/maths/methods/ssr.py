@@ -17,9 +17,8 @@ from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, qr
 from covmerge.maths.linalg.spectral import truncated_svd
-from covmerge.maths.methods.iso import RankRtol
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import resolution
+from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED
 
 # Statistics are stored in float32: eigenvalues of so little of the largest are rounding of them.

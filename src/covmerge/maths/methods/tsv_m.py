@@ -14,7 +14,7 @@ from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost
 from covmerge.maths.linalg.polar import Orthogonalized, orthogonalized
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.maths.methods.registry import Laws, Reference, register
-from covmerge.maths.methods.resolution import Resolution, resolution
+from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
 # The leading singular triplets of every update, ⌊r/T⌋ each.
@@ -169,15 +169,7 @@ def tsv_m(
             description="keep every update at its full numerical rank; takes up to T times the memory"
         ),
     ] = False,
-    rank_rtol: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            lt=1,
-            description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, "
-            "and what rounding of the stored weights gives",
-        ),
-    ] = None,
+    rank_rtol: RankRtol = None,
 ) -> Merged:
     """Keep each update's leading singular triplets and make the singular vectors orthogonal.
 
