@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from covmerge.front.cli import options
 from covmerge_lab.bank import What
+from covmerge_lab.cli.cache import Cache, cache_folder
 
 
 def bank(
@@ -63,7 +63,7 @@ def bank(
         typer.Option("--choosing", help="Show how well criteria without data choose a method."),
     ] = False,
     minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
-    cache: options.Cache = None,
+    cache: Cache = None,
 ) -> None:
     """Measure merging methods on 82 sets of experts of 25 bases.
 
@@ -74,7 +74,7 @@ def bank(
     from covmerge_lab.bank import run
     from covmerge_lab.run import terminal
 
-    folder, parts = options.cache_folder(cache), part or []
+    folder, parts = cache_folder(cache), part or []
     if stage == "table":
         sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
         shown = [scored for scored in sets if form in (None, scored["card"]["form"])]

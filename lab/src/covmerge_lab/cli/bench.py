@@ -10,6 +10,7 @@ import typer
 from covmerge.errors import InputError
 from covmerge.front.cli import options
 from covmerge.front.cli.console import print_json
+from covmerge_lab.cli.cache import Cache, cache_folder
 
 
 def bench(
@@ -22,7 +23,7 @@ def bench(
             help="Folder of the results; bench-SUITE.",
         ),
     ] = None,
-    cache: options.Cache = None,
+    cache: Cache = None,
     kind: Annotated[
         str | None, typer.Option(metavar="full|lora", help="One kind of experts; both by default.")
     ] = None,
@@ -59,14 +60,14 @@ def bench(
 
     if score is not None:
         found = score_model(
-            suite, score, cache=options.cache_folder(cache), kind=kind or "full", quick=quick
+            suite, score, cache=cache_folder(cache), kind=kind or "full", quick=quick
         )
         print_json(found)
         return
     run_bench(
         suite,
         out=out or Path(f"bench-{suite}"),
-        cache=options.cache_folder(cache),
+        cache=cache_folder(cache),
         kinds=None if kind is None else (kind,),
         seeds=range(seeds),
         methods=None if methods is None else [name.strip() for name in methods.split(",")],

@@ -9,6 +9,7 @@ import typer
 
 from covmerge.errors import InputError
 from covmerge.front.cli import options
+from covmerge_lab.cli.cache import Cache, cache_folder
 
 
 def study(
@@ -26,7 +27,7 @@ def study(
             help="Folder of the results; study-STUDY-SUITE.",
         ),
     ] = None,
-    cache: options.Cache = None,
+    cache: Cache = None,
     kind: Annotated[
         str | None, typer.Option(metavar="full|lora", help="One kind of experts; both by default.")
     ] = None,
@@ -58,7 +59,7 @@ def study(
         name,
         suite,
         out=out or Path(f"study-{name}-{suite}"),
-        cache=options.cache_folder(cache),
+        cache=cache_folder(cache),
         kinds=None if kind is None else (kind,),
         seeds=range(seeds),
         quick=quick,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from covmerge.base.code import user_cache
-from covmerge.base.errors import InputError
 from covmerge.base.settings import flag_of
 from covmerge.front.keywords import descriptions
 
@@ -128,28 +125,3 @@ Spectra = Annotated[
         "all would be long, or of none.",
     ),
 ]
-Cache = Annotated[
-    Path | None,
-    flag(
-        RUN,
-        "DIR",
-        "Folder of what is fetched and trained; by default COVMERGE_CACHE or ~/.cache/covmerge.",
-    ),
-]
-
-
-def cache_folder(given: Path | None) -> Path:
-    """Return the folder of what is fetched and trained; it need not exist.
-
-    Raises:
-        InputError: it can be neither made nor written to.
-    """
-    folder = (user_cache() if given is None else given).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "not a folder" if not there.is_dir() else "not writable"
-        raise InputError(
-            f"the cache folder {folder} cannot be used: {there} is {what}. Name another by --cache "
-            "or COVMERGE_CACHE"
-        )
-    return folder
