@@ -127,12 +127,8 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
     Returns:
         By name, why it is not for a reference implementation; "" where it is.
     """
-    reasons = {
-        t.name: _beyond_a_reference(t, t.operation)
-        for t in plan.tensors
-        if isinstance(t.operation, Merge)
-    }
-    methods = {t.name: t.operation.method for t in plan.tensors if isinstance(t.operation, Merge)}
+    reasons = {t.name: _beyond_a_reference(t, t.merge) for t in plan.tensors if t.merge is not None}
+    methods = {t.name: t.merge.method for t in plan.tensors if t.merge is not None}
     reached = {methods[name] for name, reason in reasons.items() if not reason}
     first = [name for name, reason in reasons.items() if not reason or methods[name] not in reached]
     rest = [name for name in reasons if name not in set(first)]
@@ -284,7 +280,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
     eps = torch.finfo(getattr(torch, recipe.dtype)).eps
     wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
-    merged = sum(isinstance(tensor.operation, Merge) for tensor in plan.tensors)
+    merged = sum(tensor.merge is not None for tensor in plan.tensors)
     return Check("recomputed", not wrong, _account(found, wrong, merged))
 
 
@@ -374,8 +370,8 @@ def _farthest(
         allowed = 2 * (rounded - exact).abs().max()
     else:
         allowed = _step(stored, stored.dtype) / 2
-        merge = item.tensor.operation
-        arithmetic = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+        merge = item.tensor.merge
+        arithmetic = None if merge is None else merge.parameters.get("arithmetic")
         if arithmetic is not None:
             allowed += _step(stored, getattr(torch, arithmetic))
     beyond = off.sub_(allowed).flatten()

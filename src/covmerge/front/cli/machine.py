@@ -14,7 +14,6 @@ import torch
 from covmerge.base.errors import CovmergeError
 from covmerge.maths.linalg.auto import eigh_cost
 from covmerge.maths.linalg.lapack import eigh
-from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import Recipe
@@ -143,8 +142,8 @@ def measure_speed(
 
 def _method_by_entry(item: WorkItem) -> str | None:
     """The method of an item that sees no matrices; None of one that does, and of a copy."""
-    operation = item.tensor.operation
-    return operation.method if isinstance(operation, Merge) and operation.layout is None else None
+    merge = item.tensor.merge
+    return merge.method if merge is not None and merge.layout is None else None
 
 
 def _pieces(plan: Plan) -> dict[str, Plan]:

@@ -19,7 +19,7 @@ from covmerge.files.adapters.layout import KOHYA_FORM, AdaptedTensor, WholeTenso
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, FactorHeader, LoraForm
 from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
-from covmerge.plan.planning.operations import Copy, Merge
+from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -153,7 +153,7 @@ def plan_adapter(
     vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
     notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
     notes += filter(None, [naming.note])
-    left = [t for t in tensors if not isinstance(t.operation, Merge) and t.changed_by_experts]
+    left = [t for t in tensors if t.merge is None and t.changed_by_experts]
     by_rule: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in left:
         by_rule[tensor.rule].append(tensor.name)
@@ -170,7 +170,7 @@ def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
     """Refuse to merge what lies in folders of modules: an adapter is of the transformer alone."""
     for tensor in tensors:
         module = tensor.output.module
-        if module is not None and isinstance(tensor.operation, Merge) and tensor.changed_by_experts:
+        if module is not None and tensor.merge and tensor.changed_by_experts:
             raise InputError(
                 f"'{tensor.name}' is of a module of sentence-transformers, and an adapter has no place for "
                 f"it: merge to a full model ({Hint('form', 'model')}), or leave the module to the base "
@@ -214,7 +214,7 @@ def _dtype(
         return getattr(torch, recipe.output.dtype)
     stored = {header.dtype for expert in experts.values() for header in expert.low_rank.values()}
     if not stored:
-        stored = {t.stored.dtype for t in tensors if isinstance(t.operation, Merge)}
+        stored = {t.stored.dtype for t in tensors if t.merge}
     first, *others = stored
     for other in others:
         first = torch.promote_types(first, other)
@@ -222,7 +222,7 @@ def _dtype(
 
 
 def _is_merged(tensor: TensorPlan) -> bool:
-    return isinstance(tensor.operation, Merge) and tensor.changed_by_experts
+    return tensor.merge is not None and tensor.changed_by_experts
 
 
 class _Merged:
@@ -235,12 +235,12 @@ class _Merged:
         naming: Naming,
         form: LoraForm,
     ) -> None:
-        assert isinstance(tensor.operation, Merge)
+        assert tensor.merge is not None
         self.tensor = tensor
         self._form: LoraForm = form
         self._name = naming.of(tensor)
         self.module = self._name.rpartition(".")[0]
-        self._merge = tensor.operation
+        self._merge = tensor.merge
         self._factors: list[FactorHeader] = []
         self._full = False
         self.trained_whole = False  # by an adapter

@@ -185,7 +185,7 @@ def _draft(
             f"name '{held}'): were they collected on models with other names, or do the recipe's "
             "rules leave nothing to the method?"
         )
-    if not any(isinstance(tensor.operation, Merge) for tensor in tensors):
+    if not any(tensor.merge for tensor in tensors):
         raise InputError(
             f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
             "from the base under the recipe's rules."
@@ -201,8 +201,8 @@ def _draft(
 def _check_without_base(tensors: Sequence[TensorPlan]) -> None:
     """Refuse what is nothing without a base."""
     for tensor in tensors:
-        merge = tensor.operation
-        if not isinstance(merge, Merge):
+        merge = tensor.merge
+        if merge is None:
             continue
         if merge.before or merge.after or not merge.procedure.without_base(merge.parameters):
             raise RecipeError(
@@ -322,12 +322,12 @@ def _global_passes(items: Sequence[WorkItem]) -> Iterator[GlobalPass]:
     together: dict[str, list[WorkItem]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
         tensor_items = list(neighbours)
-        action = tensor_items[0].tensor.operation
-        if isinstance(action, Merge) and _ranked_density(action) is not None:
+        action = tensor_items[0].tensor.merge
+        if action is not None and _ranked_density(action) is not None:
             together.setdefault(action.key, []).extend(tensor_items)
     for ranked in together.values():
-        action = ranked[0].tensor.operation
-        assert isinstance(action, Merge)
+        action = ranked[0].tensor.merge
+        assert action is not None
         density = _ranked_density(action)
         assert density is not None
         yield GlobalPass(action, density, tuple(GlobalPass.counting(ranked)))
@@ -372,8 +372,8 @@ def _plan_tensors(
         action, rule, role = decision.action, decision.rule, info.role
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
-        if len(experts) == 1 and isinstance(action, Merge):
-            action, weights = _of_one(action, weights, recipe)
+        if len(experts) == 1 and action.merge:
+            action, weights = _of_one(action.merge, weights, recipe)
         operands = {
             expert: models[expert].operand(
                 expert_key(expert), alignments[expert].names.get(name), weight
@@ -384,19 +384,21 @@ def _plan_tensors(
         if name in head_names:
             action, role = Copy(), Role.HEAD
             rule = "base (task head: each expert's own is kept under heads/)"
-        elif isinstance(action, Merge):
-            action, rule = _for_experts(action, rule, operands, experts, skip_missing=skip_missing)
+        elif action.merge:
+            action, rule = _for_experts(
+                action.merge, rule, operands, experts, skip_missing=skip_missing
+            )
         if isinstance(action, Copy) and name in scales:
             scale = scales[name]
             of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
-            if isinstance(of_scale, Merge):  # whatever a rule says of the codes alone
+            if of_scale.merge:  # whatever a rule says of the codes alone
                 action = replace(action, compared=True, scale=scale)
         if isinstance(action, Copy) and action.compared:
             action, operands = _compared(action, header, operands, models)
         output = replace(header, dtype=_output_dtype(recipe, header))
         if skip_missing:
             operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
-        masked = isinstance(action, Merge) and action.writes_masks
+        masked = action.merge is not None and action.merge.writes_masks
         masks = tuple(recipe.experts) if masked else ()
         yield TensorPlan(
             header,
@@ -509,9 +511,9 @@ def _row_ranges(
     if step is None:
         yield range(tensor.output.shape[0]) if tensor.output.shape else None
         return
-    action, shape = tensor.operation, tensor.output.shape
+    action, shape = tensor.merge, tensor.output.shape
     unit: Unit = "element"
-    if isinstance(action, Merge):
+    if action is not None:
         unit = action.procedure.unit_for(action.parameters)
         layout = action.layout
         if whole and layout is None and tensor.matrices is not None and unit != "tensor":
@@ -566,7 +568,8 @@ def _work_item(
         if operand.tensor is not None
     ]
     raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
-    if isinstance(tensor.operation, Copy):
+    merge = tensor.merge
+    if merge is None:
         space = tensor.form.workspace(numel, itemsize)
         read = raw if tensor.operation.compared else stored
         return WorkItem(tensor, rows, read, write, workspace=space, flops=0.0)
@@ -575,11 +578,10 @@ def _work_item(
     thin = draft.adapter is not None and tensor.name in draft.adapter.thin
     if thin:
         return _thin_item(tensor, rows, raw, write, models, itemsize)
-    assert isinstance(tensor.operation, Merge)
-    method = tensor.operation.procedure
-    layout = tensor.operation.layout
+    method = merge.procedure
+    layout = merge.layout
     dense = not any(name in models[expert].checkpoint.low_rank for expert, name in present)
-    at_once = _rows_at_once(tensor, tensor.operation, shape) if alone and dense else None
+    at_once = _rows_at_once(tensor, merge, shape) if alone and dense else None
     tensor_pass = at_once is None and alone and dense and _needs_tensor_pass(tensor, shape)
     if tensor_pass:
         at_once = _rows_of_a_part(shape)
@@ -588,14 +590,14 @@ def _work_item(
         shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
     else:
         shapes = list(matrix_shapes(shape, layout))
-    cost_of = cost_with(method, method.cost, tensor.operation.parameters)
+    cost_of = cost_with(method, method.cost, merge.parameters)
     encoding = tensor.form.cost
     costs = [cost_of(*dims, count, itemsize) + encoding(*dims, itemsize) for dims in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
     # Where the loss of half-precision steps is measured there is a second result, and what they differ by.
-    again = 0 if tensor.operation.half is None or tensor_pass else 1
+    again = 0 if merge.half is None or tensor_pass else 1
     held = (count + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
@@ -606,7 +608,7 @@ def _work_item(
     if tensor_pass:
         assert method.tensor_pass is not None
         first_pass = method.tensor_pass
-        entry_bytes = first_pass.entry_bytes(tensor.operation.parameters)
+        entry_bytes = first_pass.entry_bytes(merge.parameters)
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
         held = entry_bytes > 0
@@ -629,8 +631,8 @@ def _work_item(
 
 def _pass_bytes(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
     """Bytes that a tensor pass reads: of each expert by itself beside the base, or of all together."""
-    assert isinstance(tensor.operation, Merge)
-    method, given = tensor.operation.procedure, tensor.operation.parameters
+    assert tensor.merge is not None
+    method, given = tensor.merge.procedure, tensor.merge.parameters
     assert method.tensor_pass is not None
     experts = list(tensor.operands)
     sizes = {
@@ -654,11 +656,11 @@ def _thin_item(
     itemsize: int,
 ) -> WorkItem:
     """The work on factors: their bases, the method on the cores, and factors again."""
-    assert isinstance(tensor.operation, Merge)
+    assert tensor.merge is not None
     operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
     rank = sum(models[expert].checkpoint.low_rank[name].rank for expert, name in operands) + 1
     d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
-    method, given = tensor.operation.procedure, tensor.operation.parameters
+    method, given = tensor.merge.procedure, tensor.merge.parameters
     sides = method.sides_for(given)
     core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
     cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
@@ -692,9 +694,9 @@ def _rows_of_a_part(shape: tuple[int, ...]) -> int:
 
 def _needs_tensor_pass(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
     """Whether a tensor that must be known whole is read twice: smaller ones cost less memory than time."""
-    merge = tensor.operation
+    merge = tensor.merge
     return (
-        isinstance(merge, Merge)
+        merge is not None
         and (first_pass := merge.procedure.tensor_pass) is not None
         and first_pass.applies(merge.parameters)
         and merge.procedure.unit_for(merge.parameters) == "tensor"
@@ -731,8 +733,8 @@ def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
     """Name the experts that were given a weight of which a method takes no notice."""
     found: dict[str, dict[str, None]] = {}
     for tensor in tensors:
-        merge = tensor.operation
-        if isinstance(merge, Merge) and not registry.get(merge.method).weighted:
+        merge = tensor.merge
+        if merge is not None and not registry.get(merge.method).weighted:
             given = (expert for expert, operand in tensor.operands.items() if operand.weight != 1)
             found.setdefault(merge.method, {}).update(dict.fromkeys(given))
     for method, experts in found.items():
@@ -745,7 +747,7 @@ def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
     """Name the parameters that a method has for some families, where it is not known which this is."""
     if base.description.family is not None:
         return
-    merges = [tensor.operation for tensor in tensors if isinstance(tensor.operation, Merge)]
+    merges = [tensor.merge for tensor in tensors if tensor.merge is not None]
     for name in dict.fromkeys(merge.method for merge in merges):
         method = registry.get(name)
         taken = next(merge.parameters for merge in merges if merge.method == name)
@@ -838,11 +840,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         yield f"tied tensors are one, which is merged and written once: {', '.join(tied)}"
     for tensor in tensors:
         info = base.description.tensors[tensor.name]
-        if (
-            info.outside_backbone
-            and info.role is Role.LINEAR
-            and isinstance(tensor.operation, Merge)
-        ):
+        if info.outside_backbone and info.role is Role.LINEAR and tensor.merge:
             yield (
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
                 "merged; if it is a task head, keep one per expert by the rule "

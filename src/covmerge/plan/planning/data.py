@@ -98,8 +98,8 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
         TensorError: only some of the experts have statistics of it, they are of another shape, or
             there are too few rows behind them.
     """
-    merge = tensor.operation
-    if not isinstance(merge, Merge):
+    merge = tensor.merge
+    if merge is None:
         return tensor
     method = registry.get(merge.method)
     if method.data == "none":
@@ -156,8 +156,8 @@ def _check(
         if shape != wanted:
             raise _wrong_shape(tensor, file, name, shape, wanted)
         return
-    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
-    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
+    assert tensor.merge is not None and tensor.merge.layout is not None
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.merge.layout):
         if shape != (d_in, d_in):
             raise _wrong_shape(tensor, file, name, shape, (d_in, d_in))
         rows = file.rows(method.data, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.methods import Method, registry
@@ -68,6 +68,14 @@ class Merge:
     after: tuple[StepUse, ...] = ()
     scale: float = 1.0
 
+    copies: ClassVar[bool] = False
+    compared: ClassVar[bool] = False
+
+    @property
+    def merge(self) -> Merge:
+        """Itself."""
+        return self
+
     @property
     def procedure(self) -> Method:
         """The method with the steps around it: what is run, and what it needs."""
@@ -104,6 +112,9 @@ class Merge:
 class Copy:
     """Take the base operand as it is.
 
+    Each operation says whether it `copies`, whether it is `compared`, and which `merge` it does or counts
+    for, if any.
+
     Attributes:
         compared: whether the experts' tensors are read too, and held against the base's.
         reshaped: experts that have it in another shape.
@@ -113,6 +124,9 @@ class Copy:
     compared: bool = False
     reshaped: tuple[str, ...] = ()
     scale: str = ""
+
+    copies: ClassVar[bool] = True
+    merge: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,9 @@ class Count:
 
     merge: Merge
     plan: int = 0
+
+    copies: ClassVar[bool] = False
+    compared: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,10 @@ class Inspect:
     redo: Merge | None = None
     attempt: Merge | None = None
     quadratics: bool = False
+
+    copies: ClassVar[bool] = False
+    compared: ClassVar[bool] = False
+    merge: ClassVar[None] = None
 
 
 Operation = Merge | Copy | Count | Inspect

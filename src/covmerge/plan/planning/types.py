@@ -74,9 +74,8 @@ class GlobalPass:
                 continue
             if counted is None or item.tensor is not tensor:
                 tensor = item.tensor
-                merge = operation.merge if isinstance(operation, Count) else operation
-                assert isinstance(merge, Merge)
-                counted = replace(tensor, operation=Count(merge, plan), form=Unwritten())
+                assert operation.merge is not None
+                counted = replace(tensor, operation=Count(operation.merge, plan), form=Unwritten())
             yield replace(item, tensor=counted, write_bytes=0)
 
     def passes(self, dtype: str) -> tuple[int, int]:
@@ -192,7 +191,7 @@ class Plan:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Whose code the methods and steps are that are not covmerge's own."""
-        merges = [t.operation for t in self.tensors if isinstance(t.operation, Merge)]
+        merges = [t.merge for t in self.tensors if t.merge is not None]
         methods = dict.fromkeys(merge.method for merge in merges)
         used = dict.fromkeys(use.name for m in merges for use in (*m.before, *m.after))
         found = [*map(registry.origin, methods), *map(steps.origin, used)]

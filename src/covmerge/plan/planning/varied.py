@@ -14,7 +14,7 @@ from covmerge.base.errors import RecipeError
 from covmerge.maths.methods import Method
 from covmerge.maths.methods.arithmetic import STORED
 from covmerge.maths.methods.mergekit import IN_ORDER, Drawn, places
-from covmerge.plan.planning.operations import Merge, Operand
+from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe.varied import UNSAID, check_varied, is_varied, value_at
 
@@ -103,15 +103,13 @@ def as_mergekit(tensors: Sequence[TensorPlan], dtype_of: DtypeOf) -> tuple[Tenso
 
 
 def _parameters(tensor: TensorPlan) -> dict[str, Any]:
-    operation = tensor.operation
-    return dict(operation.parameters) if isinstance(operation, Merge) else {}
+    return {} if tensor.merge is None else dict(tensor.merge.parameters)
 
 
 def _with(tensor: TensorPlan, parameter: str, value: object) -> TensorPlan:
-    operation = tensor.operation
-    assert isinstance(operation, Merge)
-    parameters = {**operation.parameters, parameter: value}
-    return replace(tensor, operation=replace(operation, parameters=parameters))
+    assert tensor.merge is not None
+    parameters = {**tensor.merge.parameters, parameter: value}
+    return replace(tensor, operation=replace(tensor.merge, parameters=parameters))
 
 
 def _with_dtype(tensor: TensorPlan, dtype_of: DtypeOf) -> TensorPlan:

@@ -12,7 +12,7 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.linalg.random import Stream
 from covmerge.plan.planning.forms import Form, ModelTensor, Place
-from covmerge.plan.planning.operations import Operand, Operation
+from covmerge.plan.planning.operations import Merge, Operand, Operation
 
 # Items of at most so many elements are computed on one core each.
 _NARROW_ELEMENTS = 4 * 2**20
@@ -75,6 +75,11 @@ class TensorPlan:
     def key(self) -> str:
         """What tells it from all other tensors of the output: a head may have the name of one of them."""
         return f"{self.form.part}/{self.name}" if self.form.part else self.name
+
+    @property
+    def merge(self) -> Merge | None:
+        """The merge that is done, or counted for; None: it is copied or inspected."""
+        return self.operation.merge
 
     @property
     def changed_by_experts(self) -> bool:

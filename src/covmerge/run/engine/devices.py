@@ -12,7 +12,6 @@ import torch
 
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
-from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import Batch
@@ -217,7 +216,7 @@ def _free_on(device: torch.device) -> int | None:
 
 def _size(batch: Batch, shared: int) -> int:
     """Bytes of a batch, whose items are computed one after the other; what is copied stays on the CPU."""
-    computed = [item for item in batch if not isinstance(item.tensor.operation, Copy)]
+    computed = [item for item in batch if not item.tensor.operation.copies]
     if not computed:
         return 0
     return max(item.device_memory for item in computed) + shared * batch[0].read_bytes

@@ -14,7 +14,6 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.tensors.names import layer_name
 from covmerge.maths.methods import registry
-from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 
 # What rounding to a quantised format does to the merged update, layer by layer.
@@ -138,8 +137,8 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             }
             entry["merged_norm"] = merged
             entry["rounding_loss"] = rounding / merged if merged else 0.0
-            if isinstance(tensor.operation, Merge) and tensor.operation.half:
-                entry["arithmetic"] = tensor.operation.half
+            if tensor.merge is not None and tensor.merge.half:
+                entry["arithmetic"] = tensor.merge.half
                 if all("arithmetic" in part for part in parts):
                     lost = _root(part["arithmetic"]["lost"] for part in parts)
                     unrounded = _root(part["arithmetic"]["update"] for part in parts)
@@ -170,8 +169,8 @@ def diagnostics_in(
     """
     found: list[TensorDiagnostics] = []
     for tensor in plan.tensors:
-        merge, entry = tensor.operation, entries.get(tensor.name, {})
-        if isinstance(merge, Merge) and "matrices" in entry:
+        merge, entry = tensor.merge, entries.get(tensor.name, {})
+        if merge is not None and "matrices" in entry:
             kind = registry.get(merge.method).diagnostics
             try:
                 matrices = tuple(map(kind.from_json, entry["matrices"]))

@@ -19,7 +19,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.measures.rounding import rounded_to
 from covmerge.plan.planning.data import Statistics
-from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge, Operand
+from covmerge.plan.planning.operations import Inspect, Operand
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.thread_count import use_threads
 
@@ -143,8 +143,8 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     first = items[0]
     if first.tensor_pass:
         return Inputs(torch.empty(0), {}, sources=sources)
-    merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
-    reading = merging or [item for item in items if is_compared(item)]
+    merging = [item for item in items if not item.tensor.operation.copies]
+    reading = merging or [item for item in items if item.tensor.operation.compared]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
     packed = next((stored for item in items if (stored := sources.read_packed(item))), ())
     as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
@@ -171,25 +171,15 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     merged = sources.read(of_merged, first.rows) if of_merged else None
     measured: dict[str, dict[str, Measured]] = {}
     for item in merging:
-        kind = _data_of(item)
-        if item.tensor.statistics and kind not in measured:
+        if not item.tensor.statistics or item.tensor.merge is None:
+            continue
+        kind = item.tensor.merge.procedure.data
+        if kind not in measured:
             measured[kind] = {
                 expert: _read_measured(kind, sources, expert, name, item)
                 for expert, name in item.tensor.statistics.items()
             }
     return Inputs(base_rows, rows, measured, merged, packed=packed)
-
-
-def is_compared(item: WorkItem) -> bool:
-    """Whether an item is copied from the base, and the experts' rows are held against it."""
-    return isinstance(item.tensor.operation, Copy) and item.tensor.operation.compared
-
-
-def _data_of(item: WorkItem) -> str:
-    """The kind of statistics that the method of an item needs."""
-    operation = item.tensor.operation
-    merge = operation.merge if isinstance(operation, Count) else operation
-    return merge.procedure.data if isinstance(merge, Merge) else "none"
 
 
 def in_parts(

@@ -22,7 +22,7 @@ from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.measures.spectrum import stable_rank
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked_factors
-from covmerge.plan.planning.operations import Copy, Count, Merge
+from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, take_updates
 
@@ -135,8 +135,8 @@ class Layer:
         """Turn the stored rows into updates; at least one of the items is not a copy."""
         self._inputs = inputs
         self._context = context
-        self._item = next(i for i in items if not isinstance(i.tensor.operation, Copy))
-        merges = list(filter(None, map(_merge_of, items)))
+        self._item = next(i for i in items if not i.tensor.operation.copies)
+        merges = [item.tensor.merge for item in items if item.tensor.merge is not None]
         ranked = any(merge.layout is not None for merge in merges)
         self._rounded_to = inputs.rounded_to() if ranked else {}
         sees = {merge.around(context.method(merge.method)).sees for merge in merges}
@@ -412,10 +412,3 @@ def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
 
 def _weights_of(item: WorkItem) -> tuple[float, ...]:
     return tuple(operand.weight for operand in item.tensor.operands.values())
-
-
-def _merge_of(item: WorkItem) -> Merge | None:
-    """The merge that an item does, or counts for."""
-    operation = item.tensor.operation
-    merge = operation.merge if isinstance(operation, Count) else operation
-    return merge if isinstance(merge, Merge) else None

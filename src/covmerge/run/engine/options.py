@@ -13,7 +13,6 @@ import torch
 from covmerge.base.errors import InputError, RecipeError, ResourceError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
-from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
@@ -195,8 +194,8 @@ class RunOptions:
         device = self.torch_device
         if device.type != "cpu":
             return None
-        wide = (item.tensor.operation for item in plan.items if not item.is_narrow(device))
-        merges = (operation for operation in wide if isinstance(operation, Merge))
+        wide = (item.tensor.merge for item in plan.items if not item.is_narrow(device))
+        merges = [merge for merge in wide if merge is not None]
         if all(merge.procedure.unit_for(merge.parameters) == "element" for merge in merges):
             return None
         return self.threads or torch.get_num_threads()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank, Measured
-from covmerge.plan.planning.operations import Count, Merge
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Inputs, Update
 
@@ -45,9 +44,7 @@ def goes_ahead(items: Sequence[WorkItem]) -> bool:
     pass reads its rows in the computation.
     """
     return all(
-        isinstance(item.tensor.operation, Merge | Count)
-        and not item.tensor.form.format
-        and not item.tensor_pass
+        item.tensor.merge is not None and not item.tensor.form.format and not item.tensor_pass
         for item in items
     )
 

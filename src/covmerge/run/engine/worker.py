@@ -22,7 +22,7 @@ from covmerge.maths.methods import Method
 from covmerge.maths.methods.factored import MergedFactors
 from covmerge.maths.methods.registry import Known
 from covmerge.plan.planning.forms import BaseRows, Result, as_output
-from covmerge.plan.planning.operations import Copy, Count, Inspect, Merge
+from covmerge.plan.planning.operations import Count, Inspect, Merge
 from covmerge.plan.planning.work import WorkItem, looked_over_at_once, parts_at_once
 from covmerge.run.engine.devices import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task
@@ -30,7 +30,6 @@ from covmerge.run.engine.inputs import (
     Inputs,
     Sources,
     in_parts,
-    is_compared,
     read_inputs,
     weights_or_update,
 )
@@ -253,12 +252,12 @@ def _results(
     if len(items) == 1:
         yield _alone(items[0], inputs, context)
         return
-    merging = any(not isinstance(item.tensor.operation, Copy) for item in items)
+    merging = any(not item.tensor.operation.copies for item in items)
     layer = Layer(items, inputs, context) if merging else None
     for number, item in enumerate(items):
-        operation = item.tensor.operation
-        if layer is not None and isinstance(operation, Merge):
-            merged = _merged(layer, item, operation, context, context.thresholds[number])
+        merge = item.tensor.merge
+        if layer is not None and merge is not None:
+            merged = _merged(layer, item, merge, context, context.thresholds[number])
             yield _as_stored(item, merged, inputs)
         else:
             yield _copied(item, inputs)
@@ -266,14 +265,14 @@ def _results(
 
 def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
     operation = item.tensor.operation
-    if isinstance(operation, Copy):
-        return _copied(item, inputs)
     if isinstance(operation, Inspect):
         return inspect_rows(item, operation, inputs, context)
-    assert isinstance(operation, Merge)
+    merge = operation.merge
+    if merge is None:
+        return _copied(item, inputs)
     if inputs.sources is not None:
-        return _by_tensor_pass(item, operation, inputs.sources, context)
-    return _as_stored(item, _in_parts(item, operation, inputs, context), inputs)
+        return _by_tensor_pass(item, merge, inputs.sources, context)
+    return _as_stored(item, _in_parts(item, merge, inputs, context), inputs)
 
 
 def _as_stored(item: WorkItem, result: Result, inputs: Inputs) -> Result:
@@ -339,7 +338,7 @@ def _merged(
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:
     result = item.tensor.form.copied(_base_rows(item, inputs))
-    if not is_compared(item):
+    if not item.tensor.operation.compared:
         return result
     differ = [
         expert

@@ -35,7 +35,6 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import Expert, Recipe
 from covmerge.plan.recipe.varied import is_varied
-from covmerge.run.engine.inputs import is_compared
 from covmerge.run.engine.inspect_rows import inspect_cost
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions
@@ -197,11 +196,11 @@ class InspectJob:
                 form=Unwritten(),
             )
             for tensor in plan.tensors
-            if isinstance(tensor.operation, Merge)
+            if tensor.merge is not None
         }
         items: list[WorkItem] = []
         for item in plan.items:
-            if is_compared(item):
+            if item.tensor.operation.compared:
                 unwritten = replace(item.tensor, form=Unwritten())
                 items.append(replace(item, tensor=unwritten, write_bytes=0))
             if item.tensor.key not in inspected:

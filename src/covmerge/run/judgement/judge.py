@@ -24,7 +24,6 @@ from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
-from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.layers import Layer, block_of, layers_of, ranges
 from covmerge.run.judgement.values import changed_integers, left_for_nan
@@ -175,8 +174,8 @@ def packed_in_memory(plan: Plan, base: Checkpoint) -> Iterator[Finding]:
         tensor.name
         for tensor in plan.tensors
         if _GATE_AND_UP.search(tensor.name)
-        and isinstance(tensor.operation, Merge)
-        and not tensor.operation.procedure.takes_any_shape
+        and tensor.merge is not None
+        and not tensor.merge.procedure.takes_any_shape
     ]
     if packed and _is_apart_in_files(base.config.get("model_type")):
         yield Finding(
@@ -336,8 +335,8 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
 
 def _without_method(plan: Plan) -> Iterator[Finding]:
     """Warn where the recipe's method had nothing to merge, as no tensor is known for a matrix."""
-    merged = [tensor for tensor in plan.tensors if isinstance(tensor.operation, Merge)]
-    used = {tensor.operation.method for tensor in merged if isinstance(tensor.operation, Merge)}
+    merged = [tensor for tensor in plan.tensors if tensor.merge is not None]
+    used = {tensor.merge.method for tensor in plan.tensors if tensor.merge is not None}
     method = plan.recipe.method
     if used == {"average"} and method != "average" and len(plan.recipe.experts) > 1:
         matrices = [tensor.name for tensor in merged if len(tensor.output.shape) == 2]

@@ -156,7 +156,7 @@ def left_for_nan(plan: Plan, experts: Mapping[str, Checkpoint]) -> Iterator[Find
 
     Of each such tensor the first rows are read.
     """
-    left = [tensor.name for tensor in plan.tensors if isinstance(tensor.operation, Copy)]
+    left = [tensor.name for tensor in plan.tensors if tensor.operation.copies]
     for key, expert in experts.items():
         sizes = _sizes(expert)
         bad = [name for name in left if name in sizes and not _is_finite(expert, name, whole=False)]
