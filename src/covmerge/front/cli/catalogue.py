@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from covmerge.maths.methods import Method
     from covmerge.maths.methods.registry import Laws, Reference
-    from covmerge.maths.registry import Declared
+    from covmerge.maths.registry import Declared, Parameter
     from covmerge.maths.steps import Step
 
 _DEPARTS = "Departs from the paper:"
@@ -62,10 +62,7 @@ def page(method: Method) -> dict[str, Any]:
         },
         "parameters": [
             {
-                "name": parameter.name,
-                "allowed": parameter.annotation,
-                "default": parameter.default,
-                "description": parameter.description,
+                **_said(parameter),
                 "family_defaults": {
                     family: defaults[parameter.name]
                     for family, defaults in method.family_defaults.items()
@@ -98,21 +95,22 @@ def step_page(step: Step) -> dict[str, Any]:
         "details": _details(step),
         "tensors": _UNITS[step.unit],
         "adapters": _ADAPTERS[step.factored],
-        "parameters": [
-            {
-                "name": parameter.name,
-                "allowed": parameter.annotation,
-                "default": parameter.default,
-                "description": parameter.description,
-            }
-            for parameter in step.parameters
-        ],
+        "parameters": list(map(_said, step.parameters)),
         "laws": _laws(step.laws),
         "reference": _reference(step.reference),
         "departs": _departures(step),
         "from": _origin(registry.origin(step.name)),
         "command": f"covmerge merge --base BASE --expert a=A --expert b=B --{step.when} {step.name} OUT",
         "recipe": f"{step.when}: [{step.name if shown is None else f'{{{step.name}{given}}}'}]",
+    }
+
+
+def _said(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "allowed": parameter.annotation,
+        "default": parameter.default,
+        "description": parameter.description,
     }
 
 
@@ -140,12 +138,11 @@ def law_texts(
     ]
 
 
+_LAWS = ("order_invariant", "scale_equivariant", "rotation_equivariant")
+
+
 def _laws(laws: Laws) -> dict[str, bool | None]:
-    return {
-        "order_invariant": laws.order_invariant,
-        "scale_equivariant": laws.scale_equivariant,
-        "rotation_equivariant": laws.rotation_equivariant,
-    }
+    return {law: getattr(laws, law) for law in _LAWS}
 
 
 def _reference(paper: Reference | None) -> dict[str, str] | None:
@@ -272,13 +269,12 @@ def _tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> 
     yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
-        laws, paper = each["laws"], each["reference"]
-        holds = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
+        paper = each["reference"]
         tuned = " (tuned)" if each["published_tuning"] else ""
         cells = [
             f"[`{each['name']}`](#{anchor[each['name']]})",
             each["data"] + tuned,
-            *map(_yes_or_no, holds),
+            *(_yes_or_no(each["laws"][law]) for law in _LAWS),
             _cost(each),
             each["tensors"],
             _defaults(each),
@@ -332,15 +328,23 @@ def _heading(each: dict[str, Any]) -> Iterator[str]:
         yield f"- From {each['from']}."
 
 
+def _ending(each: dict[str, Any]) -> Iterator[str]:
+    """The table of the parameters, and a command."""
+    if each["parameters"]:
+        yield ""
+        yield "| parameter | allowed | default | meaning |"
+        yield "|---|---|---|---|"
+        for parameter in each["parameters"]:
+            name, *cells = parameter_row(parameter)
+            yield f"| {' | '.join(map(_escaped, (f'`{name}`', *cells)))} |"
+    yield from ("", "```sh", each["command"], "```")
+
+
 def _step_section(each: dict[str, Any]) -> Iterator[str]:
     yield from _heading(each)
     yield f"- A step {each['when']} a method; works on {each['tensors']}."
     yield f"- Adapters: {each['adapters']}."
-    yield from _parameter_table(each)
-    yield ""
-    yield "```sh"
-    yield each["command"]
-    yield "```"
+    yield from _ending(each)
 
 
 def _section(each: dict[str, Any]) -> Iterator[str]:
@@ -356,27 +360,15 @@ def _section(each: dict[str, Any]) -> Iterator[str]:
     if each["writes_masks"]:
         yield "- Writes a mask per expert and its factor under `masks/`; `covmerge.load_expert` reads them."
     yield f"- Cost of one {_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts: {_cost(each)}."
-    yield from _parameter_table(each)
-    yield ""
-    yield "```sh"
-    yield each["command"]
-    yield "```"
+    yield from _ending(each)
 
 
-def _parameter_table(each: dict[str, Any]) -> Iterator[str]:
-    if each["parameters"]:
-        yield ""
-        yield "| parameter | allowed | default | meaning |"
-        yield "|---|---|---|---|"
-        for parameter in each["parameters"]:
-            yield f"| {' | '.join(_escaped(cell) for cell in _parameter(parameter))} |"
-
-
-def _parameter(parameter: dict[str, Any]) -> tuple[str, str, str, str]:
+def parameter_row(parameter: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """What a page says of a parameter: its name, what it may be, its default, and what it means."""
     families = parameter.get("family_defaults", {}).items()
     special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
     return (
-        f"`{parameter['name']}`",
+        parameter["name"],
         parameter["allowed"],
         show_value(parameter["default"]),
         parameter["description"] + (f" ({special})" if special else ""),

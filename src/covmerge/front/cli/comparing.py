@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,15 @@ from covmerge.front.cli.console import (
 )
 from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
-from covmerge.plan.recipe import Recipe, format_size
+from covmerge.plan.recipe import format_size
 from covmerge.run.comparison import CompareJob, Comparison
-from covmerge.run.engine.options import RunOptions
 from covmerge.run.scoring.job import SCORES_NAME
-from covmerge.run.scoring.scorer import scorer_of
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
 
 _WIDTH = 80
 
 
-def compare(
-    recipe: Recipe,
-    *,
-    methods: str,
-    parameters: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    score: str | None,
-    bounds: bool,
-    run: RunOptions,
-    verbose: bool,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
+def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> None:
     """Compare, and print the table.
 
     Raises:
@@ -55,11 +42,9 @@ def compare(
         KeyboardInterrupt: with how to go on.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    scorer = None if score is None else scorer_of(score)
     shown = ScoringProgress(stderr())
-    job = CompareJob(recipe, methods, parameters, out, scorer, bounds, shown, run)
     try:
-        comparison = api.run_comparison(job)
+        comparison = api.run_comparison(replace(job, scoring=shown))
     except KeyboardInterrupt:
         if shown.started:
             raise KeyboardInterrupt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -66,6 +66,13 @@ def say(kind: str, message: str) -> None:
     """Print "kind: message" to stderr; kind is `error`, `warning` or `note`."""
     line = Text.assemble((f"{kind}: ", _STYLES[kind]), printable(message))
     stderr().print(line, soft_wrap=True)
+
+
+def say_all(warnings: Iterable[str], notes: Iterable[str], before: str = "") -> None:
+    """Print warnings, then notes; `before` begins each."""
+    for kind, messages in (("warning", warnings), ("note", notes)):
+        for message in messages:
+            say(kind, before + message)
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -177,19 +177,19 @@ def compare(
     """
     given = options.given(locals())
     from covmerge.front.cli import comparing, flags
+    from covmerge.run.comparison import CompareJob
+    from covmerge.run.scoring.scorer import scorer_of
 
-    comparing.compare(
+    job = CompareJob(
         flags.read_recipe(recipe, {**given, "parameters": ()}),
-        methods=methods,
-        parameters=flags.method_parameters(parameters or ()),
-        out=out,
-        score=score,
-        bounds=bounds,
-        run=flags.shown_options(given),
-        verbose=verbose,
-        as_json=as_json,
-        as_csv=as_csv,
+        methods,
+        flags.method_parameters(parameters or ()),
+        out,
+        None if score is None else scorer_of(score),
+        bounds,
+        options=flags.shown_options(given),
     )
+    comparing.compare(job, verbose=verbose, as_json=as_json, as_csv=as_csv)
 
 
 def search(
@@ -267,18 +267,20 @@ def search(
     """
     given = options.given(locals())
     from covmerge.front.cli import flags, searching
+    from covmerge.plan.recipe.search import Template
+    from covmerge.run.scoring.scorer import scorer_of
+    from covmerge.run.search.job import SearchJob
 
-    searching.search(
-        recipe,
-        score=score,
-        out=out or Path(f"{recipe.stem}-search"),
-        trials=trials,
-        objectives=objectives or (),
-        sampler=sampler,
-        seed=seed,
-        together=together,
-        all_examples=all_examples,
-        run=flags.shown_options(given),
-        as_json=as_json,
-        as_csv=as_csv,
+    job = SearchJob(
+        Template.of(recipe),
+        scorer_of(score),
+        out or Path(f"{recipe.stem}-search"),
+        trials,
+        objectives or (),
+        sampler,
+        seed,
+        together,
+        all_examples,
+        options=flags.shown_options(given),
     )
+    searching.search(job, as_json=as_json, as_csv=as_csv)

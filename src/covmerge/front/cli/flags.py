@@ -9,7 +9,7 @@ from typing import Any
 from covmerge.base.errors import RecipeError
 from covmerge.base.settings import UNNAMED, flag_of
 from covmerge.files.stores.address import local_path
-from covmerge.front.cli.console import say, stderr
+from covmerge.front.cli.console import say, say_all, stderr
 from covmerge.front.cli.outcome import RECIPES
 from covmerge.front.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.maths.methods import registry
@@ -97,7 +97,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
         said = _said(parse_recipe(given, origin="command line", log=log))
     elif "base" not in flags:
         raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
-    _say(log)
+    say_all(log.warnings, log.notes)
     return _laid_over(said, flags, file)
 
 
@@ -154,7 +154,7 @@ def read_stages(
         return [(out, read_recipe(file, flags))]
     _check_source(file, flags)
     found = load_stages(file, out, log, stages)
-    _say(log)
+    say_all(log.warnings, log.notes)
     if len(found) == 1:
         return [(folder, _laid_over(_said(recipe), flags, file)) for folder, recipe in found]
     folders = [folder for folder, _ in found]
@@ -175,12 +175,6 @@ def read_stages(
         *((folder, _laid_over(_said(fields), of_stages, file)) for folder, fields in before),
         (last, _laid_over(_said(recipe), flags, file)),
     ]
-
-
-def _say(log: ImportLog) -> None:
-    for kind, messages in (("warning", log.warnings), ("note", log.notes)):
-        for message in messages:
-            say(kind, message)
 
 
 def _said(recipe: Recipe) -> dict[str, Any]:

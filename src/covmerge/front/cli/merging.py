@@ -19,7 +19,7 @@ from covmerge.files.stores.address import address_of, local_path
 from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.local import LocalFolder
 from covmerge.front import api
-from covmerge.front.cli.console import print_json, printable, say, stderr, stdout
+from covmerge.front.cli.console import print_json, printable, say, say_all, stderr, stdout
 from covmerge.front.cli.machine import measure_speed
 from covmerge.front.cli.progress import BytesProgress
 from covmerge.front.cli.show import plan_summary, show_adapter, show_plan, show_result
@@ -201,9 +201,7 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
             result = api.run_recipe(recipe, folder, options)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; run again with --resume") from None
-        for kind, messages in (("warning", result.warnings), ("note", result.notes)):
-            for message in messages:
-                say(kind, f"stage {folder.name}: {message}")
+        say_all(result.warnings, result.notes, f"stage {folder.name}: ")
         say("note", f"stage {folder.name} is merged: {folder}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covmerge.front.cli.catalogue import law_texts, markdown, page, show_value, step_page
+from covmerge.front.cli.catalogue import law_texts, markdown, page, parameter_row, step_page
 from covmerge.front.cli.console import format_flops, print_json, say, stdout
 
 if TYPE_CHECKING:
@@ -149,14 +149,7 @@ def _parameters(page: Mapping[str, Any]) -> Table:
 
     rows = table("parameter", "allowed", "default", "meaning")
     for parameter in page["parameters"]:
-        families = parameter.get("family_defaults", {}).items()
-        special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
-        rows.add_row(
-            parameter["name"],
-            parameter["allowed"],
-            show_value(parameter["default"]),
-            parameter["description"] + (f" ({special})" if special else ""),
-        )
+        rows.add_row(*parameter_row(parameter))
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from covmerge.front.cli import options
-from covmerge.front.cli.console import say
+from covmerge.front.cli.console import say_all
 
 
 def plan(
@@ -63,7 +63,5 @@ def import_mergekit(
 
     log = ImportLog(lenient)
     ours = import_recipe(recipe, log)
-    for kind, messages in (("warning", log.warnings), ("note", log.notes)):
-        for message in messages:
-            say(kind, message)
+    say_all(log.warnings, log.notes)
     typer.echo(yaml.safe_dump(ours, sort_keys=False, allow_unicode=True), nl=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -11,9 +10,7 @@ from covmerge.front.cli.comparing import show_scores
 from covmerge.front.cli.console import check_one_form, print_csv, print_json, stderr, stdout
 from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
-from covmerge.plan.recipe.search import Template, Value
-from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.scorer import scorer_of
+from covmerge.plan.recipe.search import Value
 from covmerge.run.scoring.table import ScoreTable, written
 from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT, SearchJob
 from covmerge.run.search.result import Search
@@ -22,21 +19,7 @@ from covmerge.run.search.trials import RECORD, Trial
 _BEST = 10  # trials that are shown
 
 
-def search(
-    recipe: Path,
-    *,
-    score: str,
-    out: Path,
-    trials: int,
-    objectives: Sequence[str],
-    sampler: str,
-    seed: int,
-    together: int,
-    all_examples: bool,
-    run: RunOptions,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
+def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
     """Search, and print what was found.
 
     Raises:
@@ -46,21 +29,8 @@ def search(
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
     shown = ScoringProgress(stderr())
-    job = SearchJob(
-        Template.of(recipe),
-        scorer_of(score),
-        out,
-        trials,
-        objectives,
-        sampler,
-        seed,
-        together,
-        all_examples,
-        shown,
-        run,
-    )
     try:
-        found = job.run()
+        found = replace(job, progress=shown).run()
     except KeyboardInterrupt:
         if shown.started:
             raise KeyboardInterrupt(
