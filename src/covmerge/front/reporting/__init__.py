@@ -2,11 +2,10 @@
 
 job       reads base, experts and output again
 data      what it shows
-numbers   what its pictures draw; `tables` has the same as rows, `grid` orders layers
+tables    the same as rows; `grid` orders layers
 figures   the pictures, as matplotlib figures; needs the extra `report`
 page      the report as text
-html      all of it as one page; `svg` and `pictures` put the figures there
-file      the page on the disk
+html      all of it as one page; `pictures` puts the figures there
 """
 
 from covmerge.front.reporting.data import LayerCost, Report

@@ -2,8 +2,7 @@
 
 sums       what adds up over the elements of a tensor: norms, cosines, signs, rounding
 spectrum   singular values, ranks, leading input directions and how far two experts share them
-length     whether a merged update is longer than all that it was merged from
 rounding   what rounding of stored weights gives to an update
 retention  what a merged update keeps of each expert, by its estimated covariance
-along      what it keeps of each along the expert's own update
+table_rows which rows of a table of embeddings changed
 """

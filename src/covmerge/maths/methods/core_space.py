@@ -162,15 +162,8 @@ def core_space(
     else:
         cores, errors = cores_of(group.updates, left, right), group.rounding
     del factors
-    merged = merge_inside(
-        LinearGroup(cores, group.weights, rounding=errors),
-        inner,
-        scale=scale,
-        density=density,
-        merge=merge,
-        rank_ratio=rank_ratio,
-        rank_rtol=rank_rtol,
-    )
+    inside = LinearGroup(cores, group.weights, rounding=errors)
+    merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     core = merged.delta
     if isotropize:
         error = replace(known, rtol=rtol).of_sum(group)

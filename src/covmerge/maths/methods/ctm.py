@@ -160,15 +160,8 @@ def ctm(
             diagnostics, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None
         )
     cores = cores_of(resolution(group, rank_rtol).separated(group.updates), left, right)
-    merged = merge_inside(
-        LinearGroup(cores, group.weights, rounding=group.rounding),
-        inner,
-        scale=scale,
-        density=density,
-        merge=merge,
-        rank_ratio=rank_ratio,
-        rank_rtol=rank_rtol,
-    )
+    inside = LinearGroup(cores, group.weights, rounding=group.rounding)
+    merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     diagnostics = replace(
         diagnostics,
         core=(left.shape[1], right.shape[1]),

@@ -81,14 +81,13 @@ def cores_of(updates: Sequence[Tensor], left: Tensor, right: Tensor) -> tuple[Te
 def merge_inside(
     group: LinearGroup,
     inner: Inner,
-    *,
     scale: float,
     density: float,
     merge: Combine,
     rank_ratio: float,
     rank_rtol: float | None,
 ) -> Merged:
-    """Run the inner method on updates in coordinates of this space."""
+    """Run the inner method, at its parameters of these, on updates in coordinates of this space."""
     match inner:
         case "average":
             return Merged(average(group).delta.mul_(scale))

@@ -202,19 +202,12 @@ def knots(
     )
     if not diagnostics.components:
         return Merged(torch.zeros_like(group.updates[0]), diagnostics)
-    merged = merge_inside(
-        LinearGroup(
-            aligned.components,
-            group.weights,
-            thresholds=group.thresholds,
-            rounding=group.rounding if space == "sv" else (),
-        ),
-        inner,
-        scale=scale,
-        density=density,
-        merge=merge,
-        rank_ratio=rank_ratio,
-        rank_rtol=rank_rtol,
+    inside = LinearGroup(
+        aligned.components,
+        group.weights,
+        thresholds=group.thresholds,
+        rounding=group.rounding if space == "sv" else (),
     )
+    merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     delta = aligned.basis @ merged.delta
     return Merged(delta.mT if concat == "outputs" else delta, diagnostics.beside(merged))

@@ -1,10 +1,8 @@
 """What a merge did, checked: re-reading an output and holding it against its manifest.
 
-outcome        the outcome of checks, and what all outputs have in common
-files          every file against its recorded hash
-weights_check  what is checked of a file of weights as it is hashed
-adapter        what is checked of a merged adapter
-verify         all of it, in one reading of the output
+outcome  the outcome of checks, and what all outputs have in common
+files    every file against its recorded hash, and what is checked of one of weights as it is hashed
+verify   all of it, in one reading of the output
 """
 
 from covmerge.run.verification.files import WeightsCheck

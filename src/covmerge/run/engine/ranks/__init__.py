@@ -3,7 +3,6 @@
 rank      which of how many a process is
 ledger    what each rank has done, and whether it is still there
 claims    whose an item is
-sharing   pieces of work by name, each done by the rank that claims it
 reading   the finished output and the sources, a file a piece
 session   what they have in common while one of them leads
 executor  the executor that does this rank's part, and yields what all have done
