@@ -15,8 +15,8 @@ from torch import Tensor
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.torch_file import kind_of, whole_booleans
-from covmerge.files.checkpoints.unpickler import Inert, Laid
+from covmerge.files.checkpoints.torch_file import kind_of
+from covmerge.files.checkpoints.unpickler import Inert, Laid, whole_booleans
 
 _MAX_DEPTH = 100  # of modules in modules
 _MAX_TENSORS = 300_000

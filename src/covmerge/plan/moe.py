@@ -262,20 +262,15 @@ class MixtureView(View):
         _, count, hidden = self._gates.shape
         for name, header in self._stored.headers.items():
             found = MLP.fullmatch(name)
+            if ".mlp." in name and (found is None or found["part"] not in architecture.parts):
+                raise InputError(
+                    f"{self.source} has '{name}', and an expert of a mixture has "
+                    f"{some(architecture.parts)} alone: this model cannot become one"
+                )
             if found is None:
-                if ".mlp." in name:
-                    raise InputError(
-                        f"{self.source} has '{name}', and an expert of a mixture has "
-                        f"{some(architecture.parts)} alone: this model cannot become one"
-                    )
                 yield name, name, header
                 continue
             layer, part = found["layer"], found["part"]
-            if part not in architecture.parts:
-                raise InputError(
-                    f"{self.source} has '{name}', and an expert of a mixture has "
-                    f"{some(architecture.parts)} alone"
-                )
             if part == next(iter(architecture.parts)):
                 shape = (count, hidden)
                 number = int(layer.rpartition(".")[2])

@@ -16,7 +16,7 @@ from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.checkpoints.json_file import is_text, shorten
 from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.files.stores.hub_cache import HubModel
-from covmerge.files.stores.store import Stamp, StoredFile
+from covmerge.files.stores.store import StoredFile
 
 # What covmerge.json has a hash of, piece by piece: most often the files of a checkpoint.
 
@@ -308,11 +308,11 @@ def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str
         )
 
 
-def check_unchanged(file: StoredFile | Path, before: Stamp, now: Stamp) -> None:
-    """Refuse another file than the headers were read from.
+def check_unchanged(file: StoredFile | Path, before: object, now: object) -> None:
+    """Refuse another file than was opened, by its stamp or a hash of it.
 
     Raises:
-        CheckpointError: the stamps differ.
+        CheckpointError: they differ.
     """
     if before != now:
         raise CheckpointError(
@@ -356,6 +356,20 @@ def check_name(name: str, where: str) -> None:
         )
 
 
+def tensor_name(key: object, where: str, then: str = "") -> str:
+    """Return a key of a state dict as the name of a tensor; `then` says what is to be done with others.
+
+    Raises:
+        CheckpointError: it is no string, or none that `check_name` takes.
+    """
+    if not isinstance(key, str):
+        raise CheckpointError(
+            f"{where} has the key {shorten(key)}: tensors are named by strings{then}"
+        )
+    check_name(key, f"{where}: tensor {shorten(key)}")
+    return key
+
+
 def header_of(name: object, value: object, where: str) -> TensorHeader:
     """Return the header of an entry of a state dict.
 
@@ -363,9 +377,7 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
         CheckpointError: it is not a dense tensor, with values, of a dtype that can be stored, under
             a name that is a string.
     """
-    if not isinstance(name, str):
-        raise CheckpointError(f"{where} has the key {name!r}: tensors are named by strings")
-    check_name(name, f"{where}: tensor {shorten(name)}")
+    name = tensor_name(name, where)
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{where}: '{name}' is a {type(value).__name__}, not a tensor: pass a state dict"

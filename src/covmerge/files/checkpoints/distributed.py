@@ -34,7 +34,7 @@ from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed
+from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, kind_of, whole_booleans
 from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 
 METADATA = ".metadata"
@@ -128,11 +128,7 @@ class DistributedFiles(PiecedFiles):
                 where = f"{file}: tensor '{entry.key}'"
                 laid = self._laid.get(chunk) or self._find(opened, entry, chunk, where)
                 _read_rows(part, opened, chunk, laid, rows, where)
-        if part.dtype is torch.bool and part.numel() and int(part.view(torch.uint8).max()) > 1:
-            raise CheckpointError(
-                f"{file}: '{entry.key}' is of bool and holds bytes other than 0 and 1: save it again"
-            )
-        return part
+        return whole_booleans(part, f"{file}: '{entry.key}'")
 
     def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
         """Return how a chunk lies in its bytes."""
@@ -278,7 +274,7 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
     tensors = {
         _text(key, where): value
         for key, value in declared.items()
-        if _kind(value) != "BytesStorageMetadata"
+        if kind_of(value) != "BytesStorageMetadata"
     }
     if len(tensors) > MAX_TENSORS:
         raise CheckpointError(
@@ -403,18 +399,11 @@ class _Fields:
 
 
 def _record(value: object, kind: str, where: str) -> Inert:
-    if not isinstance(value, Inert) or _kind(value) != kind:
+    if not isinstance(value, Inert) or kind_of(value) != kind:
         raise CheckpointError(
-            f"{where} has a {_kind(value)} where DCP has a {kind}: fetch it again, or {_NEXT}"
+            f"{where} has a {kind_of(value)} where DCP has a {kind}: fetch it again, or {_NEXT}"
         )
     return value
-
-
-def _kind(value: object) -> str:
-    """The name of a class; its module changed with torch's releases."""
-    return (
-        type(value).origin.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
-    )
 
 
 def _text(value: object, where: str) -> str:

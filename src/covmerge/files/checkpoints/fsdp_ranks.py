@@ -21,7 +21,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.base import tensor_name
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pickled import load_records
@@ -180,15 +180,12 @@ def _parts(path: Path) -> dict[str, _Part]:
             f"{path} has {len(state)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
         )
     found: dict[str, _Part] = {}
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise CheckpointError(
-                f"{path} has the key {shorten(name)}: tensors are named by strings"
-            )
-        where = f"{path}: tensor {shorten(name)}"
-        check_name(name, where)
+    for key, value in state.items():
+        name = tensor_name(key, str(path))
         found[name] = (
-            _Part(value, value.shape) if isinstance(value, Laid) else _dtensor(value, where)
+            _Part(value, value.shape)
+            if isinstance(value, Laid)
+            else _dtensor(value, f"{path}: tensor {shorten(name)}")
         )
     return found
 

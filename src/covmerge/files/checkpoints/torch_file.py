@@ -15,13 +15,12 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import (
-    check_name,
     check_unchanged,
     copy_rows,
     find_header,
     header_of,
+    tensor_name,
 )
-from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.pickle_bounds import (
     SAVE_AGAIN,
     ZIP_MAGIC,
@@ -30,7 +29,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_whole,
 )
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed
+from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, whole_booleans
 from covmerge.files.stores.regular_file import open_regular
 from covmerge.files.stores.store import stamp_of
 
@@ -225,12 +224,8 @@ def tensors_of(records: object, where: str) -> dict[str, Laid]:
     if not isinstance(records, Mapping):
         raise CheckpointError(f"{where} holds a {kind_of(records)}, not a dict of tensors")
     found: dict[str, Laid] = {}
-    for name, value in cast("Mapping[object, object]", records).items():
-        if not isinstance(name, str):
-            raise CheckpointError(
-                f"{where} has the key {name!r}: tensors are named by strings, {SAVE_AGAIN}"
-            )
-        check_name(name, f"{where}: tensor {shorten(name)}")
+    for key, value in cast("Mapping[object, object]", records).items():
+        name = tensor_name(key, where, f", {SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
                 f"{where}: '{name}' is a {kind_of(value)}, not a plain tensor: {SAVE_AGAIN}"
@@ -244,17 +239,3 @@ def tensors_of(records: object, where: str) -> dict[str, Laid]:
 def kind_of(value: object) -> str:
     """Return the class of a record, as the pickle names it."""
     return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__
-
-
-def whole_booleans(tensor: Tensor, what: str) -> Tensor:
-    """Return a tensor whose truth values are stored as 0 and 1.
-
-    Raises:
-        CheckpointError: one is another byte, of which torch's operations make different things.
-    """
-    is_bool = tensor.dtype is torch.bool and tensor.numel() > 0
-    if is_bool and int(tensor.view(torch.uint8).max()) > 1:
-        raise CheckpointError(
-            f"{what} holds bytes other than 0 and 1, and is of bool: {SAVE_AGAIN}"
-        )
-    return tensor

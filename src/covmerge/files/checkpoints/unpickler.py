@@ -387,6 +387,20 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     return cast("tuple[int, ...]", tuple(items))
 
 
+def whole_booleans(tensor: Tensor, what: str) -> Tensor:
+    """Return a tensor whose truth values are stored as 0 and 1.
+
+    Raises:
+        CheckpointError: one is another byte, of which torch's operations make different things.
+    """
+    is_bool = tensor.dtype is torch.bool and tensor.numel() > 0
+    if is_bool and int(tensor.view(torch.uint8).max()) > 1:
+        raise CheckpointError(
+            f"{what} is of bool and holds bytes other than 0 and 1: save it again"
+        )
+    return tensor
+
+
 # What the pickled files of a training's ranks have in common, once they are read as records.
 
 
@@ -402,12 +416,7 @@ class LaidPart:
     def __call__(self, rows: range | None) -> Tensor:
         """Read some rows, all for None."""
         check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
-        found = self.laid.tensor(rows)
-        if found.dtype is torch.bool and found.numel() and int(found.view(torch.uint8).max()) > 1:
-            raise CheckpointError(
-                f"{self.path}: '{self.name}' is of bool and holds bytes other than 0 and 1: save it again"
-            )
-        return found
+        return whole_booleans(self.laid.tensor(rows), f"{self.path}: '{self.name}'")
 
     def within(self, start: int, stop: int) -> LaidPart:
         """Return a part of a flat one."""

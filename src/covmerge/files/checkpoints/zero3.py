@@ -22,7 +22,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name
+from covmerge.files.checkpoints.base import tensor_name
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pickled import load_records
@@ -220,7 +220,7 @@ def _buffers(state: Mapping[object, object], file: StoredFile) -> Iterator[Piece
         value = module.get(name)
         if isinstance(name, str) and value is None:
             continue  # not persistent
-        checked = _name(name, str(file))
+        checked = tensor_name(name, str(file))
         laid = _laid(value, f"{file}: '{checked}'", axes=None)
         header = TensorHeader(checked, laid.shape, laid.dtype)
         offsets = (0,) * len(laid.shape)
@@ -235,7 +235,7 @@ def _shared(
     found: list[Pieced] = []
     for name, other in _mapping(state.get("shared_params") or {}, f"{file}: shared_params").items():
         if isinstance(other, str) and other in known:
-            second = _name(name, str(file))
+            second = tensor_name(name, str(file))
             tensor = known[other]
             header = TensorHeader(second, tensor.header.shape, tensor.header.dtype)
             found.append(Pieced(header, tensor.pieces, tensor.flat))
@@ -260,15 +260,8 @@ def _shapes(value: object, where: str) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(
                 f"{where} has the shape {shorten(sizes)} of {shorten(name)}: {_NEXT}"
             )
-        found[_name(name, where)] = shape
+        found[tensor_name(name, where)] = shape
     return found
-
-
-def _name(name: object, where: str) -> str:
-    if not isinstance(name, str):
-        raise CheckpointError(f"{where} has the key {shorten(name)}: tensors are named by strings")
-    check_name(name, f"{where}: tensor {shorten(name)}")
-    return name
 
 
 def _mapping(value: object, where: str) -> Mapping[object, object]:

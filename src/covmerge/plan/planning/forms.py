@@ -413,15 +413,13 @@ class AdapterFactors(Form):
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         rank = self.place.rank
         update, sigma = rows.factors(rank)
-        try:
-            rounded = LowRank(
-                stored_as(update.left, self.dtype), stored_as(update.right, self.dtype)
+        factors = replace(output, dtype=self.dtype)
+        rounded = LowRank(
+            *(
+                as_output(factors, side, "factors of the merged update")
+                for side in (update.left, update.right)
             )
-        except OverflowError as error:
-            raise TensorError(
-                f"'{output.name}': the factors of the merged update overflow {self.dtype} ({error}); "
-                f"store them in another dtype ({Hint('out_dtype', 'float32')})"
-            ) from error
+        )
         energy = sigma.double().square()
         total, retained = float(energy.sum()), float(energy[:rank].sum())
         lost = _rounding(update, rounded)

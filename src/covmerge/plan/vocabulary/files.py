@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import matches_any
+from covmerge.files.checkpoints.base import check_unchanged
 from covmerge.files.checkpoints.config_counts import with_vocabulary
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.files.stores.paths import safe_child
@@ -199,10 +200,7 @@ class TokenizerFiles:
             if not path.is_file() or not is_tokenizer_file(name) or not self._keeps(name):
                 continue
             content = read_regular(safe_child(self.folder, name), MAX_JSON_BYTES)
-            if self.hashes.get(name) != hashlib.sha256(content).hexdigest():
-                raise CheckpointError(
-                    f"{path} changed while it was in use: let whatever writes it finish, and start again"
-                )
+            check_unchanged(path, self.hashes.get(name), hashlib.sha256(content).hexdigest())
             yield name, self._config(content, str(path)) if name == TOKENIZER_CONFIG else content
         if self.extended is not None:
             yield TOKENIZER, self.extended

@@ -14,6 +14,7 @@ import torch
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import matches_any, some
+from covmerge.files.checkpoints.base import check_unchanged
 from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
@@ -210,11 +211,7 @@ def copy_companions(
             hashes[name] = _copy(_inside(source, name), copy)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
-        if planned.get(name) != hashes.get(name):
-            raise CheckpointError(
-                f"{source / name} changed while it was in use: let whatever writes it finish, and "
-                "start again"
-            )
+        check_unchanged(source / name, planned.get(name), hashes.get(name))
     with _listing(source):
         notes += _notes_on_the_rest(source, of_base)
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
