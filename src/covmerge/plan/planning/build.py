@@ -63,27 +63,6 @@ _PART_ELEMENTS = 2**18
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
-def build_plan(
-    recipe: Recipe,
-    base: Checkpoint,
-    experts: Mapping[str, Checkpoint],
-    statistics: Statistics | None = None,
-) -> Plan:
-    """Decide everything that can be decided from headers.
-
-    Args:
-        recipe: what to do; its experts name `experts`, in the same order.
-        base: the base checkpoint.
-        experts: checkpoints by expert name.
-        statistics: statistics files by expert name, for methods that use data.
-
-    Raises:
-        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
-    """
-    (plan,) = build_plans([recipe], base, experts, statistics)
-    return plan
-
-
 def build_plans(
     recipes: Sequence[Recipe],
     base: Checkpoint,
@@ -94,8 +73,18 @@ def build_plans(
 ) -> list[Plan]:
     """Plan several recipes over the same checkpoints so that one reading serves all of them.
 
-    Item by item their plans have the same rows of the same tensor: the most that any of them must
-    see at once; with `whole`, at least one matrix, so that it can be measured.
+    Everything is decided that can be decided from headers. Item by item their plans have the same rows
+    of the same tensor: the most that any of them must see at once.
+
+    Args:
+        recipes: what to do; their experts name `experts`, in the same order.
+        base: the base checkpoint.
+        experts: checkpoints by expert name.
+        statistics: statistics files by expert name, for methods that use data.
+        whole: whether an item is at least one matrix, so that it can be measured.
+
+    Raises:
+        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
     """
     if whole and not base.is_source:
         raise InputError(
