@@ -231,5 +231,7 @@ def test_the_angle_of_slerp_is_the_same_wherever_its_pieces_end(ends, monkeypatc
     found = covmerge.methods.get("slerp").tensor_pass.of(
         pieces, (21,), {"t": 0.3, "arithmetic": None}
     )
-    rows = LinearGroup((), group.weights, models=group.models, base=group.base, known=(found,))
+    rows = LinearGroup(
+        (), group.weights, models=group.models, base=group.base, known=(found.found,)
+    )
     assert torch.equal(merged("slerp", rows, t=0.3), merged("slerp", group, t=0.3))
