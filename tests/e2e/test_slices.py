@@ -13,6 +13,7 @@ from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.recompute import recompute
+from covmerge.run.sources import open_recipe
 from tests.e2e.models import run, save_family
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
@@ -223,10 +224,12 @@ def test_without_a_base_no_update_is_lost_to_rounding(tmp_path):
 
 
 def test_inspection_needs_a_base(tmp_path):
-    with pytest.raises(InputError, match="the recipe has no base"):
-        covmerge.front.api.run_comparison(
-            covmerge.run.comparison.CompareJob(recipe=stacked(tmp_path), methods=["average"])
-        )
+    job = covmerge.run.comparison.CompareJob(recipe=stacked(tmp_path), methods=["average"])
+    with (
+        pytest.raises(InputError, match="the recipe has no base"),
+        open_recipe(job.recipe) as opened,
+    ):
+        job.run(opened)
 
 
 def test_a_stack_is_resumed(tmp_path):

@@ -12,7 +12,7 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.linalg.select import kth_magnitude
 from covmerge.maths.methods.emr import Masses, rescalers
 from covmerge.plan.planning import build, types
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import Count
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import StatisticsFile
@@ -180,7 +180,7 @@ class TestTheSample:
         for method, sampled in (("ties", True), ("knots", False)):
             given = {"base": "b", "experts": {e: e for e in experts}, "method": method}
             with open_checkpoints(base, experts, {}) as opened:
-                plan = build_plan(parse_recipe(given), opened.base, opened.experts, {})
+                (plan,) = build_plans([parse_recipe(given)], opened.base, opened.experts, {})
             (global_pass,) = plan.global_passes
             assert bool(global_pass.sample) == sampled
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.sources import open_checkpoints
 
@@ -69,4 +69,4 @@ def near(one, other, *, but=()):
 def plan(base, experts, method="ace", **more):
     given = {"base": "base", "experts": {e: e for e in experts}, "method": method, **more}
     with open_checkpoints(base, experts, {}) as opened:
-        return build_plan(parse_recipe(given), opened.base, opened.experts, {})
+        return build_plans([parse_recipe(given)], opened.base, opened.experts, {})[0]

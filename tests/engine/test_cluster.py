@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.cluster import cluster_address, executor
@@ -224,7 +224,7 @@ def batches(plain):
     base, experts = plain
     given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
     with open_checkpoints(base, experts, {}) as opened:
-        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
+        (plan,) = build_plans([parse_recipe(given)], opened.base, opened.experts)
     return [(index, (item,)) for index, item in enumerate(plan.items)]
 
 

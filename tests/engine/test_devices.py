@@ -8,7 +8,7 @@ import torch
 import covmerge
 from covmerge.errors import InputError, ResourceError
 from covmerge.maths.layer import Method
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing
@@ -78,7 +78,7 @@ def plan_of(plain, **more):
     named = {name: str(path) for name, path in experts.items()}
     given = {"base": str(base), "experts": named, "method": "ace", **more}
     with open_checkpoints(base, experts, {}) as opened:
-        return build_plan(parse_recipe(given), opened.base, opened.experts)
+        return build_plans([parse_recipe(given)], opened.base, opened.experts)[0]
 
 
 def test_each_worker_takes_a_gpu(plain, monkeypatch):

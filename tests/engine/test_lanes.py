@@ -9,7 +9,7 @@ import torch
 
 import covmerge
 from covmerge.errors import TensorError
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.inputs import read_inputs
@@ -36,7 +36,7 @@ def models(layers=12, width=48, experts=3):
 def plan_of(base, experts):
     recipe = parse_recipe({"base": "base", "experts": {e: e for e in experts}, "method": "ace"})
     with open_checkpoints(base, experts, {}) as opened:
-        return build_plan(recipe, opened.base, opened.experts, {})
+        return build_plans([recipe], opened.base, opened.experts, {})[0]
 
 
 @pytest.mark.parametrize("method", ["ace", "tsv_m", "ties", "average"])

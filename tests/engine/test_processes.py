@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError, ResourceError, TensorError
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import budget
 from covmerge.run.engine.budget import plan_memory
@@ -189,7 +189,7 @@ def test_memory_of_all_workers_together(plain):
     _, base, experts = plain
     given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
     with open_checkpoints(base, experts, {}) as opened:
-        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
+        (plan,) = build_plans([parse_recipe(given)], opened.base, opened.experts)
     cpu = torch.device("cpu")
     three = plan_memory([plan], None, device=cpu, workers=3)
     assert three.workers == 3

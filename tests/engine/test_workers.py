@@ -5,7 +5,7 @@ import torch
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import workers as choosing
@@ -33,7 +33,7 @@ def plan(plain):
     base, experts = plain
     given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
     with open_checkpoints(base, experts, {}) as opened:
-        yield build_plan(parse_recipe(given), opened.base, opened.experts)
+        yield build_plans([parse_recipe(given)], opened.base, opened.experts)[0]
 
 
 def test_small_work_stays_in_one_process(plan):

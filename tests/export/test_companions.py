@@ -8,6 +8,7 @@ import torch
 from covmerge.errors import CheckpointError
 from covmerge.files.stores.local import LocalFolder
 from covmerge.run.export.companions import copy_companions
+from covmerge.run.export.config import ConfigChanges
 from tests.folders import contents
 
 COMPANIONS = [
@@ -116,7 +117,7 @@ CONFIG = """{
 
 def test_config_states_the_outputs_dtype(base: Path, out: Path) -> None:
     (base / "config.json").write_text(CONFIG)
-    copy_companions(base, LocalFolder(out), torch.bfloat16)
+    copy_companions(base, LocalFolder(out), ConfigChanges(torch.bfloat16))
     expected = json.loads(CONFIG)
     expected["dtype"] = expected["torch_dtype"] = "bfloat16"
     expected["text_config"] = {"dtype": "bfloat16", "inner_config": {"torch_dtype": "bfloat16"}}
@@ -138,7 +139,7 @@ def test_config_keeps_its_bytes_where_nothing_is_wrong(
     base: Path, out: Path, config: str, dtype: torch.dtype | None
 ) -> None:
     (base / "config.json").write_text(config)
-    copy_companions(base, LocalFolder(out), dtype)
+    copy_companions(base, LocalFolder(out), ConfigChanges(dtype))
     assert (out / "config.json").read_text() == config
 
 
@@ -146,7 +147,7 @@ def test_config_keeps_its_bytes_where_nothing_is_wrong(
 def test_a_config_that_is_no_object_is_refused(base: Path, out: Path, config: str) -> None:
     (base / "config.json").write_text(config, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        copy_companions(base, LocalFolder(out), torch.float16)
+        copy_companions(base, LocalFolder(out), ConfigChanges(torch.float16))
 
 
 @pytest.mark.parametrize("link", ["tokenizer.json", "config.json", "1_Pooling"])

@@ -10,6 +10,7 @@ from covmerge.files.checkpoints.layout import plan_layout
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.files.stores.local import LocalFolder
 from covmerge.run.export.companions import copy_companions
+from covmerge.run.export.config import ConfigChanges
 from covmerge.run.export.files import write_indices
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +44,9 @@ def test_a_written_model_loads(tmp_path: Path, shard_size: int, dtype: torch.dty
     for name, tensor in reversed(state.items()):
         writer.write(name, tensor)
     write_indices({"": layout}, LocalFolder(out))
-    copied = copy_companions(base, LocalFolder(out), None if dtype is torch.float32 else dtype)
+    copied = copy_companions(
+        base, LocalFolder(out), ConfigChanges(None if dtype is torch.float32 else dtype)
+    )
     assert copied.notes == ()
 
     loaded, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)

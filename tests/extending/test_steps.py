@@ -9,7 +9,7 @@ import covmerge
 from covmerge.errors import RecipeError, TensorError
 from covmerge.maths.testing.groups import random_updates, relative
 from covmerge.methods import get
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.steps import resolve_steps, with_steps
 from tests.advised import advice
@@ -267,7 +267,7 @@ def test_whole_tensors_are_read_where_a_step_needs_them(tmp_path):
     given = {"base": "b", "experts": {"a": "a"}, "method": "task_arithmetic"}
     items = {}
     for steps in ({}, {"after": ["rescale"]}):
-        plan = build_plan(parse_recipe({**given, **steps}), opened[0], {"a": opened[1]})
+        (plan,) = build_plans([parse_recipe({**given, **steps})], opened[0], {"a": opened[1]})
         items[bool(steps)] = [item for item in plan.items if item.tensor.name == "fc.weight"]
     for one in opened:
         one.close()

@@ -12,7 +12,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.errors import RecipeError, TensorError
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.maths.methods import slerp as slerp_module
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.registry import PerExpert
 
@@ -172,7 +172,7 @@ def test_what_it_holds_is_in_the_plan(picked, tmp_path):
             },
             origin="here",
         )
-        return build_plan(recipe, opened["base"], {n: opened[n] for n in "ab"}).items[0]
+        return build_plans([recipe], opened["base"], {n: opened[n] for n in "ab"})[0].items[0]
 
     by_weights, by_updates = item(picked), item("average")
     assert by_weights.rows == by_updates.rows
@@ -231,5 +231,7 @@ def test_the_angle_of_slerp_is_the_same_wherever_its_pieces_end(ends, monkeypatc
     found = covmerge.methods.get("slerp").tensor_pass.of(
         pieces, (21,), {"t": 0.3, "arithmetic": None}
     )
-    rows = LinearGroup((), group.weights, models=group.models, base=group.base, known=(found,))
+    rows = LinearGroup(
+        (), group.weights, models=group.models, base=group.base, known=(found.found,)
+    )
     assert torch.equal(merged("slerp", rows, t=0.3), merged("slerp", group, t=0.3))

@@ -11,7 +11,7 @@ import covmerge
 from covmerge.base.memory import Memory
 from covmerge.base.types import Role
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.recipe import format_size, parse_recipe
 from covmerge.run.engine.budget import plan_memory
@@ -62,7 +62,7 @@ def plan_for(base, experts, **given):
         {"base": "base", "experts": dict.fromkeys(experts, "expert"), **given}, origin="test"
     )
     with open_checkpoints(base, experts, {}) as checkpoints:
-        return build_plan(recipe, checkpoints.base, checkpoints.experts)
+        return build_plans([recipe], checkpoints.base, checkpoints.experts)[0]
 
 
 def rules_of(plan):
@@ -362,7 +362,7 @@ class TestValuesThatDiffer:
         }
         recipe = parse_recipe({"base": "base", "experts": experts, **given}, origin="test")
         with open_checkpoints(base, {"a": tuned(base), "b": tuned(base, 2)}, {}) as checkpoints:
-            return build_plan(recipe, checkpoints.base, checkpoints.experts)
+            return build_plans([recipe], checkpoints.base, checkpoints.experts)[0]
 
     def merges(self, weight=1.0, **given):
         return {tensor.name: tensor for tensor in self.planned(weight, **given).tensors}
@@ -413,7 +413,7 @@ class TestValuesThatDiffer:
             }
         )
         with open_checkpoints(base, {"a": tuned(base)}, {}) as checkpoints:
-            rules = rules_of(build_plan(recipe, checkpoints.base, checkpoints.experts))
+            rules = rules_of(build_plans([recipe], checkpoints.base, checkpoints.experts)[0])
         assert rules["h.0.mlp.weight"] == "base (all weights are 0)"
         assert rules["h.0.attn.weight"] == "average"
 

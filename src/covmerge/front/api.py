@@ -376,12 +376,6 @@ def report(
     return job.run()
 
 
-def run_inspection(job: InspectJob) -> Inspection:
-    """Carry out an inspection whose sources are those of its recipe."""
-    with open_recipe(job.recipe) as checkpoints:
-        return job.run(checkpoints)
-
-
 @overload
 def run_recipe(recipe: Recipe, out: None, options: RunOptions | None = None) -> MergedTensors: ...
 @overload
@@ -404,12 +398,6 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
         options = options or RunOptions()
         plan, _ = checkpoints.plan(recipe)
         return plan, options.memory([plan])
-
-
-def run_comparison(job: CompareJob) -> Comparison:
-    """Carry out a comparison whose sources are those of its recipe."""
-    with open_recipe(job.recipe) as checkpoints:
-        return job.run(checkpoints)
 
 
 def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, Any]) -> Recipe:

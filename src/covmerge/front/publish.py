@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,7 @@ class Published:
 
     def summary(self) -> dict[str, Json]:
         """Return it as plain JSON."""
-        return {
-            "url": self.url,
-            "repository": self.repository,
-            "files": self.files,
-            "notes": self.notes,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from covmerge.run.export.adapter import (
 )
 from covmerge.run.export.card import write_card
 from covmerge.run.export.companions import Companions, copy_companions, notes_on_generation
-from covmerge.run.export.config import write_config
+from covmerge.run.export.config import ConfigChanges, write_config
 from covmerge.run.export.expert_models import BASE_PROBE, write_rescalers
 from covmerge.run.export.files import (
     files_of,
@@ -126,21 +126,22 @@ class OutputFiles:
         self.output = open_output(store, self._layouts)
         self._copied = Companions()
         if not self._is_adapter:  # which is loaded over a base that has them
-            self._copied = copy_companions(
-                checkpoints.base.folder,
-                store,
+            base = checkpoints.base
+            changes = ConfigChanges(
                 _config_dtype(plan),
-                checkpoints.base.order,
-                plain=not is_quantised(checkpoints.base),
+                base.order,
+                plain=not is_quantised(base),
                 quantisation=plan.quantisation,
-                known=checkpoints.companions,
                 tokens=checkpoints.text.files,
-                untied=checkpoints.base.untied is not None,
-                other=None if checkpoints.moe is None else checkpoints.base.config,
+                untied=base.untied is not None,
+                other=None if checkpoints.moe is None else base.config,
             )
-            config = checkpoints.base.config
-            if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
-                write_config(store, config, _config_dtype(plan), plan.quantisation)
+            self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
+            if (
+                base.config is not None and CONFIG not in self._copied.copied
+            ):  # it is in a GGUF file
+                of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
+                write_config(store, base.config, of_weights)
                 self._copied = self._copied.with_config(CONFIG)
         self._files += self._copied.copied
 

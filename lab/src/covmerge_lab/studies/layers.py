@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covmerge import parse_recipe
 from covmerge.files.tensors.views import matrices
-from covmerge.plan.planning.build import build_plan
+from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Sources, dense, read_inputs, take_updates
@@ -88,7 +88,7 @@ def open_layers(base: Path, experts: Mapping[str, Path]) -> Generator[Layers]:
         origin="study",
     )
     with open_checkpoints(base, experts, {}) as checkpoints:
-        plan = build_plan(recipe, checkpoints.base, checkpoints.experts)
+        (plan,) = build_plans([recipe], checkpoints.base, checkpoints.experts)
         items = [
             item
             for item in plan.items

@@ -184,12 +184,7 @@ class Entry:
 
     def as_json(self) -> dict[str, Json]:
         """The same as plain JSON."""
-        return {
-            "tensor": self.tensor,
-            "rows": self.rows,
-            "checksum": self.checksum,
-            "stats": self.stats,
-        }
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Entry:

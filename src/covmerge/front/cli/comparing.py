@@ -12,7 +12,6 @@ from rich.table import Table
 
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import counted
-from covmerge.front import api
 from covmerge.front.cli.console import (
     check_one_form,
     format_seconds,
@@ -29,6 +28,7 @@ from covmerge.plan.recipe import format_size
 from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.scoring.job import SCORES_NAME
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
+from covmerge.run.sources import open_recipe
 
 _WIDTH = 80
 
@@ -44,7 +44,8 @@ def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> N
     check_one_form(as_json=as_json, as_csv=as_csv)
     shown = ScoringProgress(stderr())
     try:
-        comparison = api.run_comparison(replace(job, scoring=shown))
+        with open_recipe(job.recipe) as checkpoints:
+            comparison = replace(job, scoring=shown).run(checkpoints)
     except KeyboardInterrupt:
         if shown.started:
             raise KeyboardInterrupt(

@@ -18,7 +18,6 @@ from covmerge.base.settings import PREFERRED
 from covmerge.base.text import counted
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.stores.address import local_path
-from covmerge.front import api
 from covmerge.front.cli.console import (
     check_one_form,
     format_seconds,
@@ -36,6 +35,7 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, SpectraOf
 from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
 from covmerge.run.judgement.layers import block_of, kind_of
+from covmerge.run.sources import open_recipe
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
@@ -62,12 +62,9 @@ def inspect(
     check_one_form(as_json=as_json, as_csv=as_csv)
     if html is not None:
         check_page(html, overwrite=options.overwrite)
-    job = InspectJob(
-        recipe=recipe,
-        spectra=cast("SpectraOf", spectra),
-        options=options,
-    )
-    inspection = api.run_inspection(job)
+    job = InspectJob(recipe, cast("SpectraOf", spectra), options)
+    with open_recipe(recipe) as checkpoints:
+        inspection = job.run(checkpoints)
     if html is not None:
         title = f"Before a merge: {', '.join(inspection.experts)}"
         write_html(Report(title, inspection), html, overwrite=options.overwrite)

@@ -1,8 +1,8 @@
 """One HTML file on which experts are weighed; it shows at once what each retains.
 
-scene   what the page knows of base, experts and a merged model, measured once
-file    the page on the disk
-page    its parts: the text, its style, and scripts that predict and write recipes
+scene  what the page knows of base, experts and a merged model, measured once
+file   the page on the disk
+page   its parts: the text, its style, and scripts that predict and write recipes
 """
 
 from __future__ import annotations

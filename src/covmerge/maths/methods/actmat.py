@@ -11,7 +11,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.estimate import Covariance, gram
 from covmerge.maths.linalg.auto import Cost, pinv_cost
 from covmerge.maths.methods.closed_form import Active, CutOff, active_experts, solve_cut_off
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -42,13 +42,7 @@ def _covariances(active: Active) -> list[Covariance]:
         arxiv="2604.01329",
         equations="Eq. 3, Theorem 3.1",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert (up to directions below the cut-off)",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert (up to directions below the cut-off)"),
     cost=_cost,
     factored="both",
     diagnostics=CutOff,

@@ -18,7 +18,7 @@ from covmerge.maths.linalg.auto import Cost, pinv_cost
 from covmerge.maths.linalg.pinv import kept_eigenpairs
 from covmerge.maths.linalg.spectral import with_equals
 from covmerge.maths.methods.closed_form import active_experts, stack_weighted
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register
 from covmerge.maths.methods.summaries import UNCHANGED
 
 # Rounding of a count that is a whole number must not make it the next one.
@@ -71,12 +71,9 @@ def _replicas(parameters: Parameters, count: int) -> float:
     return float(parameters["scale"]) if alike else nan
 
 
-_LAWS = Laws(
-    order_invariant=True,
-    scale_equivariant=True,
-    rotation_equivariant=True,
-    replicas=_replicas,
-    replicas_text="the expert, if `start` is the mean; from the sum, T times it beyond the K directions",
+_LAWS = EQUIVARIANT.copies_give(
+    _replicas,
+    "the expert, if `start` is the mean; from the sum, T times it beyond the K directions",
 )
 _REFERENCE = Reference(
     title="Closed-Form Spectral Regularization for Multi-Task Model Merging",

@@ -18,7 +18,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.metric import row_blocks
 from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
-from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.registry import EQUIVARIANT, register
 from covmerge.maths.methods.resolution import of_terms
 from covmerge.maths.methods.summaries import UNCHANGED, Median
 
@@ -93,13 +93,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + s ((1 − h) R + h F),  R = (Σ Δ_tC_t + ρκ ΣΔ_t) (Σ C_t + ρI)⁻¹,  "
     "C_t = Δ_tᵀΔ_t / ‖Δ_t‖,  F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  ΣΔ_t = U diag(σ) Vᵀ,  h = ½ (1 − N⁻²),  "
     "s = e + (1 − e) ½ (1 + q)",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert"),
     cost=_cost,
     factored="both",
     diagnostics=AutoDiagnostics,

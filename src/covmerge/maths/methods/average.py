@@ -5,7 +5,7 @@ from __future__ import annotations
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -24,13 +24,7 @@ def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2203.05482",
         equations="Table 1",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert"),
     cost=elementwise_cost,
     factored="both",
     unit="element",

@@ -10,7 +10,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost, leading_cost
 from covmerge.maths.linalg.spectral import leading_svd, rank_tolerance
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float = 0.12) -> Cost:
@@ -33,13 +33,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float
         arxiv="2412.12153",
         equations="CART",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert"),
     cost=_cost,
     factored="both",
     published_tuning="λ and the rank ratio, per number of tasks: (2.0, 0.12) for 8 tasks, "

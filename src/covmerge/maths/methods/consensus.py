@@ -11,7 +11,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.masks import at_least
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Parameters, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -43,12 +43,8 @@ def _replicas(parameters: Parameters, count: int) -> float:
         arxiv="2405.07813",
         equations="TALL-masks, Consensus Merging",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=_replicas,
-        replicas_text="αT times its update (weights 1); the base from λ(T − 1) ≥ 1 on",
+    laws=AXIS_BOUND.copies_give(
+        _replicas, "αT times its update (weights 1); the base from λ(T − 1) ≥ 1 on"
     ),
     cost=_cost,
     unit="element",

@@ -27,7 +27,7 @@ from covmerge.maths.methods.inner import (
     merge_inside,
 )
 from covmerge.maths.methods.iso import flattened
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, register, registry
+from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register, registry
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _KNOWN = 1e-8  # of the longest update: where an eigenproblem of a Gram matrix in float64 ends
@@ -69,13 +69,9 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
         arxiv="2509.17786",
         equations="Core Space",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=_replicas,
-        replicas_text="what the inner method makes of copies, with a flat spectrum where "
-        "`isotropize` is on",
+    laws=EQUIVARIANT.copies_give(
+        _replicas,
+        "what the inner method makes of copies, with a flat spectrum where `isotropize` is on",
     ),
     cost=_cost,
     factored="both",

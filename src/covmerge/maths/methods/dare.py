@@ -23,7 +23,7 @@ from covmerge.maths.methods.elect import (
     thresholds_of,
     trim_unit,
 )
-from covmerge.maths.methods.registry import GlobalPass, Laws, Parameters, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, GlobalPass, Parameters, Reference, register
 
 _REFERENCE = Reference(
     title="Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free "
@@ -33,13 +33,7 @@ _REFERENCE = Reference(
     arxiv="2311.03099",
     equations="§3",
 )
-_LAWS = Laws(
-    order_invariant=True,
-    scale_equivariant=True,
-    rotation_equivariant=False,
-    replicas=lambda parameters, count: None,
-    replicas_text="no multiple of its update: every expert loses other entries",
-)
+_LAWS = AXIS_BOUND.copies_give(None, "no multiple of its update: every expert loses other entries")
 
 Drop = Annotated[float, Field(ge=0, lt=1, description="p, probability that an entry is dropped")]
 Rescale = Annotated[bool, Field(description="multiply what is left by 1 / (1 − p)")]

@@ -16,7 +16,7 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.select import kth_magnitude
 from covmerge.maths.linalg.spectral import TruncatedSvd, rank_tolerance, without_order
 from covmerge.maths.methods.elect import merge_agreeing
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
@@ -71,16 +71,13 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2603.06242",
         equations="as in the authors' code",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: (
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: (
             parameters["scale"]
             if count == 1 and parameters["density"] == 1 and parameters["smoothing"] is None
             else None
         ),
-        replicas_text="1/T of the expert truncated to rank ⌊r/T⌋, times α, as far as its entries are kept",
+        "1/T of the expert truncated to rank ⌊r/T⌋, times α, as far as its entries are kept",
     ),
     cost=_cost,
     factored="both",

@@ -12,7 +12,7 @@ from covmerge.base.errors import RecipeError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.elect import Scale, elect_cost, merge_agreeing
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -36,12 +36,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2406.11617",
         equations="MAGPRUNE; Drop, Elect, Fuse",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="no multiple of its update: every expert loses other entries",
+    laws=AXIS_BOUND.copies_give(
+        None, "no multiple of its update: every expert loses other entries"
     ),
     cost=_cost,
     unit="row",

@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.base.diagnostics import Diagnostics, TensorDiagnostics
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2405.17461",
         equations="Elect, Mask, Rescale",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=AXIS_BOUND.copies_give(1.0, "the expert"),
     cost=_cost,
     unit="element",
     diagnostics=Masses,

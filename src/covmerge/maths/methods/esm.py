@@ -17,7 +17,7 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm
 from covmerge.maths.linalg.polar import CERTAIN, Polar, polar
 from covmerge.maths.linalg.spectral import truncated_svd, with_equals
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Parameters, Reference, Sides, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
@@ -98,13 +98,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2602.20208",
         equations="as in the authors' code for vision; `power: 0, scale: 1` as in that for RoBERTa",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="its leading directions with a spectrum made flat",
-    ),
+    laws=AXIS_BOUND.copies_give(None, "its leading directions with a spectrum made flat"),
     cost=_cost,
     data="gram",
     factored=_sides,

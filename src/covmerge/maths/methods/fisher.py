@@ -10,7 +10,7 @@ from pydantic import Field
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -28,13 +28,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2111.09832",
         equations="Fisher merging, closed form",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=AXIS_BOUND.copies_give(1.0, "the expert"),
     cost=_cost,
     unit="element",
     data="fisher",

@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
 _fft: Any = torch.fft  # torch carries no types for it
 
@@ -33,13 +33,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2411.16815",
         equations="FR-Merging",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="λT times the filtered expert",
-    ),
+    laws=AXIS_BOUND.copies_give(None, "λT times the filtered expert"),
     cost=_cost,
     others="base",
     published_tuning="λ, the filter ratio and whether to align: (0.7, 0.7, yes) for 8 tasks, "

@@ -23,8 +23,8 @@ from covmerge.maths.methods.arithmetic import (
     wide,
 )
 from covmerge.maths.methods.registry import (
+    EQUIVARIANT,
     Groups,
-    Laws,
     Parameters,
     Reference,
     TensorPass,
@@ -112,12 +112,9 @@ def _reads(parameters: Parameters) -> int:
         arxiv="2403.13257",
         equations="task arithmetic and what it generalizes to",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: parameters["scale"] * count,
-        replicas_text="λT times its update (weights 1, without sparsity, consensus and normalization)",
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: parameters["scale"] * count,
+        "λT times its update (weights 1, without sparsity, consensus and normalization)",
     ),
     cost=_cost,
     unit=_unit,

@@ -18,7 +18,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, truncated_svd
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED, facts
 
@@ -36,13 +36,7 @@ _PAPER = Reference(
     arxiv="2502.04959",
     equations="§4",
 )
-_LAWS = Laws(
-    order_invariant=True,
-    scale_equivariant=True,
-    rotation_equivariant=True,
-    replicas=lambda parameters, count: None,
-    replicas_text="the expert's singular directions with a flat spectrum",
-)
+_LAWS = EQUIVARIANT.copies_give(None, "the expert's singular directions with a flat spectrum")
 _TUNING = "α, on labelled validation data"
 
 Scale = Annotated[float, Field(description="α, factor of the merged update")]

@@ -23,7 +23,14 @@ from covmerge.maths.methods.inner import (
     inner_replicas,
     merge_inside,
 )
-from covmerge.maths.methods.registry import GlobalPass, Laws, Parameters, Reference, Sides, register
+from covmerge.maths.methods.registry import (
+    AXIS_BOUND,
+    GlobalPass,
+    Parameters,
+    Reference,
+    Sides,
+    register,
+)
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
 Space = Literal["sv", "v"]
@@ -116,12 +123,9 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
         arxiv="2410.19735",
         equations="KnOTS",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=inner_replicas,
-        replicas_text="what the inner method makes of copies: with `ties` its trimmed update, λ "
+    laws=AXIS_BOUND.copies_give(
+        inner_replicas,
+        "what the inner method makes of copies: with `ties` its trimmed update, λ "
         "times the whole at density 1",
     ),
     cost=_cost,

@@ -18,7 +18,7 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
     wide,
 )
-from covmerge.maths.methods.registry import Laws, Parameters, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -41,12 +41,8 @@ def _stands_alone(parameters: Parameters) -> bool:
         arxiv="2203.05482",
         equations="Table 1",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0 if parameters["normalize"] else None,
-        replicas_text="the expert",
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: 1.0 if parameters["normalize"] else None, "the expert"
     ),
     cost=_cost,
     unit="element",

@@ -15,7 +15,7 @@ from covmerge.maths.covariance.measured import (
 )
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost
 from covmerge.maths.methods.closed_form import default_cut_off, solve_pinv
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -35,13 +35,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2505.23859",
         equations="Eq. 9",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert, on the inputs that the data has seen",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert, on the inputs that the data has seen"),
     cost=_cost,
     data="gram",
 )

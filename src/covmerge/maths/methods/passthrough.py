@@ -10,7 +10,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.registry import EQUIVARIANT, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -20,13 +20,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 @register(
     "passthrough",
     equation="W̄ = s W_1",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=EQUIVARIANT.copies_give(1.0, "the expert"),
     cost=_cost,
     unit="element",
     sees="weights",

@@ -135,6 +135,23 @@ class Laws:
     replicas_text: str = "nothing that is declared"
     scales_with: Callable[[Parameters], bool] = lambda parameters: True
 
+    def copies_give(
+        self, replicas: Callable[[Parameters, int], float | None] | float | None, text: str
+    ) -> Laws:
+        """Return these with `replicas`, one number for all parameters or a function, and its text."""
+        if callable(replicas):
+            return replace(self, replicas=replicas, replicas_text=text)
+
+        def same(parameters: Parameters, count: int) -> float | None:
+            return replicas
+
+        return replace(self, replicas=same, replicas_text=text)
+
+
+# What most methods promise: all three, or all but rotations, as the axes matter to them.
+EQUIVARIANT = Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True)
+AXIS_BOUND = replace(EQUIVARIANT, rotation_equivariant=False)
+
 
 @dataclass(frozen=True)
 class Reference:

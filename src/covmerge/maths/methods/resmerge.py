@@ -17,7 +17,7 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, leading_cost
 from covmerge.maths.linalg.lapack import dot, norm
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED, Counted
 
@@ -75,13 +75,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
         arxiv="2606.02252",
         equations="SRC-A and the head's correction, as in the authors' code",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: nan,
-        replicas_text="its residual, and its head at ρ times the residual's norm",
-    ),
+    laws=EQUIVARIANT.copies_give(nan, "its residual, and its head at ρ times the residual's norm"),
     cost=_cost,
     factored="both",
     diagnostics=ResDiagnostics,

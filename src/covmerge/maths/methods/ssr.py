@@ -17,7 +17,7 @@ from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, qr
 from covmerge.maths.linalg.spectral import truncated_svd
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED
 
@@ -72,12 +72,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2606.10617",
         equations="the router R and the merged factors, as in the published code",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0 if count == 1 or parameters["ridge"] == 0 else nan,
-        replicas_text="the expert, shrunk by the ridge",
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: 1.0 if count == 1 or parameters["ridge"] == 0 else nan,
+        "the expert, shrunk by the ridge",
     ),
     cost=_cost,
     data="gram",

@@ -9,7 +9,7 @@ from pydantic import Field
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.methods.average import elementwise_cost
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 @register(
@@ -30,12 +30,8 @@ from covmerge.maths.methods.registry import Laws, Reference, register
         arxiv="2212.04089",
         equations="§2",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: parameters["scale"] * count,
-        replicas_text="λT times its update (weights 1)",
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: parameters["scale"] * count, "λT times its update (weights 1)"
     ),
     cost=elementwise_cost,
     factored="both",

@@ -16,8 +16,8 @@ from covmerge.maths.methods.elect import (
     trim_unit,
 )
 from covmerge.maths.methods.registry import (
+    AXIS_BOUND,
     GlobalPass,
-    Laws,
     Parameters,
     Reference,
     TensorPass,
@@ -42,12 +42,8 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
         arxiv="2306.01708",
         equations="§4, Algorithm 1",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,
-        replicas=_replicas,
-        replicas_text="its trimmed update; λ times the whole update at density 1",
+    laws=AXIS_BOUND.copies_give(
+        _replicas, "its trimmed update; λ times the whole update at density 1"
     ),
     cost=elect_cost,
     unit=trim_unit,

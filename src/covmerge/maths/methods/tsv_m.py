@@ -13,7 +13,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost
 from covmerge.maths.linalg.polar import Orthogonalized, orthogonalized
 from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
@@ -145,14 +145,11 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = 
         arxiv="2412.00081",
         equations="TSV-Merge",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: (
+    laws=EQUIVARIANT.copies_give(
+        lambda parameters, count: (
             parameters["scale"] if count == 1 or parameters["lossless"] else None
         ),
-        replicas_text="the expert truncated to rank ⌊r/T⌋, times α; all of it with `lossless`",
+        "the expert truncated to rank ⌊r/T⌋, times α; all of it with `lossless`",
     ),
     cost=_cost,
     factored="both",

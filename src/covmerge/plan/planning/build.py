@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import lcm, prod
@@ -63,27 +63,6 @@ _PART_ELEMENTS = 2**18
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
-def build_plan(
-    recipe: Recipe,
-    base: Checkpoint,
-    experts: Mapping[str, Checkpoint],
-    statistics: Statistics | None = None,
-) -> Plan:
-    """Decide everything that can be decided from headers.
-
-    Args:
-        recipe: what to do; its experts name `experts`, in the same order.
-        base: the base checkpoint.
-        experts: checkpoints by expert name.
-        statistics: statistics files by expert name, for methods that use data.
-
-    Raises:
-        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
-    """
-    (plan,) = build_plans([recipe], base, experts, statistics)
-    return plan
-
-
 def build_plans(
     recipes: Sequence[Recipe],
     base: Checkpoint,
@@ -94,8 +73,18 @@ def build_plans(
 ) -> list[Plan]:
     """Plan several recipes over the same checkpoints so that one reading serves all of them.
 
-    Item by item their plans have the same rows of the same tensor: the most that any of them must
-    see at once; with `whole`, at least one matrix, so that it can be measured.
+    Everything is decided that can be decided from headers. Item by item their plans have the same rows
+    of the same tensor: the most that any of them must see at once.
+
+    Args:
+        recipes: what to do; their experts name `experts`, in the same order.
+        base: the base checkpoint.
+        experts: checkpoints by expert name.
+        statistics: statistics files by expert name, for methods that use data.
+        whole: whether an item is at least one matrix, so that it can be measured.
+
+    Raises:
+        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
     """
     if whole and not base.is_source:
         raise InputError(
@@ -105,16 +94,9 @@ def build_plans(
     models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
-    aligned: dict[str, Mapping[str, Alignment]] = {}
-    alone = len(recipes) == 1 and not whole
+    inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
-    drafts = _of_same_tensors(
-        [
-            _draft(recipe, chosen, base_model, models, statistics or {}, aligned)
-            for recipe, chosen in named
-        ],
-        base,
-    )
+    drafts = _of_same_tensors([_draft(recipe, chosen, inputs) for recipe, chosen in named], base)
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
@@ -123,13 +105,28 @@ def build_plans(
         min((list(_row_ranges(t, elements, whole, _step(together))) for t in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
-    return [_plan(draft, base_model, models, statistics or {}, ranges, alone) for draft in drafts]
+    return [_plan(draft, ranges) for draft in drafts]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What all plans over the same checkpoints share; `alone`: there is one, and no measuring beside it."""
+
+    base: Model
+    models: Mapping[str, Model]
+    statistics: Statistics
+    alone: bool
+    # Of recipes that differ in their method only.
+    aligned: dict[str, Mapping[str, Alignment]] = field(
+        default_factory=dict[str, Mapping[str, Alignment]]
+    )
 
 
 @dataclass(frozen=True)
 class _Draft:
     """What a recipe does with each tensor, before the work is cut into items."""
 
+    inputs: _Inputs
     recipe: Recipe
     chosen: str | None
     rules: Rules
@@ -140,15 +137,9 @@ class _Draft:
     packed: Quantised | None = None
 
 
-def _draft(
-    recipe: Recipe,
-    chosen: str | None,
-    base: Model,
-    models: Mapping[str, Model],
-    statistics: Statistics,
-    aligned: dict[str, Mapping[str, Alignment]],
-) -> _Draft:
-    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common."""
+def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
+    """Decide on every tensor."""
+    base, models, statistics = inputs.base, inputs.models, inputs.statistics
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     check_statistics(recipe, checkpoints, statistics)
     try:
@@ -161,12 +152,12 @@ def _draft(
             f"that the parameters are for ({Hint('method')})"
         ) from error
     key = recipe.model_dump_json(include={"tensors", "rules"})
-    if key not in aligned:
-        aligned[key] = {
+    if key not in inputs.aligned:
+        inputs.aligned[key] = {
             name: align(base, name, model, recipe.tensors, rules.chosen_use)
             for name, model in models.items()
         }
-    alignments = aligned[key]
+    alignments = inputs.aligned[key]
     head_names = _head_names(base, alignments)
     found = (
         find_statistics(recipe, tensor, statistics)
@@ -190,7 +181,7 @@ def _draft(
             f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
             "from the base under the recipe's rules."
         )
-    draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
+    draft = _Draft(inputs, recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
         packed = quantised(recipe, tensors, base.checkpoint)
         return replace(draft, tensors=packed.tensors, packed=packed)
@@ -227,18 +218,13 @@ def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]
     return [replace(draft, tensors=tuple(tensors(draft))) for draft in drafts]
 
 
-def _plan(
-    draft: _Draft,
-    base: Model,
-    models: Mapping[str, Model],
-    statistics: Statistics,
-    ranges: Sequence[Sequence[range | None]],
-    alone: bool,
-) -> Plan:
+def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
+    inputs = draft.inputs
+    base, models = inputs.base, inputs.models
     items = tuple(
         item
         for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
-        for item in _work_items(draft, tensor, tensor_ranges, models, statistics, alone)
+        for item in _work_items(draft, tensor, tensor_ranges)
     )
     heads: dict[str, dict[str, TensorHeader]] = {}
     for name, alignment in draft.alignments.items():
@@ -256,13 +242,13 @@ def _plan(
         chosen=draft.chosen,
         notes=(
             *_chosen(draft),
-            *(notes_on_unread_statistics(draft.recipe, statistics) if alone else ()),
+            *(notes_on_unread_statistics(draft.recipe, inputs.statistics) if inputs.alone else ()),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_unused_weights(draft.tensors),
             *_of_no_family(draft.tensors, base),
             *_of_no_tensor(draft.recipe, base, models),
-            *_notes(draft, base, models),
+            *_notes(draft),
             *(() if draft.adapter is None else draft.adapter.notes),
             *(() if draft.packed is None else draft.packed.notes),
         ),
@@ -528,12 +514,7 @@ def _row_ranges(
 
 
 def _work_items(
-    draft: _Draft,
-    tensor: TensorPlan,
-    ranges: Sequence[range | None],
-    models: Mapping[str, Model],
-    statistics: Statistics,
-    alone: bool,
+    draft: _Draft, tensor: TensorPlan, ranges: Sequence[range | None]
 ) -> Iterator[WorkItem]:
     """The work on a tensor; what as many rows take is found once, as a large model has 10⁵ items."""
     known: dict[int, WorkItem] = {}
@@ -542,21 +523,15 @@ def _work_items(
         if alike is not None:
             yield replace(alike, rows=rows, write_bytes=tensor.written_bytes(rows))
             continue
-        item = _work_item(draft, tensor, rows, models, statistics, alone)
+        item = _work_item(draft, tensor, rows)
         if rows is not None:
             known[len(rows)] = item
         yield item
 
 
-def _work_item(
-    draft: _Draft,
-    tensor: TensorPlan,
-    rows: range | None,
-    models: Mapping[str, Model],
-    statistics: Statistics,
-    alone: bool,
-) -> WorkItem:
-    """The work on some rows; `alone`: by this plan and no other."""
+def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkItem:
+    """The work on some rows."""
+    models, alone = draft.inputs.models, draft.inputs.alone
     shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
     numel = prod(shape)
     itemsize = getattr(torch, draft.recipe.dtype).itemsize
@@ -601,7 +576,9 @@ def _work_item(
     held = (count + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
-        numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
+        numel
+        if method.data == "fisher"
+        else draft.inputs.statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
@@ -794,7 +771,7 @@ def _rebuilt(alignments: Mapping[str, Alignment]) -> Iterator[str]:
         )
 
 
-def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[str]:
+def _averaged_factors(draft: _Draft) -> Iterator[str]:
     """Name the vocabulary matrices that adapters have factors of, and that the method does not see."""
     for setting, role in (("embeddings", Role.EMBEDDING), ("output_head", Role.OUTPUT)):
         names = [
@@ -803,7 +780,7 @@ def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[st
             if tensor.role is role
             and tensor.rule == f"average ({setting}: auto)"
             and any(
-                alignment.names.get(tensor.name) in models[expert].checkpoint.low_rank
+                alignment.names.get(tensor.name) in draft.inputs.models[expert].checkpoint.low_rank
                 for expert, alignment in draft.alignments.items()
             )
         ]
@@ -815,7 +792,8 @@ def _averaged_factors(draft: _Draft, models: Mapping[str, Model]) -> Iterator[st
             )
 
 
-def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+def _notes(draft: _Draft) -> Iterator[str]:
+    base, models = draft.inputs.base, draft.inputs.models
     tensors, dtype = draft.tensors, draft.recipe.dtype
     yield from base.description.notes
     yield from base.checkpoint.notes
@@ -846,7 +824,7 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
                 "merged; if it is a task head, keep one per expert by "
                 f"{rules_for(tensor.name, use='head')}"
             )
-    yield from _averaged_factors(draft, models)
+    yield from _averaged_factors(draft)
     yield from _rebuilt(draft.alignments)
     for name, alignment in draft.alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import torch
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import matches_any, some
@@ -25,7 +22,7 @@ from covmerge.files.stores.regular_file import open_regular, pieces
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.vocabulary.files import TokenizerFiles
 from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
-from covmerge.run.export.config import rewrite_config
+from covmerge.run.export.config import NO_CHANGES, ConfigChanges
 
 # How the experts want to be sampled from, where that is not how the output says it: a note.
 
@@ -144,15 +141,8 @@ def hash_companions(source: Path | None) -> dict[str, str]:
 def copy_companions(
     source: Path | None,
     output: WritableStore,
-    dtype: torch.dtype | None = None,
-    layers: Sequence[int] | None = None,
-    *,
-    plain: bool = False,
-    quantisation: Mapping[str, Any] | None = None,
+    changes: ConfigChanges = NO_CHANGES,
     known: Mapping[str, str] | None = None,
-    tokens: TokenizerFiles | None = None,
-    untied: bool = False,
-    other: Mapping[str, Any] | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
@@ -163,21 +153,16 @@ def copy_companions(
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
         output: where the output is written; files of the same names are replaced.
-        dtype: of the output's weights; None if they keep the base's.
-        layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and read as plain.
-        quantisation: the format that the output's weights are packed in; None: they are plain.
+        changes: in what its configs differ from the base's.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
-        tokens: the output's tokenizer; None if it is the base's.
-        untied: the base ties tensors that the output stores one by one.
-        other: the output's config, where its architecture is not the base's.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
             what it was.
         ResourceError: the disk is full.
     """
+    tokens = changes.tokens
     written = () if tokens is None else _write_tokenizer(tokens, output)
     if source is None:
         return Companions(written, (_NO_CONFIG if written else _NOTHING,))
@@ -189,24 +174,14 @@ def copy_companions(
         folder, _, file = name.rpartition("/")
         copy = WritableFile(output.inside(folder), file)
         if name == "config.json":
-            rewrite = partial(
-                rewrite_config,
-                dtype=dtype,
-                layers=layers,
-                tokens=tokens,
-                plain=plain,
-                quantisation=quantisation,
-                untied=untied,
-                other=other,
-            )
-            hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
+            hashes[name], content = _copy_config(_inside(source, name), copy, changes)
             notes += _notes_on_code(source, content)
         elif name == "generation_config.json":
-            rewrite = partial(rewrite_config, tokens=tokens)
-            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
+            of_tokens = ConfigChanges(tokens=tokens)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, of_tokens)
         elif file == "config.json":  # of a module
-            rewrite = partial(rewrite_config, dtype=dtype)
-            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
+            of_dtype = ConfigChanges(changes.dtype)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, of_dtype)
         else:
             hashes[name] = _copy(_inside(source, name), copy)
     planned = hashes if known is None else known
@@ -271,13 +246,11 @@ def _is_beside(name: str) -> bool:
     return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
 
 
-def _copy_config(
-    source: Path, copy: WritableFile, rewrite: Callable[..., bytes]
-) -> tuple[str, bytes]:
+def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tuple[str, bytes]:
     """Copy a config; return its hash and its content, as it was."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    copy.put(rewrite(content, origin=str(source)))
+    copy.put(changes.made_to(content, str(source)))
     return hashlib.sha256(content).hexdigest(), content
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -21,89 +22,84 @@ from covmerge.plan.vocabulary.files import TokenizerFiles
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
 
 
-def rewrite_config(
-    content: bytes,
-    dtype: torch.dtype | None = None,
-    origin: str = "config.json",
-    layers: Sequence[int] | None = None,
-    *,
-    plain: bool = False,
-    quantisation: Mapping[str, Any] | None = None,
-    tokens: TokenizerFiles | None = None,
-    untied: bool = False,
-    other: Mapping[str, Any] | None = None,
-) -> bytes:
-    r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
+@dataclass(frozen=True)
+class ConfigChanges:
+    r"""In what the output's configs differ from the base's.
 
-    The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
-    config that states none stays as it is: transformers then goes by the weights.
-
-    Args:
-        content: the base's config.json, or generation_config.json.
+    Attributes:
         dtype: of the output's weights; None if they keep the base's.
-        origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
         plain: the base is quantised, and read as plain.
         quantisation: the format that the output's weights are packed in; None: they are plain.
-        tokens: what the configs say of the output's tokenizer; None if it is the base's.
+        tokens: the output's tokenizer; None if it is the base's.
         untied: the base ties tensors that the output stores one by one.
-        other: what the config says of the output, where this is of another architecture.
-
-    Raises:
-        CheckpointError: `content` is not a JSON object.
+        other: the output's config, where its architecture is not the base's.
 
     Example:
-        >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
+        >>> ConfigChanges(torch.bfloat16).made_to(b'{"a": 1, "dtype": "float32"}', "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if (
-        dtype is None
-        and layers is None
-        and tokens is None
-        and other is None
-        and not (plain or quantisation or untied)
-    ):
-        return content
-    stored = parse_object(content, origin)
-    config = deepcopy(stored if other is None else dict(other))
-    if layers is not None:
-        config = restacked(config, layers)
-    if tokens is not None:
-        config = tokens.configured(PurePath(origin).name, config)
-    if untied:
-        config = untied_config(config)
-    if plain:
-        for key in (QUANTISATION, MLX):
-            config.pop(key, None)
-    if quantisation is not None:
-        config[QUANTISATION] = {**quantisation}
-    for part in () if dtype is None else _parts(config):
-        for key in _DTYPE_KEYS:
-            wanted = str(dtype).removeprefix("torch.")
-            if isinstance(part.get(key), str) and part[key] != wanted:
-                part[key] = wanted
-    return content if config == stored else (json.dumps(config, indent=2) + "\n").encode()
+
+    dtype: torch.dtype | None = None
+    layers: Sequence[int] | None = None
+    plain: bool = False
+    quantisation: Mapping[str, Any] | None = None
+    tokens: TokenizerFiles | None = None
+    untied: bool = False
+    other: Mapping[str, Any] | None = None
+
+    def made_to(self, content: bytes, origin: str) -> bytes:
+        """Return the base's config.json, or generation_config.json, changed; the same bytes if nothing is.
+
+        The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
+        config that states none stays as it is: transformers then goes by the weights.
+
+        Args:
+            content: of the file.
+            origin: its path, for errors.
+
+        Raises:
+            CheckpointError: `content` is not a JSON object.
+        """
+        if self == NO_CHANGES:
+            return content
+        stored = parse_object(content, origin)
+        config = deepcopy(stored if self.other is None else dict(self.other))
+        if self.layers is not None:
+            config = restacked(config, self.layers)
+        if self.tokens is not None:
+            config = self.tokens.configured(PurePath(origin).name, config)
+        if self.untied:
+            config = untied_config(config)
+        if self.plain:
+            for key in (QUANTISATION, MLX):
+                config.pop(key, None)
+        if self.quantisation is not None:
+            config[QUANTISATION] = {**self.quantisation}
+        for part in () if self.dtype is None else _parts(config):
+            for key in _DTYPE_KEYS:
+                wanted = str(self.dtype).removeprefix("torch.")
+                if isinstance(part.get(key), str) and part[key] != wanted:
+                    part[key] = wanted
+        return content if config == stored else (json.dumps(config, indent=2) + "\n").encode()
 
 
-def write_config(
-    store: WritableStore,
-    config: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    quantisation: Mapping[str, Any] | None = None,
-) -> None:
+NO_CHANGES = ConfigChanges()
+
+
+def write_config(store: WritableStore, config: Mapping[str, Any], changes: ConfigChanges) -> None:
     """Write the config of a base that has no file of it.
 
     Args:
         store: of the output.
         config: the base's.
-        dtype: of the output's weights; None if they keep the base's.
-        quantisation: the format that they are packed in; None: they are plain.
+        changes: in what the output's differs.
 
     Raises:
         ResourceError: the disk is full.
     """
     text = json.dumps(config, indent=2) + "\n"
-    content = rewrite_config(text.encode(), dtype, store.where(CONFIG), quantisation=quantisation)
+    content = changes.made_to(text.encode(), store.where(CONFIG))
     WritableFile(store, CONFIG).put(content)
 
 

@@ -219,8 +219,6 @@ def scorer_of(given: AnyScorer) -> Scorer:
         name, colon, arguments = given.partition(":")
         if colon and name in NAMED:
             return _named(name, arguments)
-        from covmerge.run.scoring.scorer import Command
-
         return Command(given, [f"{name}:{named.example}" for name, named in NAMED.items()])
     return given if isinstance(given, Scorer) else _Function(given)
 
