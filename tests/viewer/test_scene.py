@@ -94,6 +94,7 @@ def test_adapters_are_measured_by_their_factors(tmp_path):
     covmerge.merge(tmp_path / "base", experts, "auto", tmp_path / "out", form="adapter")
     scene = scene_of(tmp_path / "out")
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
+    assert "does not tell how good a merge is" in scene.as_json()["findings"][-1]["text"]
     api.run_recipe(
         recipe_of(
             Choice(method="average", weights={"a": 1.0, "b": 3.0}), scene.recipe, scene.sources
