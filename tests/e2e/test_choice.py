@@ -68,6 +68,11 @@ def test_all_that_tells_of_the_choice_tells_what_is_taken():
     ]
     for text in shown:
         assert TAKEN.replace("`", "") in " ".join(text.replace("`", "").split())
+    for page in ("README.md", "docs/choosing.md"):  # in their own words
+        text = " ".join(Path(page).read_text("utf-8").split())
+        assert f"merged by [`{choose(2)[0]}`]" in text and re.search(
+            r"\b[Aa] single (one|expert) is added to its base", text
+        )
     told = [*Path("docs").glob("*.md"), *Path("examples").glob("*.yml"), Path("README.md")]
     told += Path("src/covmerge").rglob("*.py")
     assert not [path for path in told if re.search(r"\belse `?ace\b", path.read_text("utf-8"))]
@@ -96,9 +101,13 @@ def test_one_half_precision_model_is_itself_to_the_bit():
 @pytest.mark.parametrize(
     ("of", "method", "why"),
     [
-        (lambda f: lora(f, 1, 2), "auto", "the default for several experts"),
-        (lambda f: full(f, 1, 2), "auto", "the default for several experts"),
-        (lambda f: {**lora(f, 1), **full(f, 2)}, "auto", "the default for several experts"),
+        (lambda f: lora(f, 1, 2), "auto", "nearest to the best method for several experts"),
+        (lambda f: full(f, 1, 2), "auto", "nearest to the best method for several experts"),
+        (
+            lambda f: {**lora(f, 1), **full(f, 2)},
+            "auto",
+            "nearest to the best method for several experts",
+        ),
         (lambda f: lora(f, 2), "average", "one expert alone"),
     ],
 )
@@ -154,7 +163,9 @@ def test_a_merge_resumes_only_by_the_method_that_was_chosen(models):
 
 def test_parameters_of_another_method_than_the_chosen_one():
     base = {"fc.weight": torch.eye(4)}
-    with pytest.raises(RecipeError, match=r"average was chosen \(one expert alone.*(method)"):
+    with pytest.raises(
+        RecipeError, match=r"average was chosen, as one expert alone.*: method=\"NAME\""
+    ):
         covmerge.merge(base, [{"fc.weight": 2 * torch.eye(4)}], eps=1e-3)
 
 
