@@ -57,7 +57,8 @@ def test_help_lists_every_keyword():
 def test_every_keyword_is_described_and_has_its_setting():
     told = descriptions()
     assert set(told) == set(MergeKeywords.__annotations__)
-    assert set(KEYS) - {"base", "method", "parameters", "last", "decay"} <= set(told)
+    of_run = {"last", "tokens", "tokens_per_step", "decay"}
+    assert set(KEYS) - {"base", "method", "parameters", *of_run} <= set(told)
 
 
 STATE = {"w": torch.zeros(2, 2)}

@@ -31,7 +31,10 @@ PUBLIC = (
     "load_recipe",
 )
 # Of commands, and of recipes whose file has several; no function of Python's takes them.
-COMMANDS_ALONE = {"port", "stages", "deep", "lenient", "last", "decay"}
+COMMANDS_ALONE = {
+    *("port", "stages", "deep", "lenient"),
+    *("last", "tokens", "tokens_per_step", "decay"),
+}
 # Flags of other programs.
 FOREIGN = (
     r"--(max-lora-rank|enable-lora|model|adapter-path|save-path|dequantize|merge|num-gpus|outtype)"

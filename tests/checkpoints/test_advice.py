@@ -387,6 +387,50 @@ def test_more_checkpoints_than_there_are(run):
     check_run(run, 0.2, "--last", 3)
 
 
+def test_a_window_of_tokens(run):
+    said = advice("): give --tokens-per-step 4194304, or count checkpoints (--last)")
+    told(said, "--run", run, "--tokens", "1M", run.parent / "out")
+    check_run(run, 0.3, "--tokens", "10M", "--tokens-per-step", 1000000)
+    command("merge", "--run", run, "--last", 1, run.parent / "counted")
+
+
+def test_more_tokens_than_there_are(run):
+    said = advice(": ask for fewer (--tokens), or save more of them (save_total_limit)")
+    given = ("--run", run, "--tokens-per-step", 1)
+    told(said, *given, "--tokens", 31, run.parent / "out")
+    check_run(run, 0.2, "--tokens-per-step", 1, "--tokens", 30)
+
+
+def test_a_step_says_nothing_without_a_window_of_tokens(run):
+    said = advice("too, or leave it out")
+    told(said, "--run", run, "--tokens-per-step", 1, run.parent / "out")
+    check_run(run, 0.2, "--tokens-per-step", 1, "--tokens", 30)
+
+
+def test_tokens_that_are_counted_anew(run):
+    for step in (10, 20, 30):
+        state = {"num_input_tokens_seen": 100 if step == 30 else 10 * step}
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    said = advice("they are of two runs, or count anew; count checkpoints (--last)")
+    told(said, "--run", run, "--tokens", 100, run.parent / "out")
+    check_run(run, 0.25, "--last", 2)
+
+
+def test_flags_of_one_merge_beside_several_windows(run):
+    said = advice("is asked for twice: name it once")
+    told(said, "--run", run, "--last", "2,2", run.parent / "out")
+    said = advice("several windows are asked for: leave it out, or merge one after the other")
+    told(said, "--run", run, "--last", "1,2", "--resume", run.parent / "out")
+    command("merge", "--run", run, "--last", "1,2", run.parent / "out")
+    said = advice("give a whole number, or several with commas between them")
+    told(said, "--run", run, "--last", "two", run.parent / "two")
+    said = advice("'{}' is no number of tokens: write one such as 12000000000, or 12B")
+    told(said, "--run", run, "--tokens", "two", run.parent / "two")
+    said = advice("'tokens' and 'last' both say how many are taken: leave out one of them")
+    told(said, "--run", run, "--tokens", 9, "--last", "1,2", run.parent / "two")
+    command("merge", "--run", run, "--last", "1,2", run.parent / "two")
+
+
 @pytest.mark.parametrize("wrong", ["", "nowhere"])
 def test_the_folder_of_a_run(wrong, run):
     said = advice("pass the folder that the trainer wrote its checkpoints to (output_dir)")

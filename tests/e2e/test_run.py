@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from covmerge.errors import CheckpointError, RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
 from covmerge.plan.recipe.sections import Run
+from covmerge.run.comparison import execute
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -37,6 +38,7 @@ def trained(tmp_path_factory):
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        include_num_input_tokens_seen="all",
     )
     with torch.random.fork_rng():
         transformers.Trainer(build("llama"), arguments, train_dataset=rows).train()
@@ -108,6 +110,69 @@ def test_the_mean_stands_where_a_decaying_learning_rate_would_have_led(weights, 
     assert min(shares) > 0
 
 
+# Each step of the run sees two rows of three tokens.
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        (["--tokens=36"], [10]),
+        (["--tokens=37"], [4, 10]),
+        (["--tokens=0.06K"], [2, 4, 10]),
+        (["--tokens=7", "--tokens-per-step=1"], [4, 10]),
+        (["--tokens=6M", "--tokens-per-step=1000000"], [10]),
+    ],
+)
+def test_a_window_of_tokens(run, tmp_path, flags, taken):
+    planned = command("merge", "--run", run, *flags, "--dry-run", "--json", tmp_path / "out")
+    assert list(planned.json["weights"]) == [f"checkpoint-{step}" for step in taken]
+
+
+@pytest.mark.parametrize(
+    "windows", [["--last=1,2,3"], ["--tokens=36,37,60"]], ids=["last", "tokens"]
+)
+def test_several_windows_in_one_reading(run, tmp_path, monkeypatch, windows):
+    readings = []
+
+    def counted(*args, **more):
+        readings.append(args)
+        return execute(*args, **more)
+
+    monkeypatch.setattr("covmerge.run.together.execute", counted)
+    given = ("merge", "--run", run, *windows, "--weights=equal,linear", tmp_path / "out")
+    ran = command(*given)
+    assert len(readings) == 1
+    name, _, values = windows[0].lstrip("-").partition("=")
+    for window in values.split(","):
+        for weights in ("equal", "linear"):
+            alone = tmp_path / f"{window}-{weights}"
+            command("merge", "--run", run, f"--{name}={window}", f"--weights={weights}", alone)
+            out = tmp_path / "out" / f"{name}-{window}-{weights}"
+            expected = (alone / "model.safetensors").read_bytes()
+            assert (out / "model.safetensors").read_bytes() == expected
+            assert f"{out.name}: checkpoint-" in words(ran.stdout).replace(" :", ":")
+            assert command("verify", out, "--deep").code == 0
+    assert "exists" in command(*given, code=2).stderr
+    found = command(*given, "--overwrite", "--json").json["windows"]
+    assert list(found.values())[:2] == [{"checkpoint-10": 1.0}] * 2
+
+
+def test_several_windows_of_adapters(trained_adapter, tmp_path):
+    given = ("merge", "--run", trained_adapter / "run", "--base", trained_adapter / "base")
+    command(*given, "--last=2,3", "--as=adapter", tmp_path / "out")
+    for last, rank in ((2, 4), (3, 6)):
+        command(*given, f"--last={last}", "--as=adapter", tmp_path / f"{last}")
+        own, alone = (tmp_path / "out" / f"last-{last}", tmp_path / f"{last}")
+        assert json.loads((own / "adapter_config.json").read_text())["r"] == rank
+        for name, factor in load_file(alone / "adapter_model.safetensors").items():
+            assert torch.equal(load_file(own / "adapter_model.safetensors")[name], factor)
+
+
+def test_a_window_that_fails_leaves_nothing(run, tmp_path):
+    failed = command(
+        "merge", "--run", run, "--last=1,2", "--max-memory=1MB", tmp_path / "out", code=2
+    )
+    assert "are allowed" in failed.stderr and not (tmp_path / "out").exists()
+
+
 def test_the_dry_run_says_what_each_counts_for(run):
     given = ("merge", "--run", run, "--last=2", "--weights=step", "--dry-run")
     assert "weights checkpoint-4 0.4, checkpoint-10 1" in words(command(*given).stdout)
@@ -162,6 +227,11 @@ def test_what_is_refused_in_a_recipe(run, text, word):
     [
         (["--last=4"], "3 checkpoints"),
         (["--expert=a=b"], "--run and --expert both name experts"),
+        (["--last=x"], "--last is 'x': give a whole number, or several"),
+        (["--last=2,2"], "the window last-2 is asked for twice"),
+        (["--last=1,2", "--tokens=9"], "'tokens' and 'last' both say"),
+        (["--tokens=1Q"], "'1Q' is no number of tokens: write one such as 12000000000, or 12B"),
+        (["--tokens=0"], "'0' is no number of tokens"),
         (["--weights=a=0.5"], "'equal', 'step', 'ema', 'linear', 'cosine' or '1-sqrt'"),
     ],
 )

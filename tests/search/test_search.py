@@ -60,6 +60,18 @@ def closeness(models):
     return near
 
 
+def test_tokenizers_are_read_once(models, monkeypatch):
+    read = []
+
+    def counted(*folders):
+        read.append(folders)
+        return iter(())
+
+    monkeypatch.setattr("covmerge.run.sources.check_tokenizers", counted)
+    covmerge.search(recipe(models), closeness(models), models / "out", trials=8)
+    assert len(read) == 1
+
+
 def test_finds_the_weights(models):
     out = models / "out"
     found = covmerge.search(recipe(models), closeness(models), out, trials=24)

@@ -71,6 +71,8 @@ KEYS = {
     "shard_size": "output.shard_size",
     "statistics": "experts.*.statistics",
     "tensors": "tensors",
+    "tokens": "run.tokens",
+    "tokens_per_step": "run.tokens_per_step",
     "weights": "experts.*.weight",
     "whole": "output.whole",
 }

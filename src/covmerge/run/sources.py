@@ -117,7 +117,7 @@ class OpenCheckpoints:
         """
         adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
         base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
-        notes = (*self._notes_on_tokens(), *alike_by_place(self.experts))
+        notes = (*self._on_tokens, *alike_by_place(self.experts))
         plans = [
             replace(plan, notes=(*self.text.notes, *plan.notes, *notes))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
@@ -128,12 +128,16 @@ class OpenCheckpoints:
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base, adapted=adapted)
 
-    def _notes_on_tokens(self) -> Iterator[str]:
-        """Say which experts have other tokens than the base, whose rows are merged by number."""
-        if self.text.vocabulary is None:
-            folders = {name: expert.folder for name, expert in self.experts.items()}
-            for found in check_tokenizers(self.base.folder, folders):
-                yield f"expert '{found.expert}': {found.text}. {_BY_TOKEN}"
+    @cached_property
+    def _on_tokens(self) -> tuple[str, ...]:
+        """Which experts have other tokens than the base, whose rows are merged by number."""
+        if self.text.vocabulary is not None:
+            return ()
+        folders = {name: expert.folder for name, expert in self.experts.items()}
+        return tuple(
+            f"expert '{found.expert}': {found.text}. {_BY_TOKEN}"
+            for found in check_tokenizers(self.base.folder, folders)
+        )
 
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch what planning did not need, and check statistics files, which are read once for it.

@@ -6,18 +6,20 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import matches_any, some
+from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
 
 _NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
 _STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
+_SEEN = "num_input_tokens_seen"
 _OF_TRAINER = (
     *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("global_step*", "pytorch_model_fsdp_*", "zero_to_fp32.py", "latest"),
@@ -42,17 +44,34 @@ class SavedStep:
     own: tuple[str, ...]
 
 
-def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
+@dataclass(frozen=True)
+class Window:
+    """The last tokens of a run.
+
+    Attributes:
+        tokens: how many.
+        per_step: what each step of the optimizer took; None: the trainer's state says it.
+    """
+
+    tokens: int
+    per_step: int | None = None
+
+
+def last_steps(folder: str, window: int | Window | None, beside: Path) -> list[SavedStep]:
     """Return a run's last checkpoints by their step numbers, the oldest first.
+
+    Those of T tokens are the ones with more than t_n - T, for t_n of the last one: T / t of them, where t
+    tokens lie between each two.
 
     Args:
         folder: of the run, with its checkpoint-500/, checkpoint-1000/ and so on.
-        count: how many; None: all.
+        window: how many, or of how many tokens; None: all.
         beside: what a relative folder is relative to.
 
     Raises:
-        CheckpointError: there are fewer, or one of them is incomplete.
+        CheckpointError: there are fewer, one of them is incomplete, or none says how many tokens it saw.
     """
+    count = window if isinstance(window, int) else None
     try:
         run = beside / local_path(folder).expanduser()
         folders = [path for path in run.iterdir() if path.is_dir()]
@@ -77,6 +96,9 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
         )
     held = {path: _names(path) for _, path in found}
     stateful = any(_STATE in names for names in held.values())
+    if isinstance(window, Window):
+        _checked(*found[-1], held[found[-1][1]], stateful)
+        count = _within([(path, _tokens(step, path, window)) for step, path in found], window)
     last = found[-(count or len(found)) :]
     for (_, path), (_, earlier) in combinations(reversed(last), 2):
         if path.samefile(earlier):
@@ -84,6 +106,41 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
                 f"{path} and {earlier} are one folder, which would be counted twice: remove the link"
             )
     return [_checked(step, path, held[path], stateful) for step, path in last]
+
+
+def _tokens(step: int, folder: Path, window: Window) -> int:
+    """How many tokens a run had seen when it saved a checkpoint."""
+    if window.per_step is not None:
+        return step * window.per_step
+    seen: object = 0
+    if (folder / _STATE).is_file():
+        seen = read_object(folder / _STATE).get(_SEEN, 0)
+    if type(seen) is not int or seen <= 0:
+        raise CheckpointError(
+            f"{folder} does not say how many tokens the run had seen ({_SEEN} of its {_STATE}, which the "
+            f"Trainer counts with include_{_SEEN}): give {Hint('tokens_per_step', 4194304)}, or count "
+            f"checkpoints ({Hint('last')})"
+        )
+    return seen
+
+
+def _within(seen: Sequence[tuple[Path, int]], window: Window) -> int:
+    """Return how many checkpoints lie in a window, which has to begin among those that are there."""
+    for (earlier, fewer), (later, more) in pairwise(seen):
+        if more <= fewer:
+            raise CheckpointError(
+                f"{later} says {more} tokens, and {earlier} {fewer}: they are of two runs, or count anew; "
+                f"count checkpoints ({Hint('last')})"
+            )
+    tokens = [number for _, number in seen]
+    reach = tokens[-1] - 2 * tokens[0] + tokens[1] if len(tokens) > 1 else tokens[0]
+    if window.tokens > reach:
+        raise CheckpointError(
+            f"the checkpoints of {seen[0][0].parent} are of the last {reach} tokens, and a window of "
+            f"{window.tokens} is asked for: ask for fewer ({Hint('tokens')}), or save more of them "
+            "(save_total_limit)"
+        )
+    return sum(number > tokens[-1] - window.tokens for number in tokens)
 
 
 def refuse_as_step(out: Path, source: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ _PAIRS = {
     "tensors": "embeddings=base",
 }
 _ALONE = ("base", "method", "before", "after", "dtype", "allow")
+# What is said of a run, with the name of its flag; several of the first three may be given at once.
+_OF_RUN = {
+    "last": "last",
+    "tokens": "tokens",
+    "weights": "run_weights",
+    "tokens_per_step": "tokens_per_step",
+    "decay": "decay",
+}
+_SEVERAL = ("last", "tokens", "weights")
+_NOT_SEVERAL = ("dry_run", "resume", "report", "stages", "executor", "address", "workers")
 # Of what is written, and so of the last of several stages.
 _OF_OUTPUT = ("out_dtype", "form", "rank", "whole", "quantise", "keep")
 
@@ -93,8 +104,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
     if file is not None:
         said = _said(load_recipe(file, log))
     elif "run" in flags:
-        given = {"run": {"folder": flags["run"], **of_run}}
-        said = _said(parse_recipe(given, origin="command line", log=log))
+        said = _of_run({"folder": flags["run"], **of_run}, log)
     elif "base" not in flags:
         raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
     say_all(log.warnings, log.notes)
@@ -108,16 +118,79 @@ def _check_source(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]
             f"{file} stands where a recipe is expected. --csv takes no file, and prints: leave {file} "
             f"out, and end the command with > {file}"
         )
-    names = {"last": "last", "weights": "run_weights", "decay": "decay"}
-    of_run = {name: flags[flag] for name, flag in names.items() if flag in flags}
+    of_run = {name: flags[flag] for name, flag in _OF_RUN.items() if flag in flags}
     if of_run and "run" not in flags:
+        said = next(iter(of_run)).replace("_", "-")
         raise RecipeError(
-            f"--{next(iter(of_run))} is of the checkpoints of a training run: say --run DIR, or write it "
-            "into the recipe's `run`. The weight of one expert is --weight NAME=NUMBER"
+            f"--{said} is of the checkpoints of a training run: say --run DIR, or write it into "
+            "the recipe's `run`. The weight of one expert is --weight NAME=NUMBER"
         )
     if "run" in flags and "experts" in flags:
         raise RecipeError("--run and --expert both name experts: leave out one of them")
     return of_run
+
+
+def _of_run(run: Mapping[str, Any], log: ImportLog) -> dict[str, Any]:
+    """Return what is said by the recipe that averages a run's checkpoints."""
+    last = run.get("last")
+    if last is not None and not (last.isascii() and last.isdigit()):
+        raise RecipeError(
+            f"--last is '{last}': give a whole number, or several with commas between them"
+        )
+    given = {**run, **({} if last is None else {"last": int(last)})}
+    return _said(parse_recipe({"run": given}, origin="command line", log=log))
+
+
+def read_windows(flags: Mapping[str, Any]) -> dict[str, Recipe]:
+    """Return several merges of a run's checkpoints, by the names of their folders; {} where it is one.
+
+    Full models are all over the same checkpoints, with the weight 0 of those that a window leaves out.
+
+    Raises:
+        CheckpointError: the checkpoints of a run are not there, or not whole.
+        RecipeError: a flag is wrong, or another says what one output alone has.
+    """
+    lists = {name: str(flags.get(_OF_RUN[name], "")).split(",") for name in _SEVERAL}
+    if all(len(values) == 1 for values in lists.values()):
+        return {}
+    of_run, log = {"folder": flags.get("run"), **_check_source(None, flags)}, ImportLog()
+    for name in _NOT_SEVERAL:
+        if name in flags and (name, flags[name]) != ("workers", "1"):
+            raise RecipeError(
+                f"{flag_of(name)} is of one merge, and several windows are asked for: leave it out, or "
+                "merge one after the other"
+            )
+    found: dict[str, dict[str, Any]] = {}
+    for values in product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        named = [
+            (value if name == "weights" else f"{name}-{value}")
+            for name, value in chosen.items()
+            if len(lists[name]) > 1
+        ]
+        chosen = {name: value for name, value in chosen.items() if name in of_run}
+        if "-".join(named) in found:
+            raise RecipeError(f"the window {'-'.join(named)} is asked for twice: name it once")
+        found["-".join(named)] = _of_run({**of_run, **chosen}, log)
+    for note in dict.fromkeys(log.notes):
+        say("note", note)
+    longest = max(found.values(), key=lambda said: len(said["experts"]))["experts"]
+    return {
+        name: _laid_over(_over(said, longest, flags), flags, None) for name, said in found.items()
+    }
+
+
+def _over(
+    said: Mapping[str, Any], longest: Mapping[str, Any], flags: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a window's recipe over all that any window has, where the method reads what counts for 0."""
+    if said["method"] != "linear" or "method" in flags:
+        return dict(said)
+    shares = {
+        name: said["experts"][name].weight if name in said["experts"] else 0.0 for name in longest
+    }
+    experts = {name: expert.model_copy(update={"weight": 1.0}) for name, expert in longest.items()}
+    return {**said, "experts": experts, "parameters": {"weight": [*shares.values()]}}
 
 
 def read_stages(

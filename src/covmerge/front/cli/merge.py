@@ -33,6 +33,8 @@ def merge(
     weights: options.Weights = None,
     run: options.Run = None,
     last: options.Last = None,
+    tokens: options.Tokens = None,
+    tokens_per_step: options.TokensPerStep = None,
     run_weights: options.RunWeights = None,
     decay: options.Decay = None,
     statistics: options.Statistics = None,
@@ -133,7 +135,10 @@ def merge(
         first, second, experts=bool(experts or run), dry_run=dry_run, stages=stages is not None
     )
     how = flags.shown_options(given)
-    if dry_run:
+    if windows := flags.read_windows(given):
+        assert out is not None
+        merging.merge_windows(windows, out, how, as_json=as_json)
+    elif dry_run:
         merging.dry_run(flags.read_recipe(file, given), out, how, as_json=as_json)
     else:
         recipes = flags.read_stages(file, given, out, stages, report=report)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from covmerge.run.engine.outputs import room_for
 from covmerge.run.recompute import check_sources, sources_of
 from covmerge.run.result import MergeResult
 from covmerge.run.sources import open_recipe, statistics_of
+from covmerge.run.together import Together
 from covmerge.run.verification.files import check_files, hash_files
 
 # What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
@@ -164,6 +165,75 @@ def _warn_of_memory(peak: int, limit: int | None) -> None:
             f"{format_size(limit)}: the output is right, the memory estimate was not. "
             "Please report this",
         )
+
+
+# Several windows of one training run.
+
+
+def merge_windows(
+    windows: Mapping[str, Recipe], out: Path, options: RunOptions, *, as_json: bool
+) -> None:
+    """Merge each window to its folder in OUT, those over the same checkpoints in one reading.
+
+    Raises:
+        InputError: anything wrong with the inputs; nothing is left behind.
+        CheckFailed: an output failed its verification.
+    """
+    local_path(out)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, recipe in windows.items():
+        alike.setdefault(tuple(recipe.experts), []).append(name)
+    found: list[MergeResult] = []
+    with ExitStack() as stack:
+        readings = [
+            (stack.enter_context(open_recipe(windows[names[0]])), names) for names in alike.values()
+        ]
+        for checkpoints, _ in readings:
+            check_not_input(out, checkpoints.paths())
+        stack.enter_context(_folder(out))
+        made = {name: Staging(out / name, overwrite=options.overwrite) for name in windows}
+        for staging in made.values():
+            staging.check()
+        folders: dict[str, Path] = {}
+        for name, staging in made.items():
+            folder = stack.enter_context(staging).folder
+            assert folder is not None
+            folders[name] = folder
+        for checkpoints, names in readings:
+            work = [(windows[name], folders[name]) for name in names]
+            found += Together(checkpoints, options).write(work).values()
+        for staging in made.values():
+            staging.commit()
+    notes = dict.fromkeys(note for result in found for note in result.notes)
+    for note in notes:
+        say("note", note)
+    shown = [(str(out / name), _counted(recipe)) for name, recipe in windows.items()]
+    if as_json:
+        print_json({"windows": dict(shown), "notes": list(notes)})
+        return
+    for place, shares in shown:
+        weights = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
+        stdout().print(printable(f"{place}: {weights}"), soft_wrap=True)
+
+
+@contextmanager
+def _folder(out: Path) -> Generator[None]:
+    """Make a folder, which is gone again after an error unless something is in it."""
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            out.rmdir()
+        raise
+
+
+def _counted(recipe: Recipe) -> dict[str, float]:
+    """What each checkpoint that a window has counts for beside the others."""
+    weights = recipe.parameters.get("weight", [e.weight for e in recipe.experts.values()])
+    shares = zip(recipe.experts, cast("list[float]", weights), strict=True)
+    return {name: share for name, share in shares if share}
 
 
 # The recipes of a file that come before the one that makes its output.

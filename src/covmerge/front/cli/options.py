@@ -69,14 +69,33 @@ Run = Annotated[
     ),
 ]
 Last = Annotated[
+    str | None,
+    setting(
+        *("last", WHAT, "N|N,M,..."),
+        help="The run's last N checkpoints; all without it. Several are several models in one reading: "
+        "OUT/last-N, OUT/last-M.",
+    ),
+]
+Tokens = Annotated[
+    str | None,
+    setting(
+        *("tokens", WHAT, "12B|8B,12B,..."),
+        help="In place of --last: the checkpoints of the run's last so many tokens.",
+    ),
+]
+TokensPerStep = Annotated[
     int | None,
-    setting("last", WHAT, "N", min=1, help="The run's last N checkpoints; all without it."),
+    setting(
+        *("tokens_per_step", WHAT, "N"),
+        min=1,
+        help="Tokens of a step, where the checkpoints' trainer_state.json does not count them.",
+    ),
 ]
 RunWeights = Annotated[
     str | None,
     flag(
         WHAT,
-        "equal|step|ema|linear|cosine|1-sqrt",
+        "equal|step|ema|linear|cosine|1-sqrt,...",
         "What a checkpoint of the run counts for: as much as any other, as its number, --decay times "
         "what the next one counts for, or so that the mean imitates a learning rate that decays "
         "linearly, by a cosine or as 1 − √x.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from decimal import Decimal
 from itertools import pairwise
 from math import cos, pi, sqrt
 from pathlib import Path
@@ -13,7 +15,7 @@ from pydantic import Field, model_validator
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.text import shown
-from covmerge.files.checkpoints.trainer import SavedStep, last_steps
+from covmerge.files.checkpoints.trainer import SavedStep, Window, last_steps
 from covmerge.plan.recipe.parts import StrictModel
 
 # What a recipe says of a mixture of experts.
@@ -92,6 +94,29 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
 }
 
 
+# Numbers of tokens, with their powers of a thousand.
+_COUNT = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?[KMBT]?")
+_THOUSANDS = {"K": 3, "M": 6, "B": 9, "T": 12}
+
+
+def _tokens(given: str | int) -> int:
+    """Return the number of tokens that a text such as `1.5B` states.
+
+    Raises:
+        ValueError: it states none.
+
+    Example:
+        >>> _tokens("1.5B"), _tokens(4096)
+        (1500000000, 4096)
+    """
+    text = str(given)
+    power = _THOUSANDS.get(text[-1:], 0)
+    found = int(Decimal(text.rstrip("KMBT")).scaleb(power)) if _COUNT.fullmatch(text) else 0
+    if found < 1:
+        raise ValueError(f"'{text}' is no number of tokens: write one such as 12000000000, or 12B")
+    return found
+
+
 class Run(StrictModel):
     """In place of `experts`: the last checkpoints of one training run."""
 
@@ -106,6 +131,17 @@ class Run(StrictModel):
         strict=True,
         description="How many of them, by their numbers, from the last one back; all by default.",
     )
+    tokens: str | Annotated[int, Field(strict=True)] | None = Field(
+        default=None,
+        description="In place of `last`: the checkpoints of the last so many tokens of the run, such as "
+        "`12B` or 12000000000, by what each says in its trainer_state.json.",
+    )
+    tokens_per_step: int | None = Field(
+        default=None,
+        ge=1,
+        strict=True,
+        description="Tokens that a step of the optimizer takes, where the checkpoints do not say it.",
+    )
     weights: Literal["equal", "step", "ema", "linear", "cosine", "1-sqrt"] = Field(
         default="equal",
         description="What a checkpoint counts for. `equal`: as much as any other (LAWA); `step`: as its "
@@ -119,6 +155,28 @@ class Run(StrictModel):
         strict=True,
         description="What a checkpoint counts for beside the next one, under `weights: ema`.",
     )
+
+    @model_validator(mode="after")
+    def _one_window(self) -> Run:
+        if self.tokens is not None and self.last is not None:
+            raise ValueError(
+                "'tokens' and 'last' both say how many are taken: leave out one of them"
+            )
+        if self.tokens is not None:
+            _tokens(self.tokens)
+        if self.tokens_per_step is not None and self.tokens is None:
+            raise ValueError(
+                f"'tokens_per_step' is for a window of tokens: give 'tokens' ({Hint('tokens')}) too, or "
+                "leave it out"
+            )
+        return self
+
+    @property
+    def window(self) -> int | Window | None:
+        """Which checkpoints are taken."""
+        if self.tokens is None:
+            return self.last
+        return Window(_tokens(self.tokens), self.tokens_per_step)
 
     @model_validator(mode="after")
     def _decay_of_ema(self) -> Run:
@@ -189,7 +247,7 @@ def compile_run(
         CheckpointError: there are fewer checkpoints, or one of them is incomplete.
         RecipeError: a checkpoint would count for nothing.
     """
-    found = last_steps(run.folder, run.last, beside)
+    found = last_steps(run.folder, run.window, beside)
     shares = run.shares([saved.step for saved in found])
     if names := sorted({name for saved in found for name in saved.own}):
         notes.append(

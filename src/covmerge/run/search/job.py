@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,112 +21,16 @@ from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.disk import replace_file
-from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import Lock, TakenError
-from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.recipe.search import Template
-from covmerge.run.comparison import SHARED_COPIES, execute
-from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.outputs import room_for
-from covmerge.run.judgement import check_fit
-from covmerge.run.output import OutputFiles
 from covmerge.run.scoring.job import ScoreProgress
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
-from covmerge.run.sources import OpenCheckpoints, open_recipe
-
-# Several merges of the same checkpoints, each time in one reading.
-
-
-@dataclass
-class Together:
-    """Merges of the same checkpoints.
-
-    Attributes:
-        checkpoints: of all of them.
-        options: how it is done.
-    """
-
-    checkpoints: OpenCheckpoints
-    options: RunOptions
-    _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
-
-    def check(self, recipe: Recipe) -> None:
-        """Plan a merge, and refuse one that the memory cannot hold.
-
-        Raises:
-            InputError: everything that would stop it before its first tensor.
-        """
-        plan, _ = self.checkpoints.plan(recipe)
-        self.options.memory([plan])
-
-    def write(self, work: Sequence[tuple[Recipe, Path]]) -> None:
-        """Merge each recipe to its folder; so many in one reading as the memory holds.
-
-        Raises:
-            InputError: as a merge. Folders that were begun are left.
-            CheckFailed: a model failed its verification.
-        """
-        plans, checkpoints = self.checkpoints.plans([recipe for recipe, _ in work])
-        alike: dict[object, list[tuple[Plan, Path]]] = {}
-        for plan, (_, folder) in zip(plans, work, strict=True):
-            alike.setdefault(_read_of(plan), []).append((plan, folder))
-        if len(alike) == 1:
-            self._write(list(zip(plans, (folder for _, folder in work), strict=True)), checkpoints)
-            return
-        # A weight of 0 leaves an expert out of what is read.
-        recipes = {folder: recipe for recipe, folder in work}
-        for part in alike.values():
-            self.write([(recipes[folder], folder) for _, folder in part])
-
-    def _write(self, work: Sequence[tuple[Plan, Path]], checkpoints: OpenCheckpoints) -> None:
-        plans = [plan for plan, _ in work]
-        try:
-            memory = self._memory(plans)
-        except ResourceError:
-            if len(work) == 1:
-                raise
-            half = len(work) // 2
-            for part in (work[:half], work[half:]):
-                self.write([(plan.recipe, folder) for plan, folder in part])
-            return
-        room_for(plans, work[0][1].parent).check()
-        checkpoints.materialize()
-        files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
-        outputs = [file.output for file in files]
-        # The sources are hashed in the first reading.
-        contents = None if self._recorded else checkpoints.contents()
-        done, hashes = execute(
-            plans, outputs, checkpoints, memory, self.options, contents, compare=False
-        )
-        self._recorded = self._recorded or checkpoints.recorded(hashes)
-        for (plan, folder), file, found in zip(work, files, done, strict=True):
-            fit = check_fit(plan, found.items, checkpoints)
-            file.finish(
-                found, self._recorded, memory, LocalFolder(folder), fit=fit, may_equal_base=True
-            )
-
-    def _memory(self, plans: Sequence[Plan]) -> MemoryPlan:
-        weights = {tuple(_weights(plan.recipe)) for plan in plans}
-        return self.options.memory(
-            plans, shared=SHARED_COPIES * len(weights) if len(plans) > 1 else 0
-        )
-
-
-def _weights(recipe: Recipe) -> list[Any]:
-    return [repr(expert.weight) for expert in recipe.experts.values()]
-
-
-def _read_of(plan: Plan) -> tuple[object, ...]:
-    """What a plan reads of the experts: plans that share a reading read the same."""
-    return tuple(
-        tuple((o.source, o.tensor, o.rows) for o in tensor.operands.values())
-        for tensor in plan.tensors
-    )
-
+from covmerge.run.sources import open_recipe
+from covmerge.run.together import Together
 
 CSV_NAME, BEST_RECIPE, BEST_MODEL, FRONT = "trials.csv", "best.yml", "best", "front"
 _WORK = ".trials"

@@ -1,0 +1,117 @@
+"""Several merges of the same checkpoints, so many in one reading as the memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covmerge.base.errors import ResourceError
+from covmerge.base.types import Json
+from covmerge.files.stores.local import LocalFolder
+from covmerge.plan.planning.types import Plan
+from covmerge.plan.recipe import Recipe
+from covmerge.run.comparison import SHARED_COPIES, execute
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import room_for
+from covmerge.run.judgement import check_fit
+from covmerge.run.output import OutputFiles
+from covmerge.run.result import MergeResult
+from covmerge.run.sources import OpenCheckpoints
+
+
+@dataclass
+class Together:
+    """Merges of the same checkpoints.
+
+    Attributes:
+        checkpoints: of all of them.
+        options: how it is done.
+    """
+
+    checkpoints: OpenCheckpoints
+    options: RunOptions
+    _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def check(self, recipe: Recipe) -> None:
+        """Plan a merge, and refuse one that the memory cannot hold.
+
+        Raises:
+            InputError: everything that would stop it before its first tensor.
+        """
+        plan, _ = self.checkpoints.plan(recipe)
+        self.options.memory([plan])
+
+    def write(self, work: Sequence[tuple[Recipe, Path]]) -> dict[Path, MergeResult]:
+        """Merge each recipe to its folder; so many in one reading as the memory holds.
+
+        Returns:
+            What was found, by the folder.
+
+        Raises:
+            InputError: as a merge. Folders that were begun are left.
+            CheckFailed: a model failed its verification.
+        """
+        plans, checkpoints = self.checkpoints.plans([recipe for recipe, _ in work])
+        alike: dict[object, list[tuple[Plan, Path]]] = {}
+        for plan, (_, folder) in zip(plans, work, strict=True):
+            alike.setdefault(_read_of(plan), []).append((plan, folder))
+        if len(alike) == 1:
+            folders = (folder for _, folder in work)
+            return self._write(list(zip(plans, folders, strict=True)), checkpoints)
+        # A weight of 0 leaves an expert out of what is read.
+        recipes = {folder: recipe for recipe, folder in work}
+        parts = [[(recipes[folder], folder) for _, folder in part] for part in alike.values()]
+        return {folder: found for part in parts for folder, found in self.write(part).items()}
+
+    def _write(
+        self, work: Sequence[tuple[Plan, Path]], checkpoints: OpenCheckpoints
+    ) -> dict[Path, MergeResult]:
+        plans = [plan for plan, _ in work]
+        try:
+            memory = self._memory(plans)
+        except ResourceError:
+            if len(work) == 1:
+                raise
+            half = len(work) // 2
+            halves = [
+                [(p.recipe, folder) for p, folder in part] for part in (work[:half], work[half:])
+            ]
+            return {folder: one for part in halves for folder, one in self.write(part).items()}
+        room_for(plans, work[0][1].parent).check()
+        checkpoints.materialize()
+        files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
+        outputs = [file.output for file in files]
+        # The sources are hashed in the first reading.
+        contents = None if self._recorded else checkpoints.contents()
+        done, hashes = execute(
+            plans, outputs, checkpoints, memory, self.options, contents, compare=False
+        )
+        self._recorded = self._recorded or checkpoints.recorded(hashes)
+        results: dict[Path, MergeResult] = {}
+        for (plan, folder), file, found in zip(work, files, done, strict=True):
+            fit = check_fit(plan, found.items, checkpoints)
+            results[folder] = file.finish(
+                found, self._recorded, memory, LocalFolder(folder), fit=fit, may_equal_base=True
+            )
+        return results
+
+    def _memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        weights = {tuple(_weights(plan.recipe)) for plan in plans}
+        return self.options.memory(
+            plans, shared=SHARED_COPIES * len(weights) if len(plans) > 1 else 0
+        )
+
+
+def _weights(recipe: Recipe) -> list[Any]:
+    return [repr(expert.weight) for expert in recipe.experts.values()]
+
+
+def _read_of(plan: Plan) -> tuple[object, ...]:
+    """What a plan reads of the experts: plans that share a reading read the same."""
+    return tuple(
+        tuple((o.source, o.tensor, o.rows) for o in tensor.operands.values())
+        for tensor in plan.tensors
+    )
