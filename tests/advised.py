@@ -6,6 +6,7 @@ with the source, so that a message with an advice that nobody followed fails the
 """
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -117,6 +118,11 @@ _OTHER_CALLS = {"Option", "Argument", "Field", "Typer", "compile", "command", "s
 }
 _PAGES = {"front/cli/catalogue.py"}  # docs/methods.md, whose commands tests/test_shown.py runs
 _HELP = {"help", "description", "epilog"}
+
+
+def rules_in(text: str) -> list[dict[str, str]]:
+    """Every rule that a message advises to a caller in Python."""
+    return [r for found in re.findall(r"rules=(\[[^\]]*\])", text) for r in json.loads(found)]
 
 
 def advice(template: str) -> str:

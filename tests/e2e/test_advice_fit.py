@@ -1,12 +1,10 @@
 """What errors advise about experts, statistics and outputs that do not fit: followed."""
 
 import json
-import re
 from contextlib import closing
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -17,7 +15,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.adapters.models import llama, make, vit
-from tests.advised import advice
+from tests.advised import advice, rules_in
 from tests.cli.runs import save_plain, statistics_for
 
 NAME, NORM = "layers.0.fc.weight", "norm.weight"
@@ -89,14 +87,14 @@ def test_statistics_of_a_layer_that_one_expert_lacks(how, tmp_path):
     keep_layers(stats["b"], stats["b"], lambda own: own != layer)
     experts = {n: tmp_path / f"{n}.safetensors" for n in "ab"}
     base, few = tmp_path / "base.safetensors", {"few_rows": "allow"}
-    said = advice("collect it for all experts, or add the rule {match: '{}', use: average}.")
+    said = advice("collect it for all experts, or add {}.")
     with pytest.raises(CovmergeError, match=said) as told:
         covmerge.merge(base, experts, "regmean", statistics=stats, tensors=few)
     rules = []
     if how == "collect":
         stats = statistics_for("regmean", tmp_path)
     else:
-        rules = [yaml.safe_load(re.search(r"\{match: '[^']*', use: \w+\}", str(told.value))[0])]
+        rules = rules_in(str(told.value))
     given = {"statistics": stats, "rules": rules, "tensors": few}
     found = covmerge.merge(base, experts, "regmean", **given).tensors
     means = sum(load_file(path)[layer] for path in experts.values()) / 2
@@ -113,7 +111,7 @@ def test_a_tensor_without_a_place_in_an_adapter(how, tmp_path):
     trained = torch.randn(1, 1, 16)
     save_file(load_file(file) | {f"base_model.model.{token}": trained}, file, {"format": "pt"})
     given = (tmp_path / "base", {"a": tmp_path / "a"}, "average")
-    said = advice("use: base} (or head, to keep it per expert).")
+    said = advice("or add {} (or head, to keep it per expert).")
     with pytest.raises(CovmergeError, match=said) as told:
         covmerge.merge(*given, tmp_path / "x", form="adapter")
     right = covmerge.merge(*given).tensors
@@ -122,7 +120,7 @@ def test_a_tensor_without_a_place_in_an_adapter(how, tmp_path):
         covmerge.merge(*given, tmp_path / "out", form="model")
         found = load_file(tmp_path / "out" / "model.safetensors")
     else:
-        rule = yaml.safe_load(re.search(r"\{match: '[^']*', use: \w+\}", str(told.value))[0])
+        (rule,) = rules_in(str(told.value))
         covmerge.merge(*given, tmp_path / "out", form="adapter", rules=[rule])
         found = covmerge.merge(tmp_path / "base", {"x": tmp_path / "out"}, "average").tensors
         right[token] = load_file(tmp_path / "base" / "model.safetensors")[token]

@@ -4,14 +4,13 @@ import re
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
 from tests.adapters.models import bert, gpt2, llama, make, mixtral
-from tests.advised import advice
+from tests.advised import advice, rules_in
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, statistics_for
 from tests.e2e.following import told
@@ -36,7 +35,7 @@ def check(base, expert, right, **how):
 
 
 def rule_in(text):
-    return yaml.safe_load(re.search(r"\{match: '[^']*', use: \w+\}", text)[0])
+    return rules_in(text)[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,7 @@ def test_an_adapter_of_another_base(lora, tmp_path):
 def test_a_head_with_factors_only(lora):
     base = lora.folder.parent / "base"
     rules = [{"match": Q, "use": "head"}]
-    said = advice(
-        "has only factors of its update: leave it to the base with the rule {match: '{}', use: b"
-    )
+    said = advice("has only factors of its update: leave it to the base with {}, or merge it")
     text = refused(said, base, lora.folder, rules=rules)
     check(base, lora.folder, {Q: lora.base[Q]}, rules=[rule_in(text)])
     check(base, lora.folder, {Q: lora.merged[Q]})
@@ -131,7 +128,7 @@ def test_renaming_as_the_error_says():
 
 def test_a_part_that_the_base_lacks_is_named_by_a_rule():
     tower = {f"visual.{n}.fc.weight": torch.ones(20, 20) for n in range(3)}
-    said = advice("use: base}; `*` stands for any part of a name. If it is {}: ")
+    said = advice("such as {}; `*` stands for any part of a name. If it is {}: ")
     text = refused(said, BASE, A | tower, tensors={"extra": "ignore"})
     rule = rule_in(text)
     check(BASE, A | tower, A, rules=[rule | {"match": rule["match"].replace("0", "*")}])
@@ -255,7 +252,7 @@ def test_what_an_inspection_advises(base, expert, said, tensors):
 def test_a_number_that_is_not_finite():
     broken = {name: tensor.clone() for name, tensor in A.items()}
     broken["layers.0.norm.weight"][3] = float("nan")
-    said = advice(", or leave the tensor to the base with the rule {match: '{}', use: base}")
+    said = advice(", or leave the tensor to the base with {}")
     text = refused(said, BASE, broken)
     check(BASE, broken, {NAME: A[NAME]}, rules=[rule_in(text)])
 

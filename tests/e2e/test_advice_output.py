@@ -1,5 +1,7 @@
 """What errors advise about adapters as outputs, and about slices: followed to a right output."""
 
+import re
+
 import pytest
 import torch
 import yaml
@@ -94,7 +96,7 @@ def test_factors_of_a_stack(how, tmp_path):
     parameters = ["mlp.experts.down_proj"]
     right = adapted(tmp_path, mixtral, target_modules=["q_proj"], target_parameters=parameters)
     said = advice(
-        ", which a merged adapter does not hold: merge to a full model (--as model), or add the rule "
+        ", which a merged adapter does not hold: merge to a full model (--as model), or add "
     )
     given = told(f"{said}.*", "merge", *flags(tmp_path, "--as=adapter"), "x")
     if how == "model":
@@ -102,7 +104,7 @@ def test_factors_of_a_stack(how, tmp_path):
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
         same(found, right)
     else:
-        rules = [yaml.safe_load(given[0][given[0].index("{") :])]
+        rules = [yaml.safe_load(re.search(r"\{.*\}", given[0])[0])]
         rules[0]["match"] = rules[0]["match"].replace("layers.0", "layers.*")
         file = recipe(tmp_path, rules=rules, output={"format": "adapter"})
         command("merge", file, tmp_path / "out")

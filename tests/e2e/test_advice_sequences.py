@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
-from tests.advised import advice
+from tests.advised import advice, rules_in
 from tests.e2e.test_other_names import BASE, EXPERT, STRANGE
 
 LAYERS = [name for name in BASE if "fc" in name]
@@ -71,14 +71,13 @@ KINDS = {
         EXPERT | {LAYERS[0]: CODES[LAYERS[0]], LAYERS[1]: CODES[LAYERS[1]]},
     ),
 }
-RULE = re.compile(r"\{match: '([^']*)', use: (\w+)\}")
 TENSORS = re.compile(r'tensors=(\{"\w+": "\w+"\})')
 ALLOW = re.compile(r"allow=(\[[^\]]*\])")
 
 
 def advised(text: str, settings: dict) -> Iterator[dict]:
     """The settings with each that a message advises."""
-    rules = [{"match": match, "use": use} for match, use in RULE.findall(text)]
+    rules = rules_in(text)
     if '"use": "head"' in text:  # for the first tensor that it names, and its like
         named = re.search(r"'([\w.]+\.[\w.]+)'", text)
         rules.append({"match": re.sub(r"\d+", "*", named[1]), "use": "head"})

@@ -56,6 +56,7 @@ class Case:
 
 # What is advised, in a message.
 SETTING = re.compile(r"\{match: '[^']*', use: \w+\}|(?<=`)\{?\w+: [^`]*(?=`)")
+RULE = r"the rule \{match: '[^']*', use: \w+\}"
 ALLOW = advice("; if this is meant, go on with --allow {}")
 
 
@@ -63,7 +64,7 @@ CASES = {
     "a head of another size": Case(
         BASE | {HEAD: torch.ones(2, 8)},
         EXPERT | {HEAD: torch.ones(3, 8)},
-        advice("If the tensor is a task head, add the rule {match: '{}', use: head}"),
+        advice("If the tensor is a task head, add ") + RULE,
         {LAYER: W + STEP, HEAD: torch.ones(2, 8)},
     ),
     "more tensors": Case(
@@ -96,23 +97,19 @@ CASES = {
     "numbers and codes": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int64)},
         EXPERT | {CODES: torch.ones(4)},
-        advice(
-            "as it was before; else leave the tensor to the base with the rule {match: '{}', use: base}"
-        ),
+        advice("as it was before; else leave the tensor to the base with ") + RULE,
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "complex and real numbers": Case(
         BASE | {"layers.9.filter.weight": torch.ones(4, 4, dtype=torch.complex64)},
         EXPERT | {"layers.9.filter.weight": torch.ones(4, 4)},
-        advice(
-            "as it was before; else leave the tensor to the base with the rule {match: '{}', use: base}"
-        ),
+        advice("as it was before; else leave the tensor to the base with ") + RULE,
         {LAYER: W + STEP},
     ),
     "integers that differ": Case(
         BASE | {name: torch.ones(4, dtype=torch.int64) for name in (CODES, MORE)},
         EXPERT | {name: torch.zeros(4, dtype=torch.int64) for name in (CODES, MORE)},
-        advice("If that is right, say it by the rule {match: '{}', use: base}"),
+        advice("If that is right, say it by ") + RULE,
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "integers that differ, allowed": Case(
@@ -151,7 +148,8 @@ CASES = {
     "codes and their scales": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
         EXPERT | {CODES: torch.zeros(4, dtype=torch.int8), SCALES: 2 * torch.ones(4)},
-        advice("to the base by the rules {match: '{}', use: base} and {match: '{}', use: base}"),
+        advice("leave both tensors to the base by ")
+        + r"the rules \{match: '[^']*', use: base\} and \{match: '[^']*', use: base\}",
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
     ),
     "layers in each other's place": Case(

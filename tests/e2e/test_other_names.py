@@ -1,5 +1,7 @@
 """Experts that call the base's tensors otherwise: one model, as transformers reads both, or a refusal."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 import covmerge
+from covmerge.base.settings import rules_for
 from covmerge.errors import CheckpointError, RecipeError, TensorError
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
@@ -233,7 +236,7 @@ def test_what_a_rule_leaves_out_by_name_is_meant():
 
 def test_an_expert_with_a_larger_part_that_the_base_lacks():
     tower = {f"model.visual.{n}.fc.weight": torch.ones(20, 20) for n in range(3)}
-    said = r"All that the base has would be merged.*'model\.visual\.0\.fc\.weight', use: base"
+    said = rf"All that the base has would be merged.*{re.escape(rules_for('model.visual.0.fc.weight'))}"
     with pytest.raises(TensorError, match=said):
         covmerge.merge(BASE, {"a": EXPERT | tower}, "average", tensors={"extra": "ignore"})
     # As it says.
@@ -257,11 +260,11 @@ def test_an_unrelated_tensor_of_the_shape_of_one_that_is_lacking():
 
 def test_what_could_be_a_renaming_is_said_to_be_one_that_could_be():
     expert = LACKS_THE_NORM | {"own.weight": torch.ones(4)}
-    said = r"lacks 'norm\.weight'.*could be.*except a rule .*{match: 'own\.weight', use: base}"
+    rules = [{"match": "own.weight", "use": "base"}]
+    said = rf"lacks 'norm\.weight'.*could be.*except one .*{re.escape(rules_for('own.weight'))}"
     with pytest.raises(TensorError, match=said):
         covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS)
     # As it says, where it is another tensor.
-    rules = [{"match": "own.weight", "use": "base"}]
     result = covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS, rules=rules)
     torch.testing.assert_close(result.tensors["layers.2.fc.weight"], EXPERT["layers.2.fc.weight"])
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 import covmerge
 from covmerge.errors import InputError
 from covmerge.files.quantised.view import open_plain
-from tests.advised import advice
+from tests.advised import advice, rules_in
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import told
 from tests.e2e.test_advice import adapter
@@ -253,7 +253,7 @@ def test_an_adapter_over_a_quantised_base(how, tmp_path):
         covmerge.merge(tmp_path / "base", experts, "model_stock", tmp_path / "never", **given)
     base, method, rules = tmp_path / "base", "model_stock", []
     if how == "rule":
-        rules = [yaml.safe_load(re.search(r"\{match: '[^']*', use: \w+\}", str(told.value))[0])]
+        rules = rules_in(str(told.value))
     elif how == "method":
         method = "average"
     else:

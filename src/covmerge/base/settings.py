@@ -128,6 +128,27 @@ class Hint:
         return _as_flag(self.setting, value)
 
 
+def rules_for(*matches: str, use: str = "base") -> str:
+    """Return what messages call a rule, or several: of a recipe, or an argument; they have no flag.
+
+    Args:
+        matches: names of tensors, or patterns, one for each rule.
+        use: what the rules say of them.
+
+    Example:
+        >>> rules_for("*.norm.*")
+        'rules=[{"match": "*.norm.*", "use": "base"}]'
+        >>> with hints_in("recipe"):
+        ...     rules_for("*.norm.*", use="head")
+        "the rule {match: '*.norm.*', use: head}"
+    """
+    if _form == "python":
+        return f"rules={json.dumps([{'match': match, 'use': use} for match in matches])}"
+    shown = " and ".join(f"{{match: '{match}', use: {use}}}" for match in matches)
+    where = " of a recipe" if _form == "flags" else ""
+    return f"the rule{'s' if len(matches) > 1 else ''} {shown}{where}"
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a setting.
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from covmerge.base.errors import InputError
+from covmerge.base.settings import rules_for
 from covmerge.base.text import of_all_layers
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content
@@ -59,8 +60,8 @@ class AdaptedBase(View):
         """
         if self._packs(name):
             raise InputError(
-                f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
-                f"rule {{match: '{of_all_layers(name)}', use: base}}, choose a method that works on the "
+                f"'{name}' is needed, and {self.source} stores it quantised: leave it out with "
+                f"{rules_for(of_all_layers(name))}, choose a method that works on the "
                 "updates alone, or pass the base as it was before it was quantised"
             )
         self._stored.materialize()

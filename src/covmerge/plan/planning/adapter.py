@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import InputError, RecipeError, TensorError
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
@@ -174,7 +174,7 @@ def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
             raise InputError(
                 f"'{tensor.name}' is of a module of sentence-transformers, and an adapter has no place for "
                 f"it: merge to a full model ({Hint('form', 'model')}), or leave the module to the base "
-                f"with the rule {{match: '{module.prefix}*', use: base}}"
+                f"with {rules_for(f'{module.prefix}*')}"
             )
 
 
@@ -262,7 +262,7 @@ class _Merged:
                 + ("a stack of matrices" if factors.stacked else "a parameter that is no layer")
                 + ", which a merged adapter does not hold: merge to a full model "
                 f"({Hint('form', 'model')}), or add "
-                f"the rule {{match: '{of_all_layers(self.tensor.name)}', use: base}}"
+                f"{rules_for(of_all_layers(self.tensor.name))}"
             )
         self._factors.append(factors)
 
@@ -374,8 +374,8 @@ class _Whole:
         elif must:
             raise TensorError(
                 f"'{tensor.name}': an expert trained it whole, and an adapter has no place for it. "
-                "Merge to a full model, or add the rule "
-                f"{{match: '{of_all_layers(tensor.name)}', use: base}} (or head, to keep it per expert)."
+                "Merge to a full model, or add "
+                f"{rules_for(of_all_layers(tensor.name))} (or head, to keep it per expert)."
             )
 
     @property

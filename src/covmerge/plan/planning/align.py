@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from covmerge.base.errors import InputError, TensorError
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
@@ -217,7 +217,7 @@ def align(
                 + (
                     "Pass the base that it was trained from"  # heads in place of layers: nearly the base
                     if _in_a_layer(name)
-                    else f"If the tensor is a task head, add the rule {{match: '{name}', use: head}}."
+                    else f"If the tensor is a task head, add {rules_for(name, use='head')}."
                 )
             )
     taken = {*names.values(), *own_heads, *filter(None, rebuilt.values())}
@@ -281,7 +281,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             raise TensorError(
                 f"'{name}' is to be kept as a task head by a rule, and expert '{expert_name}' "
                 f"({adapter.checkpoint.source}) has only factors of its update: leave it to the base "
-                f"with the rule {{match: '{name}', use: base}}, or merge it"
+                f"with {rules_for(name)}, or merge it"
             )
         else:
             resized = found in adapter.headers and _is_vocabulary(
@@ -459,7 +459,7 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
                 "Pass the quantised one as it was before"  # without its layers: nearly the base
                 if floating and _in_a_layer(header.name) and len(header.shape) > 1
                 else "If one of them is quantised, pass it as it was before; else leave the tensor to the "
-                f"base with the rule {{match: '{of_all_layers(header.name)}', use: base}}"
+                f"base with {rules_for(of_all_layers(header.name))}"
             )
         )
 
@@ -509,7 +509,7 @@ def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[st
             f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(refused, 5, quoted=True)}. Is it a fine-tune of this base? "
             f"If these tensors may be left out, set {Hint('tensors', {'extra': 'ignore'})}; if they are a "
-            "task head, add a rule such as {match: NAME, use: head}."
+            f"task head, add {rules_for('NAME', use='head')}."
         )
 
 

@@ -11,7 +11,7 @@ from math import lcm, prod
 import torch
 
 from covmerge.base.errors import InputError, RecipeError, pattern_meant
-from covmerge.base.settings import UNNAMED, UNNAMED_NOTE, Hint, choose
+from covmerge.base.settings import UNNAMED, UNNAMED_NOTE, Hint, choose, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.base.version import __version__
@@ -845,8 +845,8 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         ):
             yield (
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
-                "merged; if it is a task head, keep one per expert by the rule "
-                f"{{match: '{tensor.name}', use: head}}"
+                "merged; if it is a task head, keep one per expert by "
+                f"{rules_for(tensor.name, use='head')}"
             )
     yield from _averaged_factors(draft, models)
     yield from _rebuilt(draft.alignments)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from covmerge.base.errors import InputError, RecipeError, TensorError
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import some
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import Checkpoint
@@ -116,8 +116,8 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
             raise TensorError(
                 f"'{tensor.name}': {statistics[expert].path} of expert '{expert}' has no "
                 f"{_KINDS[kind]} of '{name or tensor.name}', but the file of expert "
-                f"'{next(iter(found))}' has one: collect it for all experts, or add the rule "
-                f"{{match: '{tensor.name}', use: average}}."
+                f"'{next(iter(found))}' has one: collect it for all experts, or add "
+                f"{rules_for(tensor.name, use='average')}."
             )
     for expert, name in found.items():
         _check(recipe, method, tensor, expert, statistics[expert], name)

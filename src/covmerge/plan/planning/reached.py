@@ -9,6 +9,7 @@ from math import prod
 
 from covmerge.base.errors import TensorError
 from covmerge.base.findings import LOST
+from covmerge.base.settings import rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
@@ -109,8 +110,8 @@ def _way_out(lost: Collection[str], whole: bool, nearly_the_base: bool) -> str:
             "one that the expert lacks, under another name",
         )
     return (
-        f"{merged} setting allows it except a rule that names what is left out, such as {{match: "
-        f"'{next(iter(lost))}', use: base}}; `*` stands for any part of a name. If it is {otherwise}: "
+        f"{merged} setting allows it except one that names what is left out, such as "
+        f"{rules_for(next(iter(lost)))}; `*` stands for any part of a name. If it is {otherwise}: "
         f"{rename[0].lower()}{rename[1:]}"
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import NotFiniteError, TensorError
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Hint, rules_for
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LowRank, Measured
 from covmerge.files.checkpoints.base import Checkpoint
@@ -375,7 +375,7 @@ def _name_what_is_not_finite(
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
             of_base = source is None  # what it holds is in the output whatever a rule says
-            hint = f", or leave the tensor to the base with the rule {{match: '{name}', use: base}}"
+            hint = f", or leave the tensor to the base with {rules_for(name)}"
             raise NotFiniteError(
                 name,
                 source,
@@ -386,7 +386,7 @@ def _name_what_is_not_finite(
         name,
         expert,
         "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
-        f"leave the tensor to the base with the rule {{match: '{name}', use: base}}."
+        f"leave the tensor to the base with {rules_for(name)}."
         if dtype == torch.float64
         else "gives an update that overflows the compute dtype; compute in float64 "
         f"({Hint('dtype', 'float64')}).",

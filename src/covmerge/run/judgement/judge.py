@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.findings import LOST, UNCHANGED, Finding, Fit, Severity
-from covmerge.base.settings import Hint
+from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
@@ -239,7 +239,7 @@ def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
         return Finding(Severity.FAULT, text, foreign.expert, (name,), "swapped-tensors")
     text += (
         ": a layer of its own? No merge can bring it together with the others'; leave it to the base "
-        f"by the rule {{match: '{name}', use: base}}, or to each expert by use: head"
+        f"by {rules_for(name)}, or to each expert by one with `head`"
     )
     return Finding(Severity.WARNING, text, foreign.expert, (name,))
 

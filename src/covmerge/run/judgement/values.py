@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.findings import LOST, Finding, Severity
+from covmerge.base.settings import rules_for
 from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Json, LowRank
 from covmerge.files.checkpoints.base import Checkpoint
@@ -96,9 +97,8 @@ def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whos
         f"has other values than {whose} in {counted(len(codes), 'integer tensor')} "
         f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
         "these look like quantised weights and their scales, in a format that is not read. Give "
-        "the models in a floating-point dtype, or leave both tensors to the base by the rules "
-        f"{{match: '{of_all_layers(first)}', use: base}} and "
-        f"{{match: '{of_all_layers(scales[first])}', use: base}}"
+        "the models in a floating-point dtype, or leave both tensors to the base by "
+        f"{rules_for(of_all_layers(first), of_all_layers(scales[first]))}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(codes))
 
@@ -107,8 +107,8 @@ def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
     text = (
         f"has other values than {whose} in {counted(len(names), 'tensor')} of integers or truth values, "
         f"which are not merged: {some(names, _SHOWN, quoted=True)}. The output would have those of "
-        f"{whose}. If that is right, say it by the rule "
-        f"{{match: '{of_all_layers(names[0])}', use: base}}"
+        f"{whose}. If that is right, say it by "
+        f"{rules_for(of_all_layers(names[0]))}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
 
