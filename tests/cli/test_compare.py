@@ -58,6 +58,13 @@ def test_one_method_several_times(models):
     assert max(map(cell_len, table.splitlines())) <= 80
 
 
+def test_a_row_names_the_parameters_beside_its_method(models):
+    """A list of numbers cannot be in the name of a folder: only its method is named."""
+    wanted = "task_arithmetic(scale=0.5),linear(weight=[0.5, 0.5])"
+    rows = covmerge("compare", *flags(models), "--methods", wanted, "--json").json["methods"]
+    assert [row["label"] for row in rows] == ["task_arithmetic-scale=0.5", "linear"]
+
+
 def test_a_sweep_reads_every_tensor_once(models, monkeypatch):
     read = Counter()
 

@@ -113,7 +113,7 @@ def test_scoring_says_which_model_is_in_hand_and_how_long_the_others_take():
         progress.advance()
     progress.finish()
     assert shown.file.getvalue().splitlines() == [
-        "0 of 3 models scored, ties",
-        "1 of 3 models scored, about 2 min 00 s left, auto",
-        "2 of 3 models scored, about 1 min 00 s left, iso_c",
+        "scoring ties: 0 of 3 models scored",
+        "scoring auto: 1 of 3 models scored, about 2 min 00 s left",
+        "scoring iso_c: 2 of 3 models scored, about 1 min 00 s left",
     ]

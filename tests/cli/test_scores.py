@@ -60,6 +60,7 @@ def test_methods_by_tasks(models):
     ]
     tex = (out / "scores.tex").read_text("utf-8")
     assert r"iso\_c & 0.250 {\scriptsize [" in tex and r"\textbf{0.700}" in tex
+    assert "of the examples, 20 of sts.\n" in tex
     assert not (models / "x").exists()
 
 
@@ -112,6 +113,8 @@ def test_base_and_experts(models):
     assert any(note.startswith("expert b is not scored") for note in ran.json["notes"])
     assert ran.json["recommended"] == "average"  # of the methods, though "base" scores higher
     assert scored(models) == ["base-folder", "a-folder", "average"]
+    *_, bounds, merges = (models / "out" / "scores.tex").read_text("utf-8").split(r"\midrule")
+    assert r"\textbf" not in bounds and r"\textbf" in merges  # no merge is to beat an expert
 
 
 def test_without_scores_nothing_is_recommended(models):

@@ -62,8 +62,7 @@ class Row:
     """One method's line in the comparison.
 
     Attributes:
-        label: what it is called here, and its folder: the method's name, and parameters where several
-            entries are of one method.
+        label: what it is called here, and its folder: the method's name, and the parameters beside it.
         method: its name.
         parameters: all of its parameters; those of the recipe's rules are in the manifest.
         norm: ‖W̄ − W_0‖_F over all merged tensors.
@@ -195,8 +194,7 @@ class Entry:
     Attributes:
         method: registered name.
         parameters: those that are not at their defaults.
-        label: what its row and its folder are called: the method, and the parameters where these tell it
-            from other entries of the method.
+        label: what its row and its folder are called: the method, and the parameters that stand beside it.
     """
 
     method: str
@@ -289,8 +287,9 @@ def _entry(
     method = registry.get(name)
     values = {**parameters.get(method.name, {}), **given}
     resolved = method.resolve(values)
-    texts = [] if alone else [f"{key}={resolved[key]}" for key in given]
-    label = "-".join([method.name, *texts])
+    label = "-".join([method.name, *(f"{key}={resolved[key]}" for key in given)])
+    if alone and not _LABEL.fullmatch(label):  # such as a list of numbers
+        label = method.name
     if not _LABEL.fullmatch(label):
         raise RecipeError(
             f"'{label}' cannot name a folder: give these values by {Hint('parameters')}"

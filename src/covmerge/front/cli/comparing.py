@@ -140,6 +140,8 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
             f"{next_}. Have the scorer give a number for each example, the same ones for every model, to "
             "see whether that is chance"
         )
+    if lead.low == lead.high == 0:
+        return f"{next_}. They score the same"
     between = f"{written(lead.mean)} [{written(lead.low)}, {written(lead.high)}]"
     return f"{next_}. The lead is {between}{'' if lead.clear else ': it may be chance'}"
 

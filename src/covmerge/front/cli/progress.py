@@ -137,8 +137,9 @@ class ScoringProgress(_Display):
     def line(self) -> str:
         """Say how many are scored, which one is in hand, and how long the others will take."""
         total = self._total or 0
-        parts = [f"{self._done} of {counted(total, 'model')} scored"]
+        now = f"scoring {printable(self._label_now)}: " if self._done < total else ""
+        parts = [f"{now}{self._done} of {counted(total, 'model')} scored"]
         if self._done:
             left = self._elapsed / self._done * (total - self._done)
             parts.append(f"about {format_seconds(left)} left")
-        return ", ".join([*parts, printable(self._label_now)])
+        return ", ".join(parts)

@@ -34,11 +34,13 @@ class Candidate:
         label: what it is called in the table.
         folder: where it is.
         hash: of all its bytes; None where nobody knows it, and no score is saved.
+        bound: whether it is the base or an expert.
     """
 
     label: str
     folder: Path
     hash: str | None
+    bound: bool = False
 
     @classmethod
     def merged(cls, label: str, folder: Path) -> Candidate:
@@ -65,7 +67,7 @@ def candidates(
         if label.startswith("statistics "):
             continue
         if (folder / "config.json").is_file():
-            found.append(Candidate(label, folder, _digest(source["content"])))
+            found.append(Candidate(label, folder, _digest(source["content"]), bound=True))
         else:
             notes.append(
                 f"{label} is not scored: {folder} is no folder of a whole model, with a config.json"
@@ -186,7 +188,7 @@ class ScoreJob:
         for model in self.models:
             found = self.saved.find(model, key)
             if found is not None:
-                scored[model.label] = Scored(model.label, *found, kept=True)
+                scored[model.label] = Scored(model.label, *found, kept=True, bound=model.bound)
         waiting = [model for model in self.models if model.label not in scored]
         shown = self.progress
         if shown:
@@ -204,7 +206,7 @@ class ScoreJob:
                     failed[model.label] = f"{type(error).__name__}: {error}"
                 else:
                     seconds = time.perf_counter() - started
-                    scored[model.label] = Scored(model.label, scores, seconds)
+                    scored[model.label] = Scored(model.label, scores, seconds, bound=model.bound)
                     self.saved.add(model, key, self.scorer.name, scores, seconds)
                     self.saved.write(self.folder / SCORES_NAME)
                 if shown:

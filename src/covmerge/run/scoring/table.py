@@ -31,12 +31,14 @@ class Scored:
         scores: by task.
         seconds: that scoring it took.
         kept: whether the scores were taken by an earlier run.
+        bound: whether it is the base or an expert, and no merge.
     """
 
     label: str
     scores: Scores
     seconds: float
     kept: bool = False
+    bound: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,21 +130,25 @@ class ScoreTable(Tabular):
         return Table((*columns, self._free_name("seconds")), tuple(rows))
 
     def latex(self) -> str:
-        """The table for a paper: booktabs, the highest of each column in bold."""
+        """The table for a paper: booktabs, the highest merge of each column in bold."""
         best = {column: self._highest(column) for column in self.columns}
         head = " & ".join(["Method", *map(_escaped, self.columns)])
         lines = [
             f"% covmerge {__version__}, scored by: {' '.join(self.scorer.split())}",
-            "% In brackets: 95 % of 2000 paired bootstrap draws of the examples.",
+            "% In brackets: 95 % of 2000 paired bootstrap draws of the examples"
+            + "".join(f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
+            + ".",
             r"% Needs \usepackage{booktabs}.",
             rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
             r"\toprule",
             rf"{head} \\",
-            r"\midrule",
         ]
-        for row in self.rows:
-            cells = [self._latex(row, column, best=best[column]) for column in best]
-            lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
+        bounds = [row for row in self.rows if row.bound]
+        for part in (bounds, [row for row in self.rows if not row.bound]):
+            lines += [r"\midrule"] if part else []
+            for row in part:
+                cells = [self._latex(row, column, best=best[column]) for column in best]
+                lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
     def html(self) -> str:
@@ -221,7 +227,9 @@ class ScoreTable(Tabular):
 
     def _highest(self, column: str) -> str:
         """The highest score of a column as it is written: equal ones are equally good."""
-        values = [v for row in self.rows if (v := self.value(row, column)) is not None]
+        values = [
+            v for row in self.rows if not row.bound and (v := self.value(row, column)) is not None
+        ]
         return written(max(filter(isfinite, values), default=float("nan")))
 
     def _latex(self, row: Scored, column: str, *, best: str) -> str:
@@ -229,7 +237,7 @@ class ScoreTable(Tabular):
         if value is None:
             return "--"
         text = written(value)
-        text = rf"\textbf{{{text}}}" if text == best and isfinite(value) else text
+        text = rf"\textbf{{{text}}}" if text == best and isfinite(value) and not row.bound else text
         if found is not None:
             text += rf" {{\scriptsize [{written(found.low)}, {written(found.high)}]}}"
         return text
