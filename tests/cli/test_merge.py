@@ -57,7 +57,7 @@ def test_the_command_that_scores_it_beside_others_is_run(models, monkeypatch):
     program, *asked = shlex.split(line)
     assert program == "covmerge"
     covmerge(*asked)
-    own = models / "an out-scored" / "ties"
+    own = models / "an out-scored" / "ties-density=0.3"
     for name in (UP, "embed_tokens.weight"):
         assert torch.equal(merged(own, name), merged(models / "an out", name))
 

@@ -143,6 +143,28 @@ CALLS = {
         advice("the output is {}: give the name of a folder"),
         lambda out: merge([A, B]).save(out / "saved"),
     ),
+    "an output that is there, to resume": (
+        lambda out: [merge([A, B], out=out / "m", resume=more) for more in (False, True)],
+        advice(
+            "and nothing is left to resume: take it as it is, or pass --overwrite to merge anew"
+        ),
+        lambda out: merge([A, B], out=out / "m", overwrite=True),
+    ),
+    "parameters after the method": (
+        lambda out: covmerge.merge(BASE, [A, B], "ties", {"density": 0.5}),
+        "pass density=0.5 in place of the mapping after the method",
+        lambda out: merge([A, B], "ties", density=0.5),
+    ),
+    "the flag's name of an argument": (
+        lambda out: covmerge.merge(BASE, [A, B], weight=[1, 2]),
+        "merge takes no 'weight'. Did you mean 'weights'",
+        lambda out: covmerge.merge(BASE, [A, B], weights=[1, 2]),
+    ),
+    "the flag's name with a line below": (
+        lambda out: merge([A, B], out=out, as_="model"),
+        "merge takes no 'as_'. Did you mean 'form'",
+        lambda out: merge([A, B], out=out, form="model"),
+    ),
     "an output without a name": (
         lambda out: merge([A, B], out=""),
         advice("the output is {}: give the name of a folder"),
@@ -170,7 +192,7 @@ CALLS = {
     ),
     "parameters in a dict": (
         lambda out: merge([A, B], "ties", parameters={"density": 0.5}),
-        advice("merge takes parameters as keywords: pass {} in place of {}="),
+        advice("merge takes parameters as keywords: pass {} in place of {}"),
         lambda out: merge([A, B], "ties", density=0.5),
     ),
     "one number as weights": (

@@ -96,9 +96,13 @@ def test_one_half_precision_model_is_itself_to_the_bit():
 @pytest.mark.parametrize(
     ("of", "method", "why"),
     [
-        (lambda f: lora(f, 1, 2), "auto", "the default for several experts"),
-        (lambda f: full(f, 1, 2), "auto", "the default for several experts"),
-        (lambda f: {**lora(f, 1), **full(f, 2)}, "auto", "the default for several experts"),
+        (lambda f: lora(f, 1, 2), "auto", "nearest to the best method for several experts"),
+        (lambda f: full(f, 1, 2), "auto", "nearest to the best method for several experts"),
+        (
+            lambda f: {**lora(f, 1), **full(f, 2)},
+            "auto",
+            "nearest to the best method for several experts",
+        ),
         (lambda f: lora(f, 2), "average", "one expert alone"),
     ],
 )
@@ -154,7 +158,9 @@ def test_a_merge_resumes_only_by_the_method_that_was_chosen(models):
 
 def test_parameters_of_another_method_than_the_chosen_one():
     base = {"fc.weight": torch.eye(4)}
-    with pytest.raises(RecipeError, match=r"average was chosen \(one expert alone.*(method)"):
+    with pytest.raises(
+        RecipeError, match=r"average was chosen, as one expert alone.*: method=\"NAME\""
+    ):
         covmerge.merge(base, [{"fc.weight": 2 * torch.eye(4)}], eps=1e-3)
 
 

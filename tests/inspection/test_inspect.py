@@ -52,7 +52,9 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
     models = save("llama", tmp_path)
     found = inspect(models)
     (text,) = (f.text for f in found.findings if "names no method" in f.text)
-    assert text.startswith("a merge that names no method takes auto, as that is the default")
+    assert text.startswith(
+        "a merge that names no method takes auto, as on average it comes nearest"
+    )
     merged = covmerge.merge(models / "base", {n: models / n for n in NAMES}, "auto")
     for layer in found.matrices:
         (matrix,) = merged.stats["tensors"][layer.tensor].get("matrices", [{}])
@@ -65,7 +67,7 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
     flags = ["--base", models / "base", *(f"--expert={n}={models / n}" for n in NAMES)]
     shown = command("inspect", *flags).stdout
     assert "What auto would do, medians of" in shown
-    assert "takes auto, as that is the default" in words(shown)
+    assert "takes auto, as on average it comes nearest" in words(shown)
     _, _, table = shown.partition("What auto would do")
     assert "self_attn.q_proj" in table and "mlp.down_proj" in table and "flat share" in words(table)
     # One expert is added as it is; without spectra nothing is tried, but the method is said.
@@ -86,8 +88,8 @@ def test_of_adapters_it_is_told_on_their_factors(tmp_path, monkeypatch):
     found = covmerge.inspect(tmp_path / "base", experts)
     (text,) = (f.text for f in found.findings if "names no method" in f.text)
     assert text == (
-        "a merge that names no method takes auto, as that is the default for several experts and needs "
-        "no parameter"
+        "a merge that names no method takes auto, as on average it comes nearest to the best method "
+        "for several experts"
     )
     merged = covmerge.merge(tmp_path / "base", experts)
     seen = [layer for layer in found.matrices if layer.foreseen]

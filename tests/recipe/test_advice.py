@@ -195,7 +195,8 @@ RECIPES = {
     "parameters without a method": (
         f"{PAIR}parameters: {{scale: 0.3}}\n",
         advice(
-            "No method is named, and {} was chosen ({}): name the method that the parameters are for"
+            "No method is named, and {} was chosen, as {}. Name the method that the parameters are for: "
+            "--method NAME"
         ),
         f"{TASK}parameters: {{scale: 0.3}}\n",
     ),

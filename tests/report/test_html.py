@@ -154,7 +154,7 @@ def test_experts_rules_checks_recipe_and_sources(made, root):
     assert ["linear", "ace", "9"] in rows_of(list(root.all("table"))[1])
     assert "differs from base passed: 9 of 9 tensors differ" in text
     assert "What is kept of an expert is predicted from the updates alone." in text
-    assert "storing the result loses 0% of the merged update's norm" in text
+    assert "storing loses 0% of the merged update's norm" in text
     _, recipe = root.all("pre")  # the first is the command that scores
     assert "method: ace parameters: tau: 0.0" in recipe.text
     for source in made.manifest["sources"].values():

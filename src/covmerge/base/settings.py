@@ -33,7 +33,7 @@ def choose(count: int) -> tuple[str, str]:
     """
     if count == 1:
         return ALONE, "one expert alone is added to its base, by its weight"
-    return PREFERRED, "that is the default for several experts and needs no parameter"
+    return PREFERRED, "on average it comes nearest to the best method for several experts"
 
 
 Form = Literal["flags", "recipe", "python"]

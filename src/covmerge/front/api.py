@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from covmerge.base.errors import RecipeError, did_you_mean
+from covmerge.base.settings import FLAGS
 from covmerge.files.checkpoints.staging import destination_of, output_path
 from covmerge.front.job import Job
 from covmerge.front.keywords import (
@@ -40,6 +41,8 @@ from covmerge.run.search.job import SearchJob
 from covmerge.run.search.result import Search
 from covmerge.run.search.trials import Sampler
 from covmerge.run.sources import Source, open_checkpoints, open_recipe, statistics_of
+
+_BY_FLAG = {flag: name for name, flag in FLAGS.items()}
 
 
 # A call that says nothing of `out` fits both overloads; the first one counts.
@@ -97,6 +100,8 @@ def merge(
         >>> merge(base, experts, method="average").tensors["fc.weight"].tolist()
         [[2.0, 0.0], [0.0, 2.0]]
     """
+    if isinstance(cast("object", out), Mapping):
+        raise _as_keywords(cast("Mapping[str, Any]", out), "the mapping after the method")
     named_method = registry.name_of(method)
     settings, params = _divided(read_call(named_method)[0], options)
     method, params = read_call(named_method, params)
@@ -442,12 +447,13 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
     # Where none is named, what is a parameter of another than the chosen one is said later.
     methods = [registry.get(method)] if method else list(registry)
     known = {parameter.name for one in methods for parameter in one.parameters}
+    for name in sorted(params):
+        meant = _BY_FLAG.get(name.rstrip("_"))
+        if meant in keywords and not (method and name in known):
+            raise RecipeError(f"merge takes no '{name}'. Did you mean '{meant}'?")
     for name in sorted(params.keys() - known):
         if name in ("parameters", "params", "kwargs", "set") and isinstance(params[name], Mapping):
-            pairs = ", ".join(f"{key}={value!r}" for key, value in params[name].items())
-            raise RecipeError(
-                f"merge takes parameters as keywords: pass {pairs} in place of {name}="
-            )
+            raise _as_keywords(params[name], f"{name}=")
         if name in Recipe.model_fields:
             raise RecipeError(
                 f"merge takes no '{name}', which recipes have: pass the same as a mapping to "
@@ -457,6 +463,11 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
         if near and near[0] in keywords:
             raise RecipeError(f"merge takes no '{name}'. Did you mean '{near[0]}'?")
     return {name: value for name, value in options.items() if name in keywords}, params
+
+
+def _as_keywords(given: Mapping[str, Any], there: str) -> RecipeError:
+    pairs = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    return RecipeError(f"merge takes parameters as keywords: pass {pairs} in place of {there}")
 
 
 def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:

@@ -154,7 +154,9 @@ class Job:
             check_not_input(self.out, checkpoints.paths())
             before = self.out.occupant()
             if not self._helps:
-                Staging(self.out, overwrite=self.options.overwrite).check()
+                Staging(
+                    self.out, overwrite=self.options.overwrite, resume=self.options.resume
+                ).check()
         (plan,), checkpoints = checkpoints.plans([self.recipe])
         # A merge in memory holds its whole output beside the work.
         in_memory = self.out is None or self.out.work.folder is None

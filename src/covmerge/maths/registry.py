@@ -440,7 +440,7 @@ class Table(Generic[_D]):
             if not _NAME.fullmatch(name) or name in _TAKEN:
                 raise ValueError(
                     f"{name!r} cannot name a {word}: use up to 100 letters, digits, '_', '.', '+' or "
-                    f"'-', and none of {', '.join(_TAKEN)}"
+                    f"'-', and not '{', '.join(_TAKEN)}'"
                 )
             if name in self._declared:
                 raise ValueError(
@@ -473,6 +473,8 @@ class Table(Generic[_D]):
                 f"{given!r} is no {word}: pass its name, a function or a class, and its parameters as "
                 "keywords"
             )
+        if name == "<lambda>":
+            raise RecipeError(f"a lambda has no name for a {word}: define the function by def")
         before = self._passed.get(name)
         if before is not None and _place(before) == _place(given):
             self.unregister(name)

@@ -89,6 +89,11 @@ class Staging:
         there = self.out.occupant()
         if there is None:
             return
+        if not self._overwrite and self._resume:
+            raise InputError(
+                f"the output {self.out} is complete, and nothing is left to resume: take it as it is, or "
+                f"pass {Hint('overwrite')} to merge anew"
+            )
         if not self._overwrite:
             raise InputError(
                 f"the output {self.out} exists: pass {Hint('overwrite')} to replace it, or choose "

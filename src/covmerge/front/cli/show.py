@@ -27,7 +27,7 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe, format_size
 from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.entries import rounding_said
 from covmerge.run.engine.outputs import Room
 from covmerge.run.export.adapter import architecture, part_class, sentence_class
 from covmerge.run.result import MergeResult
@@ -361,9 +361,7 @@ def _rounding(result: MergeResult) -> list[tuple[str, str]]:
     """What storing loses of the merged update; without a base there is none."""
     if result.recipe.base is None:
         return []
-    totals = result.stats["totals"]
-    loss = f"{totals['rounding_loss']:.2%} of the update's norm"
-    return [("rounding", f"storing loses {loss}{lost_before(totals)}")]
+    return [("rounding", rounding_said(result.stats["totals"]))]
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import format_size
-from covmerge.run.engine.entries import account_of_losses, lost_before
+from covmerge.run.engine.entries import account_of_losses, rounding_said
 
 RETENTION = (
     "What is kept of an expert is predicted from the updates alone. It is the share of what an expert "
@@ -136,8 +136,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
             yield f"{when} it", f"{name}: {steps.get(name).summary}{chosen}"
     yield (
         "rounding",
-        f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm"
-        f"{lost_before(totals)}",
+        rounding_said(totals, share(totals["rounding_loss"])),
     )
     if "discarded_energy" in totals:
         yield (

@@ -157,8 +157,8 @@ def _draft(
         if chosen is None or not recipe.parameters:
             raise
         raise RecipeError(
-            f"{error} No method is named, and {recipe.method} was chosen ({chosen}): name the method "
-            f"that the parameters are for ({Hint('method')})"
+            f"{error} No method is named, and {recipe.method} was chosen, as {chosen}. Name the method "
+            f"that the parameters are for: {Hint('method', 'NAME')}"
         ) from error
     key = recipe.model_dump_json(include={"tensors", "rules"})
     if key not in aligned:

@@ -211,31 +211,38 @@ def totals(
     }
 
 
-def lost_before(totals: Mapping[str, Any]) -> str:
-    """What a method's steps in half precision lost of the update before it was stored; or "".
+def rounding_said(totals: Mapping[str, Any], stored: str | None = None) -> str:
+    """What storing lost of the update's norm, and before it a method's steps in half precision.
+
+    Args:
+        totals: of the merge.
+        stored: the share that storing lost, as it is written.
 
     Example:
-        >>> lost_before(
-        ...     {"arithmetic": ["bfloat16"], "arithmetic_loss": 0.1, "arithmetic_tensors": [7, 8]}
-        ... )[:80]
-        '; before that, computing in bfloat16 lost 10.00% (measured in 7 of 8 tensors). E'
-        >>> lost_before({"arithmetic": ["bfloat16"]})[:58]
-        '; what computing in bfloat16 lost before was not measured:'
+        >>> said = {"rounding_loss": 0.0}
+        >>> rounding_said(said)
+        "storing loses 0.00% of the merged update's norm"
+        >>> rounding_said(
+        ...     said | {"arithmetic": ["float16"], "arithmetic_loss": 0.1, "arithmetic_tensors": [7, 8]}
+        ... )[:91]
+        "computing in float16 lost 10.00% of the merged update's norm (measured in 7 of 8 tensors), "
     """
+    stored = f"{totals['rounding_loss']:.2%}" if stored is None else stored
     dtypes = totals.get("arithmetic", ())
+    whole = "of the merged update's norm"
     if not dtypes:
-        return ""
+        return f"storing loses {stored} {whole}"
     computed = f"computing in {' and '.join(dtypes)}"
     loss: float | None = totals.get("arithmetic_loss")
     if loss is None:
         said = (
-            f"; what {computed} lost before was not measured: the tensors are so large that they are "
-            "read twice"
+            f"storing loses {stored} {whole}; what {computed} lost before was not measured: the tensors "
+            "are so large that they are read twice"
         )
     else:
         measured, merged = totals["arithmetic_tensors"]
         where = f" (measured in {measured} of {merged} tensors)" if measured < merged else ""
-        said = f"; before that, {computed} lost {loss:.2%}{where}"
+        said = f"{computed} lost {loss:.2%} {whole}{where}, and storing it {stored}"
     if loss == 0.0:
         return said
     return (

@@ -23,7 +23,7 @@ from covmerge.maths.methods.registry import Reference
 from covmerge.maths.steps import StepUse, resolve_steps
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
-from covmerge.run.engine.entries import account_of_losses, lost_before
+from covmerge.run.engine.entries import account_of_losses, rounding_said
 from covmerge.run.export.adapter import how_to_load, library_of, pipeline_of
 from covmerge.run.export.markdown import fenced, inline, row
 from covmerge.run.export.parents import Parent, Parents, licence_notes, shared_licence
@@ -258,8 +258,8 @@ class _Card:
                 "leaves out."
             )
         if self.plan.recipe.base is not None:
-            loss = f"{totals['rounding_loss']:.2%} of the merged update's norm{lost_before(totals)}"
-            yield f"Storing the result loses {loss}."
+            said = rounding_said(totals)
+            yield f"{said[0].upper()}{said[1:]}."
         for _, said in account_of_losses(totals).rows:
             yield f"Quantised: {said}."
         yield "`covmerge.json` says what became of every tensor."

@@ -29,7 +29,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.moe import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
-from covmerge.run.engine.entries import lost_before
+from covmerge.run.engine.entries import rounding_said
 from covmerge.run.engine.hashing import ReadFiles, read_files
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.export.expert_models import find_masks
@@ -455,8 +455,7 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
     return Check(
         "rounding",
         loss < 1.0,
-        f"storing the result loses {loss:.2%} of the merged update's norm"
-        + (f": store it in float32 ({Hint('out_dtype', 'float32')})" if loss > 0.1 else "")
-        + lost_before(totals),
+        rounding_said(totals)
+        + (f": store it in float32 ({Hint('out_dtype', 'float32')})" if loss > 0.1 else ""),
         noted=totals.get("arithmetic_loss", 0.0) >= 1.0,
     )
