@@ -68,6 +68,11 @@ def test_all_that_tells_of_the_choice_tells_what_is_taken():
     ]
     for text in shown:
         assert TAKEN.replace("`", "") in " ".join(text.replace("`", "").split())
+    for page in ("README.md", "docs/choosing.md"):  # in their own words
+        text = " ".join(Path(page).read_text("utf-8").split())
+        assert f"merged by [`{choose(2)[0]}`]" in text and re.search(
+            r"\b[Aa] single (one|expert) is added to its base", text
+        )
     told = [*Path("docs").glob("*.md"), *Path("examples").glob("*.yml"), Path("README.md")]
     told += Path("src/covmerge").rglob("*.py")
     assert not [path for path in told if re.search(r"\belse `?ace\b", path.read_text("utf-8"))]

@@ -138,7 +138,7 @@ def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterat
     if tensors:
         yield Finding(
             Severity.NOTE,
-            f"left {len(tensors)} {'more ' if frozen else ''}tensors as they are in the base "
+            f"left {counted(len(tensors), 'more tensor' if frozen else 'tensor')} as in the base "
             f"({tensors[0]}{', ...' if len(tensors) > 1 else ''})",
             expert,
             tensors,

@@ -78,8 +78,8 @@ def spectra(data: Inspect) -> Figure:
         top = 1.3 * max(view.sigma[0] for layer in layers for view in curves(layer).values())
         for layer, axes, first in zip(layers, sheet.axes, sheet.first, strict=True):
             _draw(axes, layer)
+            axes.set_ylim(_FLOOR * top, top)  # before the scale: a matrix may have no value above 0
             axes.set_yscale("log")
-            axes.set_ylim(_FLOOR * top, top)
             axes.tick_params(labelsize=SMALL)
             ticks = [
                 tick for power in range(-12, 7) if _FLOOR * top <= (tick := 10.0**power) <= top
