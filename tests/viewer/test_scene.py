@@ -102,6 +102,7 @@ def test_adapters_are_measured_by_their_factors(tmp_path):
     covmerge.merge(tmp_path / "base", experts, "auto", tmp_path / "out", form="adapter")
     scene = scene_of(tmp_path / "out")
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
+    assert "does not tell how good a merge is" in scene.as_json()["findings"][-1]["text"]
     api.run_recipe(recipe_of(scene, "average", {"a": 1.0, "b": 3.0}), tmp_path / "mean")
     agree(predicted(scene, {"a": 0.25, "b": 0.75}), reported(tmp_path / "mean"))
 

@@ -189,7 +189,7 @@ def recorded_in(manifest: str | Path) -> Generator[None]:
     except RecipeError as error:
         raise RecipeError(f"the recipe in {manifest}: {error}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"of what {manifest} names: {error}") from error
+        raise CheckpointError(f"a source in {manifest}: {error}") from error
 
 
 def unknown_files(store: Store) -> list[str]:

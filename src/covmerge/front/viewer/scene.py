@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-from covmerge.base.findings import Severity
+from covmerge.base.findings import Finding, Severity
 from covmerge.base.text import counted, printable
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -244,10 +244,17 @@ class Scene:
             "caveats": list(self._caveats()),
             "findings": [
                 {"severity": str(f.severity), "who": f.expert or "", "text": printable(f.text)}
-                for f in inspection.findings
+                for f in (*inspection.findings, *self._of_adapters())
                 if f.severity is not Severity.NOTE
             ],
         }
+
+    def _of_adapters(self) -> Sequence[Finding]:
+        """What the numbers are not, where they say next to nothing."""
+        if not self.inspection.adapters:
+            return []
+        text = "of adapters the share that is kept does not tell how good a merge is: only a score does"
+        return [Finding(Severity.WARNING, text)]
 
     def _caveats(self) -> Sequence[str]:
         """What the numbers of this recipe are not."""
