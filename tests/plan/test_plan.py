@@ -306,7 +306,7 @@ class TestWork:
         assert str(told.value).startswith(
             f"the merge needs {format_size(needed + held)} beside what the process has, and 1.00 kB of "
             f"this machine's memory are free: {output}{format_size(needed)} for the largest tensor, "
-            f"'{plan.peak_item.tensor.name}'. Free more, or merge"
+            f"'{plan.peak_item.tensor.name}'. Free more{'.' if held else ', or merge'}"
         )
 
     def test_memory_follows_the_parameters(self):

@@ -83,13 +83,15 @@ def inspect(
 def show(console: Console, inspection: Inspection) -> None:
     """Print findings, and pictures of 80 columns that need no colour."""
     base, count = printable(inspection.base), len(inspection.experts)
-    console.print(f"Inspected {counted(count, 'expert')} of {base}", soft_wrap=True)
+    verdict = _verdict(inspection)
+    console.print(f"Inspected {counted(count, 'expert')} of {base}: {verdict}", soft_wrap=True)
     said = Table.grid(padding=(0, 2))
     for finding in inspection.findings:
         who = "" if finding.expert is None else f"'{finding.expert}' "
         style = _STYLES[finding.severity]
         said.add_row(str(finding.severity), printable(who + finding.text), style=style)
-    console.print(said if inspection.findings else "nothing to warn of")
+    if inspection.findings:
+        console.print(said)
     if inspection.matrices:
         bars = _BARS if console.encoding.lower().startswith("utf") else _ASCII_BARS
         console.print(_experts(inspection))
@@ -105,6 +107,15 @@ def show(console: Console, inspection: Inspection) -> None:
     if "seconds" in run and "peak_memory" in run:
         peak = f"peak memory {format_size(run['peak_memory'])}"
         console.print(facts([("run", f"{format_seconds(run['seconds'])}, {peak}")]))
+
+
+def _verdict(inspection: Inspection) -> str:
+    if inspection.faults:
+        return "a merge would stop, by the faults below"
+    warned = any(found.severity is Severity.WARNING for found in inspection.findings)
+    return "they can be merged" + (
+        ", with the warnings below" if warned else ", nothing stands out"
+    )
 
 
 def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:

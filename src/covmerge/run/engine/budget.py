@@ -170,8 +170,8 @@ def plan_memory(
             f"the merge needs {format_size(resident + workspace + largest - present)}{beside}, and "
             f"{format_size(allowed.size)} {allowed.given}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
-            f"'{plans[0].peak_item.tensor.name}'. {more} more, or merge that tensor by `average` with "
-            "a rule."
+            f"'{plans[0].peak_item.tensor.name}'. {more} more"
+            + (", or merge that tensor by `average` with a rule." if resident < limit else ".")
         )
     if workers > 1:
         return _among(workers, _hands(device), resident, workspace, largest, limit)
