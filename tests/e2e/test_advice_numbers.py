@@ -67,7 +67,7 @@ def test_factors_beyond_a_dtype(lora, tmp_path):
     file = lora.folder / "adapter_model.safetensors"
     save_file({n: 1e6 * t for n, t in load_file(file).items()}, file, {"format": "pt"})
     given = (tmp_path / "base", {"a": lora.folder}, "average", tmp_path / "out")
-    said = advice("update overflow {} ({}); store them in another dtype (--out-dtype float32)")
+    said = advice("the {} overflow {} ({}); store them in another dtype (--out-dtype float32)")
     with pytest.raises(CovmergeError, match=said):
         covmerge.merge(*given, form="adapter", out_dtype="float16")
     covmerge.merge(*given, form="adapter", out_dtype="float32")
