@@ -550,6 +550,30 @@ def test_a_rank_that_the_configuration_lacks(how, lora):
     check_adapter(lora.folder, lora)
 
 
+def test_ranks_that_peft_loses_in_a_combined_adapter(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=False) for name in "qv"})
+    base = {name: own.clone() for name, own in model.state_dict().items()}
+    config = LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q", "v"], rank_pattern={"q": 4}, init_lora_weights=False
+    )
+    made = get_peft_model(model, config, adapter_name="one")
+    made.add_weighted_adapter(["one"], [1.0], "sum", combination_type="cat")
+    made.save_pretrained(tmp_path, selected_adapters=["sum"])
+    said = advice("alpha_pattern with the same ranks too")
+    with pytest.raises(InputError, match=said):
+        covmerge.merge(base, {"a": tmp_path / "sum"}, "linear")
+    path = tmp_path / "sum" / "adapter_config.json"
+    ranks = {"q": 4, "v": 2}
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "rank_pattern": ranks, "alpha_pattern": ranks})
+    )
+    found = covmerge.merge(base, {"a": tmp_path / "sum"}, "linear").tensors
+    for name in "qv":
+        right = base[f"{name}.weight"] + model[name].get_delta_weight("one")
+        torch.testing.assert_close(found[f"{name}.weight"], right)
+
+
 def test_factors_that_the_targets_lack(lora):
     change(lora, target_modules=["k_proj"])
     said = advice(

@@ -293,6 +293,7 @@ class AdapterConfig:
             raise CheckpointError(
                 f"{self.where} stores rank {rank} for '{module}', and its configuration says "
                 f"{configured}: correct r or rank_pattern in adapter_config.json, or save the adapter again"
+                " (of PEFT's add_weighted_adapter, whose scale is 1: alpha_pattern with the same ranks too)"
             )
         if configured != last:
             self._ordered.setdefault("rank_pattern", {})[module] = (configured, last, rank)
