@@ -229,6 +229,19 @@ def test_base_and_stacks_are_what_peft_makes_of_them(moe, number):
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("saved", ["experts", "mlp"])
+def test_experts_trained_whole_are_what_peft_makes_of_them(moe, saved, tmp_path):
+    """PEFT stores them as the model has them in memory, Mixtral's in stacks that the base has not."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(moe / "base")
+    given = {"targets": ["q_proj"], "modules_to_save": [saved], "move": True}
+    save_adapter(base, tmp_path, seed=4, **given)
+    result = covmerge.merge(moe / "base", {"e": tmp_path / "adapter"}, "average", dtype="float64")
+    merged, full = result.tensors, load_file(tmp_path / "full" / "model.safetensors")
+    assert merged.keys() == full.keys()
+    for name, value in full.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", ["average", "actmat", "ace", "tsv_m", "ties"])
 def test_stacks_merge_like_the_models_they_become(moe, method):
     given = {"trim": "tensor"} if method == "ties" else {}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
+from covmerge.base.text import counted
 from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
 from covmerge.files.adapters.folds import Folded, Folds
@@ -39,6 +40,7 @@ from covmerge.files.checkpoints.base import (
     LoraForm,
     find_header,
 )
+from covmerge.files.checkpoints.conversions import converted
 from covmerge.files.checkpoints.file_formats import open_weights
 from covmerge.files.checkpoints.folder import (
     CONFIG,
@@ -51,6 +53,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
+from covmerge.files.checkpoints.pieces import Assembled, Whole
 from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
@@ -215,6 +218,7 @@ class AdapterCheckpoint(View):
             named = self._unwrapped(base, self._config)
             if (architecture := self._config.architecture) is not None:
                 named = named._of_gguf(base, of_base or {}, architecture)
+            named = named._in_pieces(base, of_base)
             return named if conv1d is None else named._oriented(conv1d)
         changes = (*self._contents.updates.values(), *self._contents.folded.values())
         found, missing = updates_of_base(changes, base, self.source)
@@ -286,6 +290,28 @@ class AdapterCheckpoint(View):
         return AdapterCheckpoint(
             self._stored, replace(contents, updates=found), self._config, self._notes
         )
+
+    def _in_pieces(
+        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any] | None
+    ) -> AdapterCheckpoint:
+        """Show what was trained whole in the base's pieces, where transformers has others in memory."""
+        replaced, headers = self._contents.replaced, self._stored.headers
+        shapes = {name: headers[stored].shape for name, stored in replaced.items()}
+        found, by = converted(shapes, {name: header.shape for name, header in base.items()}, of_base)
+        made = {name: one for name, one in found.items() if not isinstance(one, Whole)}
+        if not made:
+            return self
+        whole = {*replaced.values()}
+        others = [name for name in headers if name not in whole]
+        name = next(iter(made))
+        note = (
+            f"{self.source}: {counted(len(made), 'tensor')}, such as '{name}', are parts of what it holds "
+            f"whole, as '{next(iter(made[name].stored()))}' ({by})"
+        )
+        pieces = Assembled(View(self._stored, {n: n for n in others} | dict(replaced)), made)
+        held = {name: name for name in pieces.headers if name not in headers or name in replaced}
+        contents = replace(self._contents, replaced=held)
+        return AdapterCheckpoint(pieces, contents, self._config, (*self._notes, note))
 
     def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
         updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
