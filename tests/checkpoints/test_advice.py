@@ -5,7 +5,14 @@ import re
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PsoftConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    BeftConfig,
+    LoraConfig,
+    PeftModel,
+    PsoftConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from transformers import AutoModelForCausalLM
@@ -602,6 +609,80 @@ def test_an_adapter_of_another_kind_is_merged_by_peft(tmp_path):
     right = load_file(tmp_path / "m" / "model.safetensors")
     for name, tensor in right.items():
         torch.testing.assert_close(found[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_base_that_random_numbers_changed(tmp_path):
+    """PEFT draws them anew wherever it loads the adapter, so that its merge is another model."""
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_1")
+    base = llama()
+    right = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "first")
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 if "lora_" in name else 0.0
+    model.save_pretrained(tmp_path / "a")
+    said = advice(
+        "only the trained model in memory has both. Save it again from there: merged "
+        "(model.merge_and_unload()), or as plain LoRA (save_pretrained with "
+        "path_initial_model_for_weight_conversion)"
+    )
+    refused(said, tmp_path / "a", right)
+    first = str(tmp_path / "first")
+    model.save_pretrained(tmp_path / "b", path_initial_model_for_weight_conversion=first)
+    merged = model.merge_and_unload().state_dict()
+    for source in (tmp_path / "b", merged):
+        found = covmerge.merge(right, {"a": source}, "average").tensors
+        torch.testing.assert_close(found, merged)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_parameter_of_pissa(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    fields = {"target_modules": [], "target_parameters": ["q_proj.weight"]}
+    config = LoraConfig(r=2, init_lora_weights="pissa", **fields)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    made = make(lambda: base, config, tmp_path / "a")
+    said = advice(
+        "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge"
+    )
+    refused(
+        r"target_parameters = .*PiSSA\) is read of layers alone: " + said, made.folder, made.base
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = PeftModel.from_pretrained(loaded, made.folder).merge_and_unload()
+    model.save_pretrained(tmp_path / "merged")
+    found = covmerge.merge(tmp_path / "base", {"a": tmp_path / "merged"}, "average").tensors
+    torch.testing.assert_close(found, {name: made.merged[name] for name in found})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*(has no bias|shape)")
+@pytest.mark.parametrize("kind", ["LORA", "BEFT"])
+def test_a_bias_of_layers_without(kind, tmp_path):
+    torch.manual_seed(0)
+    base, targets = llama(), {"target_modules": ["q_proj"]}
+    base.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, lora_bias=True, **targets)
+    config = lora if kind == "LORA" else BeftConfig(**targets)
+    model = get_peft_model(base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path / "a")
+    said = advice(
+        "Give the base biases of zeros, if its kind of model may have them: save it again with "
+        "transformers after the switch in its config is on (attention_bias of Llama)."
+    )
+    refused(said, tmp_path / "a", tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": True}))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "zeros")
+    covmerge.merge(tmp_path / "zeros", {"a": tmp_path / "a"}, "average", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, model(tokens).logits)
 
 
 def test_prompts_are_no_weights(lora):

@@ -297,7 +297,9 @@ class AdapterCheckpoint(View):
         """Show what was trained whole in the base's pieces, where transformers has others in memory."""
         replaced, headers = self._contents.replaced, self._stored.headers
         shapes = {name: headers[stored].shape for name, stored in replaced.items()}
-        found, by = converted(shapes, {name: header.shape for name, header in base.items()}, of_base)
+        found, by = converted(
+            shapes, {name: header.shape for name, header in base.items()}, of_base
+        )
         made = {name: one for name, one in found.items() if not isinstance(one, Whole)}
         if not made:
             return self

@@ -26,6 +26,12 @@ MERGE_FIRST = (
     "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge full "
     "models"
 )
+# Such an adapter, loaded again, makes PEFT change the base once more, and not always as in training.
+_SAVE_AGAIN = (
+    "only the trained model in memory has both. Save it again from there: merged "
+    "(model.merge_and_unload()), or as plain LoRA (save_pretrained with "
+    "path_initial_model_for_weight_conversion)"
+)
 # PEFT's own merge adds the updates of all copies of a layer to the one tensor that they share.
 _STACK_FIRST = (
     "stack the layers of its base first (a recipe with `slices` and the method passthrough), set "
@@ -151,7 +157,8 @@ class AdapterConfig:
                 step = _ALORA if name == "alora_invocation_tokens" else _CHANGES
                 self.refuse(name, step)
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
-            self.refuse("init_lora_weights", "and its factors belong to a base that it changed")
+            why = "and its factors belong to a base that it changed by what no file has"
+            self.refuse("init_lora_weights", why, _SAVE_AGAIN)
         for name, (value, why) in self.kind.refused.items() if self.kind else ():
             if self.fields.get(name) == value:
                 self.refuse(name, why)
@@ -344,10 +351,10 @@ class AdapterConfig:
         if isinstance(targets, list) and module not in targets and not self._in_layers(module):
             self._refuse_target(module, "layers_to_transform")
 
-    def refuse(self, name: str, why: str) -> NoReturn:
+    def refuse(self, name: str, why: str, step: str = MERGE_FIRST) -> NoReturn:
         """Refuse the adapter over one field."""
         value = shorten(self.fields.get(name))
-        step = _STACK_FIRST if name == "layer_replication" else MERGE_FIRST
+        step = _STACK_FIRST if name == "layer_replication" else step
         raise CheckpointError(f"{self.where} has {name} = {value}, {why}: {step}")
 
     def _refuse_kind(self, kind: object) -> NoReturn:

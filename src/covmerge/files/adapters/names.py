@@ -377,6 +377,8 @@ class _Reader:
             return None
         name = f"{_unwrapped(module)}.{kind.leaf}"
         if self._config is not None and kind is not TRAINABLE_TOKENS:
+            if self._config.parameters(owner):
+                self._config.refuse("target_parameters", f"and {kind.name} is read of layers alone")
             self._config.check_target(owner)
         table = "table_down" in headers or "table_up" in headers
         names = {"table_down": "down", "table_up": "up"}

@@ -69,6 +69,10 @@ ChosenUse = Callable[[str, Role], str | None]
 _ANOTHER_BASE = (
     "it is no adapter of this base. Name the base that it was trained on, or leave it out"
 )
+_ADD_BIASES = (
+    "Give the base biases of zeros, if its kind of model may have them: save it again with transformers "
+    "after the switch in its config is on (attention_bias of Llama). Otherwise train the adapter without"
+)
 _IGNORED = "extra tensor (tensors.extra: ignore)"
 
 
@@ -297,6 +301,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
     if unknown:
+        _check_bare(base, expert_name, adapter, unknown)
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) updates "
             f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
@@ -315,6 +320,17 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     heads = tuple([*own_heads, *others])
     _check_heads(base, expert_name, adapter, heads)
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
+
+
+def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence[str]) -> None:
+    """Refuse biases of layers that the base has without."""
+    weights = {f"{name.removesuffix('bias')}weight" for name in unknown if name.endswith(".bias")}
+    if len(weights) == len(unknown) == len(names_in_base(base, weights)):
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has a bias for "
+            f"{counted(len(unknown), 'layer')} that the base ({base.checkpoint.source}) has without: "
+            f"{some(unknown, 5, quoted=True)}. {_ADD_BIASES}"
+        )
 
 
 def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
