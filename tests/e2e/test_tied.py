@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.errors import CheckFailed, InputError
+from covmerge.errors import CheckFailed, CovmergeError, InputError
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 
@@ -98,16 +98,16 @@ def logits(model):
         return model(**given).logits
 
 
-def trained(base, folder, *, seed=1, **how):
+def trained(base, folder, *, seed=1, embeddings="auto", **how):
     """An adapter as PEFT trains and saves it; what it computes before any merge."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=2, lora_alpha=4, **how)
     model = peft.get_peft_model(copy.deepcopy(base), config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=embeddings)
     return logits(model)
 
 
@@ -193,6 +193,73 @@ def test_what_was_trained_as_one_stays_one(family, factors, whole, tmp_path):
         == load_file(tmp_path / "base" / "model.safetensors").keys()
     )
     assert_computes(loaded(tmp_path / "out", family), wanted)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("embeddings", ["auto", False])
+@pytest.mark.parametrize("begun", ["pissa", "olora", "kasa"])
+def test_a_head_of_which_peft_takes_a_part_away(begun, embeddings, tied, tmp_path):
+    """From the one tensor that it is with the embedding, and not from what the file has whole."""
+    base = built("llama", tied=tied)
+    base.save_pretrained(tmp_path / "base")
+    how = {"kasa_config": peft.KasaConfig()} if begun == "kasa" else {"init_lora_weights": begun}
+    how = {**targets("llama", "h", ""), **how}
+    wanted = trained(base, tmp_path / "lora", embeddings=embeddings, **how)
+    given = (tmp_path / "base", {"x": tmp_path / "lora"}, "average")
+    covmerge.merge(*given, tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out"), wanted)
+    covmerge.merge(*given, tmp_path / "adapter", form="adapter", rank=60)
+    again = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapter")
+    assert_computes(again.eval(), wanted)
+
+
+def test_lengths_of_what_was_trained_as_one(tmp_path):
+    """Those of DoRA are of columns in the embedding, and of rows in the head."""
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("llama", "e", ""), "ensure_weight_tying": True, "use_dora": True}
+    wanted = trained(base, tmp_path / "lora", **how)
+    covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out"), wanted)
+
+
+def test_both_of_which_peft_takes_a_part_away(tmp_path):
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("llama", "eh", ""), "init_lora_weights": "pissa"}
+    given = (tmp_path / "base", {"x": tmp_path / "lora"}, "average")
+    trained(base, tmp_path / "lora", embeddings=False, **how)
+    said = advice("save the adapter again with whole embeddings (save_embedding_layers=True)")
+    with pytest.raises(CovmergeError, match=said):
+        covmerge.merge(*given, tmp_path / "out")
+    wanted = trained(base, tmp_path / "lora", embeddings=True, **how)
+    covmerge.merge(*given, tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out"), wanted)
+
+
+@pytest.mark.parametrize("rows", [{"lm_head": [3, 1]}, {"embed_tokens": [3, 1], "lm_head": [3, 5]}])
+def test_trained_rows_of_a_tied_head(rows, tmp_path):
+    """PEFT leaves to the head what it trains of the embedding alone, and no other rows."""
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("llama", "", ""), "trainable_token_indices": rows}
+    wanted = trained(base, tmp_path / "lora", **how)
+    covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out"), wanted)
+
+
+def test_trained_rows_beside_factors_of_a_tied_head(tmp_path):
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("llama", "h", ""), "trainable_token_indices": [3, 1]}
+    trained(base, tmp_path / "lora", **how)
+    said = advice('Store both in the base, with "{}": false in its config.json, and train over it')
+    with pytest.raises(CovmergeError, match=said):
+        covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    built("llama", tied=False).save_pretrained(tmp_path / "base")
+    wanted = trained(loaded(tmp_path / "base"), tmp_path / "lora", **how)
+    covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out"), wanted)
 
 
 def test_a_model_that_is_another_when_untied(tmp_path):

@@ -86,12 +86,14 @@ class _Place:
 
     Attributes:
         layer: whose weight it is.
+        name: of the weight in the base.
         weight: its weight.
         bias: its bias, if there is one.
         turned: the weight is stored as `(d_in, d_out)`, or `(rows, d)` of an embedding.
     """
 
     layer: Folded
+    name: str
     weight: _Stored
     bias: _Stored | None
     turned: bool
@@ -138,6 +140,7 @@ class Folds:
         self._replaced = replaced
         self._places: dict[str, _Place] = {}
         self._biases: dict[str, _Place] = {}
+        self._rests: dict[str, _Place] = {}
         self.headers: dict[str, TensorHeader] = {}
         self.ranks: dict[str, tuple[int, tuple[int, int], torch.dtype]] = {}
         self.missing: dict[str, Folded] = {}
@@ -151,6 +154,10 @@ class Folds:
         self._widest = self._find_widest()
         for name, place in self._places.items():
             self._take(name, place)
+        for place in [
+            place for place in self._places.values() if place.layer.kind.rest is not None
+        ]:
+            self._leave_rest(place, names or {})
 
     @property
     def needs_base(self) -> bool:
@@ -187,7 +194,7 @@ class Folds:
             assert bias is not None
             value = bias(self._layer(place)).to(dtype)
             return value if rows is None else value[rows.start : rows.stop].clone()
-        place = self._places[name]
+        place = self._place(name)
         if rows is None:
             return self._whole(name)
         if place.turned or not place.layer.kind.by_rows:
@@ -213,7 +220,7 @@ class Folds:
         """Numbers held while so many of a tensor are computed: its parts, the base's, and twice as many."""
         if name in self._biases:
             return 4 * elements
-        place = self._places[name]
+        place = self._place(name)
         apart = place.layer.kind.by_rows and not place.turned
         return place.layer.elements + 4 * (elements if apart else place.weight.header.numel)
 
@@ -237,6 +244,27 @@ class Folds:
             self._biases[bias] = place
             self.headers[bias] = TensorHeader(bias, place.bias.shape, dtype)
 
+    def _leave_rest(self, place: _Place, names: Mapping[str, str]) -> None:
+        """Take what is tied to a layer as PEFT leaves it, which changes the one tensor that both are."""
+        ties: Mapping[str, str] = (self._base.untied if self._base else None) or {}
+        first = ties.get(place.name, place.name)
+        for name in (first, *(name for name, target in ties.items() if target == first)):
+            ours = [adapter_name for adapter_name, in_base in names.items() if in_base == name]
+            if name == place.name or not self._replaced.keys().isdisjoint(ours):
+                continue
+            if ours:
+                self._layer(place).refuse(
+                    f"is tied to '{name}', which the adapter changes too, and {place.layer.kind.name} "
+                    "takes its part of both: save the adapter again with whole embeddings "
+                    "(save_embedding_layers=True)"
+                )
+            self._rests[name] = place
+            dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
+            self.headers[name] = TensorHeader(name, place.weight.shape, dtype)
+
+    def _place(self, name: str) -> _Place:
+        return self._rests.get(name) or self._places[name]
+
     def _placed(
         self, layer: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
     ) -> _Place:
@@ -247,7 +275,7 @@ class Folds:
         turned = layer.table or (by_config if conv1d is None else name in conv1d)
         _check(layer, weight.header, turned=turned)
         named, bias = (n.removesuffix(".weight") + _BIAS for n in (layer.name, name))
-        return _Place(layer, weight, self._stored_as(named, base, bias), turned)
+        return _Place(layer, name, weight, self._stored_as(named, base, bias), turned)
 
     def _stored_as(self, name: str, base: Checkpoint, in_base: str) -> _Stored | None:
         """Return the tensor that an update is of."""
@@ -262,9 +290,10 @@ class Folds:
         return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 
     def _whole(self, name: str) -> Tensor:
-        place = self._places[name]
-        value = _new_rows(self._layer(place), place.layer.kind).to(self.headers[name].dtype)
-        value = value.view(place.shape)
+        place = self._place(name)
+        layer, rest = self._layer(place), place.layer.kind.rest
+        made = rest(layer) if rest and name in self._rests else _new_rows(layer, place.layer.kind)
+        value = made.to(self.headers[name].dtype).view(place.shape)
         return value.T.contiguous() if place.turned else value
 
     def _layer(self, place: _Place, rows: slice = slice(None)) -> Layer:
@@ -296,6 +325,7 @@ class Folds:
             widest=self._widest,
             count=len(self._places),
             rows=rows,
+            is_rest=place.weight.checkpoint is self._stored,
         )
 
 

@@ -379,7 +379,8 @@ class _Reader:
         if self._config is not None and kind is not TRAINABLE_TOKENS:
             if self._config.parameters(owner):
                 self._config.refuse("target_parameters", f"and {kind.name} is read of layers alone")
-            self._config.check_target(owner)
+            if not (self._config.tied and self._is_of_table(module)):
+                self._config.check_target(owner)
         table = "table_down" in headers or "table_up" in headers
         names = {"table_down": "down", "table_up": "up"}
         found = {names.get(part, part): header for part, header in headers.items()}
@@ -513,6 +514,8 @@ class _Reader:
         parts = self._modules[module]
         if "table_down" in parts:
             return True
+        if not {"down", "up"} <= parts.keys():
+            return False
         down, up = (self._stored[parts[part]].shape for part in ("down", "up"))
         return (up[::-1], down[::-1]) in self._tables
 

@@ -79,8 +79,7 @@ def with_ties_undone(
         if form == "model"
         else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
     )
-    ties = {n: target for n, target in start.description.tied.items() if target in start.headers}
-    view = Untied(start.checkpoint, ties, note)
+    view = _view(start, note)
     found = _changed_apart(
         Model(view, describe_checkpoint(view)), adapters, models, list(experts), form
     )
@@ -106,6 +105,11 @@ def with_ties_undone(
         **{k: _as_untied(start, model) for k, model in models.items() if k != first},
         first: view,
     }
+
+
+def _view(base: Model, *notes: str) -> Untied:
+    ties = {n: target for n, target in base.description.tied.items() if target in base.headers}
+    return Untied(base.checkpoint, ties, *notes)
 
 
 def _as_untied(base: Model, expert: Model) -> Checkpoint:
@@ -221,13 +225,21 @@ def _held_apart(
         in_place = adapter.adapter_config.get("bias") not in (None, "none")
         if not held or (len(held) == 1 and in_place and next(iter(held)).endswith(".bias")):
             continue
-        if any(adapter.keeps_ties(key) for key in held.values()):
-            continue
+        if target in held and adapter.keeps_ties(held[target]):
+            if len(held) == 1:
+                continue
+            for changed in (name for name, key in held.items() if not adapter.keeps_ties(key)):
+                raise InputError(
+                    f"{adapter.source} trains rows of '{target}' and all of '{changed}', which "
+                    f"{base.checkpoint.source} ties: the rows are those of both, and nobody merges that. "
+                    f'Store both in the base, with "{TIED}": false in its config.json, and train over it'
+                )
         apart = next((name for name in names if name not in held), None)
         if apart is None and not (
             form == "adapter" and any(o in adapter.low_rank for o in held.values())
         ):
-            named = over_base(adapter, base)
+            view = _view(base)
+            named = over_base(adapter, Model(view, describe_checkpoint(view)))
             first, *others = held
             apart = next((n for n in others if not _alike(named, held[first], held[n])), None)
             if apart is None:

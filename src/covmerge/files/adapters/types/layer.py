@@ -38,6 +38,7 @@ class Layer:
         widest: the largest `d_out` and `d_in` of all layers of the adapter.
         count: of all layers of the adapter.
         rows: of the weight that are wanted.
+        is_rest: the weight is that of the trained model, which the adapter's file has.
     """
 
     where: str
@@ -52,6 +53,7 @@ class Layer:
     widest: tuple[int, int] = (0, 0)
     count: int = 0
     rows: slice = field(default_factory=lambda: slice(None))
+    is_rest: bool = False
 
     @property
     def d_out(self) -> int:
@@ -177,6 +179,7 @@ class AdapterType:
         update: what is added to the wanted rows of the weight, as a matrix.
         factors: the same, of low rank, whole.
         weight: what the wanted rows of the weight become.
+        rest: what the weight is without what the adapter adds, where PEFT changes the base itself.
         bias: what the base's bias becomes, where the type changes that too.
         has_bias: whether it changes that of a layer.
         rank: of the factors.
@@ -208,6 +211,7 @@ class AdapterType:
     update: Callable[[Layer], Tensor] | None = None
     factors: Callable[[Layer], LowRank] | None = None
     weight: Callable[[Layer], Tensor] | None = None
+    rest: Callable[[Layer], Tensor] | None = None
     bias: Callable[[Layer], Tensor] | None = None
     has_bias: Callable[[Layer], bool] = _always
     rank: Callable[[Layer], int] | None = None

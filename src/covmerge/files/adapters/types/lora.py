@@ -100,12 +100,18 @@ def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
     return {"down": (rank, layer.d_in), "up": (layer.d_out, rank), DIAGONAL: (rank,)}
 
 
+def _kasa_rest(layer: Layer) -> Tensor:
+    """W without its r smallest singular components."""
+    if layer.is_rest:
+        return layer.weight
+    return without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True)
+
+
 def _kasa_weight(layer: Layer) -> Tensor:
     """W without its r smallest singular components, + s B diag(d) A."""
     diagonal = layer[DIAGONAL]
-    rank = len(diagonal)
-    weight = without_components(layer.weight, rank, smallest=True)
-    return weight.addmm_(layer["up"] * (diagonal * layer.scaling(rank)), layer["down"])
+    scaled = layer["up"] * (diagonal * layer.scaling(len(diagonal)))
+    return _kasa_rest(layer).addmm_(scaled, layer["down"])
 
 
 KASA = AdapterType(
@@ -114,6 +120,7 @@ KASA = AdapterType(
     ends={},  # those of LoRA
     shapes=_kasa_shapes,
     weight=_kasa_weight,
+    rest=_kasa_rest,
     by_rows=False,
 )
 
@@ -146,9 +153,12 @@ def _without_columns(layer: Layer) -> Tensor:
 
 
 def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> AdapterType:
+    def left(layer: Layer) -> Tensor:
+        return layer.weight if layer.is_rest else rest(layer)
+
     def weight(layer: Layer) -> Tensor:
         up = layer["up"][layer.rows] * layer.scaling(_rank(layer))
-        return rest(layer).addmm_(up, layer["down"])
+        return left(layer).addmm_(up, layer["down"])
 
     return replace(
         LOCON,
@@ -157,6 +167,7 @@ def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> Adapter
         shapes=_pissa_shapes,
         update=None,
         weight=weight,
+        rest=left,
         by_rows=False,
     )
 
