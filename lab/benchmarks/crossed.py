@@ -33,7 +33,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import covmerge
-from benchmarks import older_bases, older_peft, older_peft_over, older_torch, older_transformers
+from benchmarks import (
+    older_bases,
+    older_peft,
+    older_peft_over,
+    older_tokenizers,
+    older_torch,
+    older_transformers,
+)
 from benchmarks.older_peft import TOKENS, Small
 from covmerge.files.quantised.view import open_plain
 
@@ -48,7 +55,9 @@ MODELS = {
 }
 TORCH = ("2.6.0", "2.8.0", "2.10.0", "2.13.0", "2.15.0")
 GGUF = ("0.10.0", "0.14.0", "0.17.1", "0.19.0")
+MLX = ("0.29.4", "0.32.4")
 SAFETENSORS = ("0.3.3", "0.4.5", "0.5.3", "0.7.0", "0.8.0")
+SOURCES = ("union", "base", "old", "new")
 _MLP = "model.layers.0.mlp."
 Found = dict[str, dict[str, dict[str, float | str]]]
 
@@ -82,14 +91,21 @@ import torch
 import safetensors.numpy
 import safetensors.torch
 arrays = dict(np.load(sys.argv[1]))
-safetensors.numpy.save_file(arrays, f"{sys.argv[2]}/numpy.safetensors")
-tensors = {name: torch.from_numpy(own) for name, own in arrays.items()}
-safetensors.torch.save_file(tensors, f"{sys.argv[2]}/torch.safetensors")
-try:
-    import mlx.core as mx
-except ImportError:
-    sys.exit()
-mx.save_safetensors(f"{sys.argv[2]}/mlx.safetensors", {name: mx.array(own) for name, own in arrays.items()})
+for dtype in ("float32", "float16"):
+    own = {n: array.astype(dtype) for n, array in arrays.items()}
+    safetensors.numpy.save_file(own, f"{sys.argv[2]}/numpy-{dtype}.safetensors")
+for dtype in ("float32", "float16", "bfloat16"):
+    tensors = {n: torch.from_numpy(own).to(getattr(torch, dtype)) for n, own in arrays.items()}
+    safetensors.torch.save_file(tensors, f"{sys.argv[2]}/torch-{dtype}.safetensors")
+"""
+_MLX = """
+import sys
+import mlx.core as mx
+import numpy as np
+arrays = dict(np.load(sys.argv[1]))
+for dtype in ("float32", "float16", "bfloat16"):
+    own = {n: mx.array(array).astype(getattr(mx, dtype)) for n, array in arrays.items()}
+    mx.save_safetensors(f"{sys.argv[2]}/mlx-{dtype}.safetensors", own)
 """
 
 
@@ -268,6 +284,124 @@ def by_both(name: str, folder: Path) -> float:
     return off
 
 
+def of_tokenizers(work: Path) -> Found:
+    """A base and an expert of an older transformers, and an expert of this one with other added tokens."""
+    rows: Found = {}
+    for release, packages in MODELS.items():
+        out, env = work / f"tokenizers-{release}", dict(os.environ)
+        if release != transformers.__version__:
+            env = installed(work / f"transformers-{release}", *packages)
+        if not out.exists():
+            out.mkdir()
+            run(older_tokenizers, "write", out, env=env)
+        cells = [(kind, source) for kind in older_tokenizers.KINDS for source in SOURCES]
+        found = {cell: told(by_tokens, cell[0], out / cell[0], cell[1]) for cell in cells}
+        folders = [own for kind in older_tokenizers.KINDS for own in (out / kind).iterdir()]
+        argv = [sys.executable, "-P", older_tokenizers.__file__, "read", *folders]
+        said = subprocess.run(argv, env=env, check=True, capture_output=True, text=True).stdout
+        pieces = json.loads(said)
+        for (kind, source), number in found.items():
+            row = rows.setdefault(f"{kind}, {source}", {})
+            row[f"transformers {release}"] = {
+                "covmerge": number,
+                f"transformers {release}": told(by_pieces, out / kind, source, pieces),
+            }
+    return rows
+
+
+def by_tokens(kind: str, folder: Path, source: str) -> float:
+    """How far off the rows of the merge are, by this transformers' tokens.
+
+    Raises:
+        ValueError: tokens are missing, or a text is other tokens than its expert's.
+    """
+    own = getattr(transformers, older_tokenizers.KINDS[kind][1])
+    places = {"base": folder / "base", "old": folder / "expert", "new": folder / "expert-new"}
+    pieces = transformers.AutoTokenizer.from_pretrained(places["base"])
+    newer = older_tokenizers.enlarged(own.from_pretrained(places["base"]), pieces, "new", 3)
+    older_tokenizers.save(places["new"], *newer)
+    out = folder / f"merged-{source}"
+    experts = ("old", "new")
+    recipe = {
+        "base": str(places["base"]),
+        "experts": {name: str(places[name]) for name in experts},
+        "method": "average",
+        "tokenizer": {"source": source},
+    }
+    covmerge.run_recipe(covmerge.parse_recipe(recipe), out, covmerge.RunOptions(overwrite=True))
+    ids = {
+        name: transformers.AutoTokenizer.from_pretrained(places[name]).get_vocab()
+        for name in places
+    }
+    got = transformers.AutoTokenizer.from_pretrained(out).get_vocab()
+    wanted = {*ids["old"], *ids["new"]} if source == "union" else set(ids[source])
+    if set(got) != wanted:
+        raise ValueError(f"other tokens: {sorted(set(got) ^ wanted)}")
+    by_pieces(folder, source, older_tokenizers.read_all([str(out), *map(str, places.values())]))
+    tables = {name: _tables(own.from_pretrained(places[name])) for name in places}
+    merged, info = own.from_pretrained(out, output_loading_info=True)
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        raise ValueError(f"merged names: {info}")
+    off = 0.0
+    for name, table in _tables(merged).items():
+        for token, row in got.items():
+            rows = {one: tables[one][name][ids[one][token]] for one in places if token in ids[one]}
+            having = [rows[one] for one in experts if one in rows]
+            absent = rows["base"] if "base" in rows else torch.stack(having).mean(0)
+            right = (rows.get("old", absent) + rows.get("new", absent)) / 2
+            off = max(off, apart([table[row]], [right]))
+    return off
+
+
+def by_pieces(folder: Path, source: str, pieces: Mapping[str, Any]) -> float:
+    """0 where a transformers makes the same pieces of a text with the merge as with what was merged.
+
+    A union cuts text as the base's tokenizer does: of an expert that cuts otherwise, or that this
+    transformers cannot read, only the special token is looked for.
+
+    Args:
+        folder: of the kind of tokenizer.
+        source: whose tokens the merge has.
+        pieces: by folder, what it makes of every text.
+
+    Raises:
+        ValueError: it makes others, or cannot read a folder.
+    """
+    out = folder / f"merged-{source}"
+    merged = pieces[str(out)]
+    for name in SOURCES[1:] if source == "union" else (source,):
+        own = folder / {"old": "expert", "new": "expert-new"}.get(name, name)
+        right = pieces[str(own)]
+        if isinstance(merged, str):
+            raise ValueError(f"{'as before the merge, ' * isinstance(right, str)}{merged}")
+        alike = isinstance(right, dict) and _cuts(own) == _cuts(out)
+        absent = [t for one, both in older_tokenizers.ADDED.items() if one != name for t in both]
+        for text in older_tokenizers.TEXTS:
+            if any(token in text for token in absent):
+                continue
+            if alike and merged[text] != right[text]:
+                raise ValueError(f"{text} is {merged[text]}, and with {name} {right[text]}")
+            special = older_tokenizers.ADDED.get(name, ("",))[0]
+            if not alike and special in text and special not in ["", *merged[text]]:
+                raise ValueError(f"{text} is {merged[text]}, without {special}")
+    return 0.0
+
+
+def _cuts(folder: Path) -> list[Any]:
+    """What says how a tokenizer cuts a text, beside its tokens."""
+    found = json.loads((folder / "tokenizer.json").read_text())
+    return [found[part] for part in ("normalizer", "pre_tokenizer", "post_processor")]
+
+
+def _tables(model: Any) -> dict[str, Tensor]:
+    """What has a row for each token, in float64."""
+    head = model.get_output_embeddings()
+    found = {"embedding": model.get_input_embeddings().weight, "head": head.weight}
+    if head.bias is not None:
+        found["bias"] = head.bias[:, None]
+    return {name: own.detach().double() for name, own in found.items()}
+
+
 def of_files(work: Path) -> Found:
     """Files of one set of numbers by older writers, read here."""
     draw = torch.Generator().manual_seed(0)
@@ -278,12 +412,14 @@ def of_files(work: Path) -> Found:
     for package, releases, code in (
         ("gguf", GGUF, _GGUF),
         ("safetensors", SAFETENSORS, _SAFETENSORS),
+        ("mlx", MLX, _MLX),
     ):
         for release in releases:
             out = work / f"{package}-files-{release}"
             if not out.exists():
                 out.mkdir()
-                env = installed(work / f"{package}-{release}", f"{package}=={release}")
+                names = (package, "mlx-cpu") if package == "mlx" else (package,)
+                env = installed(work / f"{package}-{release}", *(f"{n}=={release}" for n in names))
                 argv = [sys.executable, "-c", code, str(work / "arrays.npz"), str(out)]
                 subprocess.run(argv, env=env, check=True)
             for file in sorted(out.iterdir()):
@@ -306,7 +442,8 @@ def by_reader(file: Path, tensors: dict[str, Tensor]) -> float:
     save_file({name: torch.zeros_like(own) for name, own in tensors.items()}, base)
     merged = covmerge.merge(load_file(base), {"a": file}, "linear").tensors
     base.unlink()
-    return apart([merged[n] for n in names], [tensors[n] for n in names])
+    dtype = getattr(torch, file.stem.partition("-")[2])
+    return apart([merged[n] for n in names], [tensors[n].to(dtype) for n in names])
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -340,12 +477,14 @@ HEAD = """# Crossed ground
 Files of other libraries and of older releases, read and merged here. *equal*: the result is that of an
 independent computation in float64, to 1e-5 of its largest number. A larger number is the difference
 in these units: wrong, but finished. An error is what covmerge says. –: the release cannot write it.
-An empty cell was not run. `peft 0.21.2:` is what that PEFT makes of the file. The command
+An empty cell was not run. `peft 0.21.2:` is what that PEFT makes of the file, `transformers 4.57.6:`
+whether it reads the merge as it reads the models (a union cuts text as the base's tokenizer). The command
 `python -m benchmarks.crossed --work DIR` in `lab/` makes this page.
 """
 TITLES = {
     "checkpoints": "torch.distributed.checkpoint, by the torch that wrote it",
     "models": "A base and an expert of an older transformers, and an expert of 5.23, loaded by 5.23",
+    "tokenizers": "Tokenizers with other tokens under the same numbers, and whose tokens the merge has",
     "quantised": "An adapter by the PEFT that saved it, over a base as a library quantised it",
     "adapters": "An adapter by the PEFT that saved it, over a plain base",
     "files": "Files by the release that wrote them",
@@ -357,6 +496,7 @@ PARTS: Mapping[str, Callable[[Path, Path], Found]] = {
     "files": lambda work, _: of_files(work),
     "checkpoints": of_torch,
     "models": lambda work, _: of_transformers(work),
+    "tokenizers": lambda work, _: of_tokenizers(work),
 }
 
 
