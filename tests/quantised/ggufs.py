@@ -145,6 +145,18 @@ def save_gpt2(model: Any, path: Path, kind: str) -> Path:
     return _written(writer, path)
 
 
+def save_falcon(model: Any, path: Path) -> Path:
+    """Save a Falcon in float32, without what llama.cpp does to several heads of keys."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "falcon")
+    _add_sizes(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.FALCON, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            _add(writer, names.get_name(name, (".weight", ".bias")), tensor, "F32")
+    return _written(writer, path)
+
+
 def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)

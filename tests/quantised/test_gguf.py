@@ -14,7 +14,7 @@ from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised.view import open_plain
 from tests.advised import advice
-from tests.quantised.ggufs import save_gpt2, save_llama
+from tests.quantised.ggufs import save_falcon, save_gpt2, save_llama
 from tests.quantised.models import llama, moved
 
 
@@ -139,6 +139,45 @@ def test_an_architecture_that_is_not_read_is_named(tmp_path, architecture):
     path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0", architecture)
     with pytest.raises(CheckpointError, match=rf"gguf.*{architecture}"):
         open_plain(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("gemma", transformers.GemmaConfig),  # its norms are stored plus one
+        ("granite", transformers.GraniteConfig),  # its q and k are in llama.cpp's order
+    ],
+)
+def test_neither_does_a_config_beside_it_say_what_was_done_to_the_weights(
+    tmp_path, architecture, config
+):
+    save_llama(llama(1), tmp_path / "model.gguf", "F32", architecture)
+    sizes = llama(1).config.to_dict()
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config(**{name: sizes[name] for name in kept}, **heads).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"architecture, '{architecture}', is none of those"):
+        open_plain(tmp_path)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_falcon_has_one_head_of_keys(tmp_path, heads):
+    """Of several llama.cpp has all queries first, then all keys; transformers reads them by turns."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    several = {"new_decoder_architecture": heads > 1, "num_kv_heads": heads}
+    config = transformers.FalconConfig(**sizes, **several, ffn_hidden_size=256)
+    config.intermediate_size, config.num_key_value_heads, config.rms_norm_eps = 256, heads, 1e-5
+    model = transformers.FalconForCausalLM(config)
+    path = save_falcon(model, tmp_path / "model.gguf")
+    config.save_pretrained(tmp_path)
+    if heads > 1:
+        with pytest.raises(CheckpointError, match=r"Falcon with several heads of keys"):
+            open_plain(path)
+        return
+    found = open_plain(path)
+    expected = model.state_dict()
+    assert all(torch.equal(found.read(n).float(), expected[n]) for n in found.headers)
 
 
 def test_what_it_is_stored_as_is_shown_by_its_names(tmp_path):

@@ -24,7 +24,7 @@ from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
 from covmerge.plan.moe import mixed
-from covmerge.plan.planning.align import Model, over_base
+from covmerge.plan.planning.align import Model, model_in_memory, over_base
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import BASE, MERGED, expert_key
 from covmerge.plan.planning.slices import stacked
@@ -336,6 +336,8 @@ def open_checkpoints(
             {} if stored is None else {None: unwrapped(plain_base(stored))}
         )
         plain = sources.get(None)
+        if plain is not None and form == "adapter":
+            plain = sources[None] = model_in_memory(plain, adapters.values())
         sources |= {name: unwrapped(dequantised(model), plain) for name, model in given.items()}
         sources = with_ties_undone(sources, form)
         sources = dict(mixed(moe, sources, list(given)))

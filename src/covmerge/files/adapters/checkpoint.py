@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Container, Mapping
+from copy import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,7 +54,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
-from covmerge.files.checkpoints.pieces import Assembled, Whole
+from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, Whole
 from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
@@ -130,6 +131,9 @@ class AdapterCheckpoint(View):
         self.replaced: Collection[str] = contents.replaced.keys() - self.folds.headers.keys()
         # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
         self._read_whole = lru_cache(maxsize=2)(stored.read)
+        # Tensors of which it changes parts (`rejoined`), and the base that has the parts.
+        self._joined: Mapping[str, Callable[[range | None], Tensor]] = {}
+        self._under: Checkpoint | None = None
         self.headers = MappingProxyType(
             {name: self._replaced_header(name) for name in contents.replaced} | self.folds.headers
         )
@@ -149,6 +153,8 @@ class AdapterCheckpoint(View):
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""
         header = find_header(self.headers, name, rows, self.source)
+        if name in self._joined:
+            return self._joined[name](rows)
         if name in self.folds.headers:
             return self.folds.read(name, rows)
         value = self._stored.read(self._contents.replaced[name], rows)
@@ -176,6 +182,8 @@ class AdapterCheckpoint(View):
         return found
 
     def held(self, name: str, elements: int) -> int:
+        if name in self._joined:
+            return 4 * math.prod(self.headers[name].shape)
         return self.folds.held(name, elements) if name in self.folds.headers else elements
 
     def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
@@ -251,10 +259,58 @@ class AdapterCheckpoint(View):
         notes = (*self._notes, *folds.notes)
         return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
 
+    def rejoined(
+        self, base: Checkpoint, names: Mapping[str, str], made: Mapping[str, Assembly]
+    ) -> AdapterCheckpoint:
+        """Return this adapter with tensors of which it changes parts, whole as the base's files have them.
+
+        Args:
+            base: with the parts, by their own names.
+            names: this adapter's, by the base's.
+            made: by the name in the base's files, what they are made of.
+        """
+        held = {
+            part: names[part] for one in made.values() for part in one.stored() if part in names
+        }
+        of_parts = [base.headers[part].dtype for part in held]
+        of_parts += [(self.low_rank.get(n) or self.headers[n]).dtype for n in held.values()]
+        dtype = torch.float64 if torch.float64 in of_parts else torch.float32
+
+        def read(part: str, rows: range) -> Tensor:
+            name = held.get(part)
+            if name is not None and name in self.headers:
+                return self.read(name, rows).to(dtype)
+            value = base.read(part, rows).to(dtype)
+            if name is None:
+                return value
+            factors = _rows(self.read_factors(name), rows)
+            return value + (factors.left @ factors.right).to(dtype).view(value.shape)
+
+        found = copy(self)
+        found._joined = {name: partial(_joined, one, read) for name, one in made.items()}
+        found._under = base
+        taken = {*held.values()}
+        found.low_rank = MappingProxyType(
+            {name: header for name, header in self.low_rank.items() if name not in taken}
+        )
+        found.headers = MappingProxyType(
+            {name: header for name, header in self.headers.items() if name not in taken}
+            | {name: TensorHeader(name, one.shape, dtype) for name, one in made.items()}
+        )
+        name = next(iter(made))
+        found.notes = (
+            *self.notes,
+            f"{self.source} changes parts of {counted(len(made), 'tensor')} of the base, such as "
+            f"'{next(iter(taken))}' in '{name}': these are merged whole",
+        )
+        return found
+
     def materialize(self) -> None:
         """See `Checkpoint.materialize`; its base's weights too, where an update is computed from them."""
         super().materialize()
         self.folds.materialize()
+        if self._under is not None:
+            self._under.materialize()
 
     def _replaced_header(self, name: str) -> TensorHeader:
         stored = self._stored.headers[self._contents.replaced[name]]
@@ -393,6 +449,10 @@ def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
     left, right = left.contiguous(), right.contiguous()
     # Every merged adapter has the scale 1, and to multiply costs more than to read.
     return LowRank(left if update.scale == 1 else left * update.scale, right)
+
+
+def _joined(made: Assembly, read: Read, rows: range | None) -> Tensor:
+    return made.read(read, range(made.shape[0]) if rows is None else rows).contiguous()
 
 
 def _rows(factors: LowRank, rows: range | None) -> LowRank:

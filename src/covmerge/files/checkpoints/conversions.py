@@ -142,6 +142,22 @@ def converted(
     return Conversion(made, by)
 
 
+def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:
+    """Return the tensors that a model has in memory as parts of one of its files, each with its part.
+
+    Args:
+        shapes: by name, of the files.
+        config: of the model.
+    """
+    found: dict[str, Assembly] = {}
+    _, rules = _of_transformers(config)
+    if any(rule.by and len(rule.targets) > 1 for rule in rules):
+        for to, group in _grouped(shapes, rules).items():
+            if group.rule is not None and len(group.rule.targets) > 1:
+                found.update(_outputs(to, group, shapes, {}))
+    return found
+
+
 def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, Assembly]:
     """Return the plain weights of a base of which an expert has lengths and directions."""
     found: dict[str, Assembly] = {}

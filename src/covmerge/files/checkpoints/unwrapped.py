@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from covmerge.base.text import counted
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.conversions import converted
+from covmerge.files.checkpoints.conversions import converted, divided
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Whole
 from covmerge.files.checkpoints.view import (
     WRAPPERS,
@@ -99,6 +99,20 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
         f"{checkpoint.source}: {counted(len(made), 'tensor')}, such as '{name}', are put together from "
         f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
     )
+
+
+def in_memory(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model with what transformers divides on loading in its parts; often it is the same.
+
+    Example:
+        >>> import torch
+        >>> from covmerge.files.checkpoints.memory import MemoryCheckpoint
+        >>> held = {"encoder.layers.0.attn.Wqkv.weight": torch.ones(6, 2)}
+        >>> list(in_memory(MemoryCheckpoint(held, {"model_type": "nomic_bert"})).headers)[0]
+        'layers.0.self_attn.q_proj.weight'
+    """
+    parts = divided(_shapes(checkpoint.headers), checkpoint.config)
+    return Assembled(checkpoint, parts) if parts else checkpoint
 
 
 def _shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:

@@ -128,8 +128,15 @@ def find(stored: Stored) -> Found:
     types = cast("Mapping[str, str]", stored.settings["types"])
     architecture = metadata.get("general.architecture")
     made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
-    if made.__name__ not in _ONE_FOR_ONE:
+    # Nothing undoes what llama.cpp's converter did to others, such as 1 more in norms of the first Gemma.
+    known = {*loader.TENSOR_PROCESSORS, *loader.GGUF_SUPPORTED_ARCHITECTURES}
+    if made.__name__ not in _ONE_FOR_ONE or architecture not in known:
         stored.refuse(f"its architecture, {shorten(architecture)}, is none of those that are read")
+    if architecture == "falcon" and metadata.get("falcon.attention.head_count_kv", 1) != 1:
+        stored.refuse(
+            "it is a Falcon with several heads of keys, and nobody undoes the order in which llama.cpp's "
+            "converter puts the rows of its query_key_value"
+        )
     config = _config(stored, loader)
     try:
         model, _ = empty_model(config, len(types))

@@ -236,7 +236,7 @@ def describe(
             outside_backbone=name in outside,
             in_blocks=name in blocks and name not in outside,
             parameter=skeleton.places[name].parameter
-            if skeleton and name in skeleton.places
+            if skeleton and name in skeleton.places and not skeleton.places[name].divided
             else name,
             takes_factors=kind.takes_factors
             if skeleton and name in skeleton.places

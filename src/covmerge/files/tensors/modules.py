@@ -255,12 +255,14 @@ class Place:
         kind: role and orientation of the stored tensor.
         parts: the split of a fused projection, if known.
         expected: shape that the config gives it; None where it is stored in other pieces.
+        divided: the loader makes several parameters of it, of which `parameter` is the first.
     """
 
     parameter: str
     kind: Kind
     parts: FusedParts | None
     expected: tuple[int, ...] | None
+    divided: bool = False
 
 
 def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | None) -> Place:
@@ -278,7 +280,7 @@ def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | Non
                 p.removesuffix(".weight").rpartition(".")[2] for p in converter.target_patterns
             ]
             parts = equal_parts(names, header.shape[0])
-    return Place(target, kind, parts, None)
+    return Place(target, kind, parts, None, divided=len(converter.target_patterns) > 1)
 
 
 def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) -> Kind:

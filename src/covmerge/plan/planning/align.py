@@ -20,10 +20,12 @@ from covmerge.base.text import counted, of_all_layers, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.conversions import converted
 from covmerge.files.checkpoints.memory import PASS_FOLDED
+from covmerge.files.checkpoints.unwrapped import in_memory
 from covmerge.files.checkpoints.view import respelled, weight_norms
-from covmerge.files.quantised.view import dequantised
-from covmerge.files.tensors.describe import ModelDescription, conv1d_names
+from covmerge.files.quantised.view import dequantised, is_quantised
+from covmerge.files.tensors.describe import ModelDescription, conv1d_names, describe_checkpoint
 from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
 from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.reached import check_reached
@@ -357,11 +359,49 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
     Raises:
         CheckpointError: its tensors do not fit the base's.
     """
+    if (rejoined := _rejoined(adapter, base)) is not None:
+        return rejoined
     conv1d = conv1d_names(base.description)
     named = adapter.named_as(base.headers, conv1d, base.checkpoint.config)
     held = {*named.low_rank, *named.headers}
     names = {adapter_name: name for name, adapter_name in names_in_base(base, held).items()}
     return named.over(base.checkpoint, names, conv1d)
+
+
+def model_in_memory(base: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> Checkpoint:
+    """Return a base with what transformers divides on loading in its parts, if adapters are of these.
+
+    Without adapters it is, too: what is made for it is loaded over the parts.
+    """
+    whole = in_memory(base)
+    if whole is base or is_quantised(base):
+        return base
+    model, fused = (
+        Model(base, describe_checkpoint(base)),
+        base.headers.keys() - whole.headers.keys(),
+    )
+    held = ({*adapter.low_rank, *adapter.headers} for adapter in adapters)
+    return whole if all(fused.isdisjoint(names_in_base(model, names)) for names in held) else base
+
+
+def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | None:
+    """Return an adapter of parts that transformers makes of the base's tensors; None: it is of none."""
+    whole = in_memory(base.checkpoint)
+    if whole is base.checkpoint:
+        return None
+    view = Model(whole, describe_checkpoint(whole))
+    divided = whole.headers.keys() - base.headers.keys()
+    if divided.isdisjoint(names_in_base(view, {*adapter.low_rank, *adapter.headers})):
+        return None
+    over = over_base(adapter, view)
+    names = names_in_base(view, {*over.low_rank, *over.headers})
+    shapes, stored = ({n: h.shape for n, h in model.headers.items()} for model in (view, base))
+    made = converted(shapes, stored, base.checkpoint.config).made
+    return over.rejoined(
+        whole,
+        names,
+        {n: one for n, one in made.items() if not names.keys().isdisjoint(one.stored())},
+    )
 
 
 def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
