@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         if found is None:  # the old one is away, or there was none
             assert before is None or (self.partial / "replaced").exists()
             self.known.output = before if (self.partial / "replaced").exists() else None
-        elif found == own and found != before:
+        elif found == own and (found != before or self._is_anew(own)):
             self._is_written(method)
         self._look()
         after = self._journal()
@@ -348,6 +348,10 @@ class Machine(RuleBasedStateMachine):
             method = next(m for m in METHODS if f'"method": "{m}"' in self._manifest())
             return method, self.known.sources
         return same[0]
+
+    def _is_anew(self, own: Source) -> bool:
+        """Whether a damaged output was replaced by the same before the merge was killed."""
+        return self.known.damaged and self._digests() == self._expected.get(own)
 
     def _manifest(self) -> str:
         return (self.out / "covmerge.json").read_text()

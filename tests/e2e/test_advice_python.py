@@ -146,7 +146,7 @@ CALLS = {
     "an output that is there, to resume": (
         lambda out: [merge([A, B], out=out / "m", resume=more) for more in (False, True)],
         advice(
-            "and nothing is left to resume: take it as it is, or pass --overwrite to merge anew"
+            "and a merge that ended is not resumed: take it as it is, or pass --overwrite to merge anew"
         ),
         lambda out: merge([A, B], out=out / "m", overwrite=True),
     ),

@@ -206,7 +206,7 @@ def test_a_layer_that_was_trained_anew_is_a_warning(models):
     change(models / "b", anew)
     result = covmerge.merge(models / "base", experts(models), "average", models / "out")
     (warning,) = (w for w in result.warnings if name in w)
-    assert "is not the base's" in warning and "use: base" in warning
+    assert "is not the base's" in warning and '"use": "base"' in warning
     found = covmerge.inspect(models / "base", experts(models))
     assert not found.faults and any(name in f.text for f in found.findings)
 

@@ -91,7 +91,8 @@ def furnish(folder: Path) -> None:
             for step in range(500 * number, 3000, 1000):
                 checkpoint = folder / run / f"checkpoint-{step}"
                 shutil.copytree(saved, checkpoint)
-                (checkpoint / "trainer_state.json").write_text("{}")
+                state = f'{{"num_input_tokens_seen": {step * 10**7}}}'
+                (checkpoint / "trainer_state.json").write_text(state)
     recipe = "base: ./base\nexperts: {code: ./code, math: ./math}\nmethod: ties\n"
     (folder / "recipe.yml").write_text(recipe)
     (folder / "eval.py").write_text("print(0.5)")

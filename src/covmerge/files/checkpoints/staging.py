@@ -91,8 +91,8 @@ class Staging:
             return
         if not self._overwrite and self._resume:
             raise InputError(
-                f"the output {self.out} is complete, and nothing is left to resume: take it as it is, or "
-                f"pass {Hint('overwrite')} to merge anew"
+                f"the output {self.out} exists, and a merge that ended is not resumed: take it as it is, "
+                f"or pass {Hint('overwrite')} to merge anew"
             )
         if not self._overwrite:
             raise InputError(
