@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.advised import advice
@@ -33,6 +34,7 @@ OURS = {
     "moe": {"gates": "random"},
     "rules": [{"match": "*", "use": "base"}],
 }
+READING = OURS | {"moe": {"gates": "update"}}
 STACK = {"slices": [{"base": [0, 2], "experts": {"code": [0, 2], "math": [0, 2]}}]}
 MIXTURES = {
     "shared experts": (
@@ -98,9 +100,15 @@ MIXTURES = {
         RIGHT,
     ),
     "another architecture": (
-        RIGHT | {"base_model": "qwen"},
-        advice("and this mixture is made of {}: choose a base of one of them"),
+        RIGHT | {"base_model": "gemma"},
+        advice("{}: choose a base of one of them"),
         RIGHT,
+    ),
+    "no numbers": (
+        READING | {"experts": OURS["experts"] | {"broken": "broken"}},
+        advice("or of the base, holds NaN or Inf: leave the expert out, or save it anew"),
+        READING,
+        READING | {"experts": OURS["experts"] | {"chat": "chat"}},
     ),
     "no tokenizer": (
         RIGHT | {"base_model": "untold"},
@@ -120,9 +128,11 @@ def here(models, tmp_path, monkeypatch):
     base = {path.name: path for path in (models / "base").iterdir()}
     tensors = load_file(base["model.safetensors"])
     rows = {name: tensors[name][:60] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    broken = {"model.layers.0.mlp.up_proj.weight": torch.full((24, 16), torch.nan)}
     changed = {
+        "broken": ({}, tensors | broken),
         "three": ({"num_hidden_layers": 3}, tensors),
-        "qwen": ({"model_type": "qwen2"}, tensors),
+        "gemma": ({"model_type": "gemma"}, tensors),
         "untold": ({}, tensors),
         "small": ({"vocab_size": 60}, tensors | rows),
     }
@@ -151,6 +161,33 @@ def test_a_mixture_as_it_is_advised(name, here):
         file.write_text(json.dumps(recipe))
         covmerge("merge", file, f"out{number}")
         covmerge("verify", f"out{number}")
+
+
+def test_updates_that_are_told_apart(here):
+    """Two experts that read one direction, and what may be done: without one of them, or by prompts."""
+    tensors = load_file(here / "base" / "model.safetensors")
+    (here / "alike").mkdir()
+    shutil.copy(here / "base" / "config.json", here / "alike")
+    own = load_file(here / "code" / "model.safetensors")
+    again = {name: own[name] + (own[name] - tensors[name]) / 4 for name in own}
+    save_file(again, here / "alike" / "model.safetensors", metadata={"format": "pt"})
+    three = OURS["experts"] | {"alike": "alike"}
+    said = advice(
+        "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
+    )
+    by_prompts = {
+        "gates": "cheap_embed",
+        "prompts": {n: {"positive": [f"w{5 * k}"]} for k, n in enumerate(three)},
+    }
+    ways = (READING | {"experts": three}, READING, OURS | {"experts": three, "moe": by_prompts})
+    for number, recipe in enumerate(ways):
+        (here / "recipe.yml").write_text(json.dumps(recipe))
+        ran = covmerge("merge", here / "recipe.yml", f"out{number}")
+        text = words(ran.stdout + ran.stderr)
+        if number == 0:
+            noted(said, text)
+        else:
+            assert "nearly dependent" not in text, (number, text)
 
 
 def test_prompts_that_are_told_apart(here):

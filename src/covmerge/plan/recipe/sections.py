@@ -21,7 +21,7 @@ from covmerge.plan.recipe.parts import StrictModel
 # What a recipe says of a mixture of experts.
 
 Prompt = Annotated[str, Field(min_length=1, max_length=100_000)]
-GateMode = Literal["random", "uniform_random", "cheap_embed"]
+GateMode = Literal["random", "uniform_random", "cheap_embed", "update"]
 
 
 class Prompts(StrictModel):
@@ -38,13 +38,15 @@ class Prompts(StrictModel):
 class Mixture(StrictModel):
     """The experts become the routed experts of one mixture-of-experts model."""
 
-    architecture: Literal["mixtral"] = Field(
+    architecture: Literal["mixtral", "qwen2_moe", "qwen3_moe"] = Field(
         default="mixtral",
-        description="Of the output: `mixtral`, from a Llama or Mistral base.",
+        description="Of the output: `mixtral`, from a Llama or Mistral base; `qwen2_moe`, from a "
+        "Qwen2 base, whose MLP is the shared expert; `qwen3_moe`, from a Qwen3 base.",
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
-        "prompts; `random`: normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
+        "prompts; `update`: by what its update reads of a layer's inputs, without prompts; `random`: "
+        "normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
     )
     prompts: dict[str, Prompts] = Field(
         default_factory=dict[str, Prompts],
@@ -54,6 +56,11 @@ class Mixture(StrictModel):
         default=2, ge=1, description="How many experts each token is given to."
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of random gates.")
+
+    @property
+    def by_updates(self) -> bool:
+        """Whether the routers are made of the experts' updates, so that a base alone does not tell them."""
+        return self.gates == "update"
 
     def check(self, experts: Mapping[str, Any]) -> None:
         """Refuse what does not fit the experts of the recipe.
