@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.advised import advice
@@ -33,6 +34,7 @@ OURS = {
     "moe": {"gates": "random"},
     "rules": [{"match": "*", "use": "base"}],
 }
+READING = OURS | {"moe": {"gates": "update"}}
 STACK = {"slices": [{"base": [0, 2], "experts": {"code": [0, 2], "math": [0, 2]}}]}
 MIXTURES = {
     "shared experts": (
@@ -102,6 +104,12 @@ MIXTURES = {
         advice("and this mixture is made of {}: choose a base of one of them"),
         RIGHT,
     ),
+    "no numbers": (
+        READING | {"experts": OURS["experts"] | {"broken": "broken"}},
+        advice("or of the base, holds NaN or Inf: leave the expert out, or save it anew"),
+        READING,
+        READING | {"experts": OURS["experts"] | {"chat": "chat"}},
+    ),
     "no tokenizer": (
         RIGHT | {"base_model": "untold"},
         advice(
@@ -120,7 +128,9 @@ def here(models, tmp_path, monkeypatch):
     base = {path.name: path for path in (models / "base").iterdir()}
     tensors = load_file(base["model.safetensors"])
     rows = {name: tensors[name][:60] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    broken = {"model.layers.0.mlp.up_proj.weight": torch.full((24, 16), torch.nan)}
     changed = {
+        "broken": ({}, tensors | broken),
         "three": ({"num_hidden_layers": 3}, tensors),
         "qwen": ({"model_type": "qwen2"}, tensors),
         "untold": ({}, tensors),

@@ -206,3 +206,46 @@ def test_a_base_that_no_mixture_holds_is_refused(models: Path, tmp_path: Path) -
     }
     with pytest.raises(InputError, match="a mixture is made of models of llama or mistral"):
         made(models, tmp_path, recipe)
+
+
+def without_prompts(models: Path, *experts: str) -> dict[str, Any]:
+    return {
+        "base": str(models / "base"),
+        "experts": {name: str(models / name) for name in experts},
+        "moe": {"gates": "update"},
+        "rules": [{"match": "*", "use": "base"}],
+    }
+
+
+def test_gates_are_what_updates_read(models: Path, tmp_path: Path) -> None:
+    """The leading right singular vector of both matrices, towards the mean embedding behind the norm."""
+    out = made(models, tmp_path, without_prompts(models, *NAMES))
+    found = load_file(out / "model.safetensors")
+    base = {n: t.double() for n, t in load_file(models / "base/model.safetensors").items()}
+    mean = base["model.embed_tokens.weight"].mean(0)
+    for layer in range(2):
+        stem = f"model.layers.{layer}"
+        gate = found[f"{stem}.block_sparse_moe.gate.weight"]
+        typical = mean * base[f"{stem}.post_attention_layernorm.weight"]
+        for row, name in zip(gate.double(), NAMES, strict=True):
+            expert = load_file(models / name / "model.safetensors")
+            both = [f"{stem}.mlp.{part}.weight" for part in ("gate_proj", "up_proj")]
+            update: Any = torch.cat([expert[own].double() - base[own] for own in both])
+            wanted = torch.linalg.svd(update).Vh[0]
+            wanted = wanted if wanted @ typical > 0 else -wanted
+            torch.testing.assert_close(row, wanted, rtol=1e-6, atol=1e-7)
+    for deep in ([], ["--deep"]):
+        ran = CliRunner().invoke(app, ["verify", *deep, str(out)])
+        assert ran.exit_code == 0, ran.output
+    covmerge.run_recipe(load_recipe(tmp_path / "recipe.yml"), tmp_path / "again")
+    first, second = (
+        (tmp_path / own / "model.safetensors").read_bytes() for own in ("out", "again")
+    )
+    assert first == second
+
+
+def test_an_update_of_nothing_reads_nothing(models: Path, tmp_path: Path) -> None:
+    recipe = without_prompts(models, "base", "code") | {"allow": ["unchanged-expert"]}
+    found = load_file(made(models, tmp_path, recipe) / "model.safetensors")
+    gate = found["model.layers.1.block_sparse_moe.gate.weight"].double()
+    assert gate.square().sum(1).sqrt().tolist() == pytest.approx([0.0, 1.0])

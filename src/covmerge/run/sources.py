@@ -23,7 +23,7 @@ from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
-from covmerge.plan.moe import mixed
+from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.align import Model, model_in_memory, over_base
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import BASE, MERGED, expert_key

@@ -8,7 +8,7 @@ from typing import Any
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.tensors.names import layer_name, relative_depth, relative_depths
 from covmerge.files.tensors.shown import Stacked, comes_before
-from covmerge.plan.moe import ARCHITECTURES
+from covmerge.plan.moe.architectures import ARCHITECTURES
 from covmerge.plan.recipe import Mixture, Slice
 
 
@@ -69,7 +69,7 @@ class Layers:
 
     def is_router(self, name: str) -> bool:
         """Whether a tensor is a router of the mixture that the experts become."""
-        return self._mixture is not None and name.endswith(f".{self._mixture.block}.gate.weight")
+        return self._mixture is not None and self._mixture.is_gate(name)
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""

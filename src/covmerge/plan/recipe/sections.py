@@ -21,7 +21,7 @@ from covmerge.plan.recipe.parts import StrictModel
 # What a recipe says of a mixture of experts.
 
 Prompt = Annotated[str, Field(min_length=1, max_length=100_000)]
-GateMode = Literal["random", "uniform_random", "cheap_embed"]
+GateMode = Literal["random", "uniform_random", "cheap_embed", "update"]
 
 
 class Prompts(StrictModel):
@@ -44,7 +44,8 @@ class Mixture(StrictModel):
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
-        "prompts; `random`: normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
+        "prompts; `update`: by what its update reads of a layer's inputs, without prompts; `random`: "
+        "normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
     )
     prompts: dict[str, Prompts] = Field(
         default_factory=dict[str, Prompts],

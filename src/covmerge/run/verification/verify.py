@@ -26,7 +26,8 @@ from covmerge.files.stores.store import Store, file_at
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.shown import same_values, seen_untied
 from covmerge.maths.linalg.lapack import norm
-from covmerge.plan.moe import mixed
+from covmerge.plan.moe.architectures import ARCHITECTURES
+from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine.entries import rounding_said
@@ -190,6 +191,7 @@ def examine(
         else:
             base = _mixed(seen_untied(base, manifest.get("untied")), manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
+        apart |= _of_experts(manifest)
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = stored.weight_names if coverage.ok else ()
         quantisation = output.quantisation
@@ -283,6 +285,15 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
         for name, entry in manifest["tensors"].items()
         if entry["shape"][:1] == [decided.get("rows")] and entry["role"] in roles
     )
+
+
+def _of_experts(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Routers of a mixture that are made of updates, which the base alone does not tell."""
+    moe = manifest["recipe"].get("moe")
+    if moe is None or moe["gates"] != "update":
+        return frozenset()
+    architecture = ARCHITECTURES[moe["architecture"]]
+    return frozenset(name for name in manifest["tensors"] if architecture.is_gate(name))
 
 
 def _masks(store: Store, experts: list[str]) -> Check:
@@ -436,7 +447,7 @@ class _Values:
         if self.base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
-        beside = f"; {len(self._apart)} have rows of other tokens" if self._apart else ""
+        beside = f"; {len(self._apart)} have rows of other tokens or experts" if self._apart else ""
         beside += f"; {len(self._rounded)} are rounded copies" if self._rounded else ""
         detail = some(self.lost, 5) or f"tensors copied from the base equal it{beside}"
         return [*checks, Check("copied", not self.lost, detail)]
