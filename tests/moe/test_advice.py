@@ -100,8 +100,8 @@ MIXTURES = {
         RIGHT,
     ),
     "another architecture": (
-        RIGHT | {"base_model": "qwen"},
-        advice("and this mixture is made of {}: choose a base of one of them"),
+        RIGHT | {"base_model": "gemma"},
+        advice("{}: choose a base of one of them"),
         RIGHT,
     ),
     "no numbers": (
@@ -132,7 +132,7 @@ def here(models, tmp_path, monkeypatch):
     changed = {
         "broken": ({}, tensors | broken),
         "three": ({"num_hidden_layers": 3}, tensors),
-        "qwen": ({"model_type": "qwen2"}, tensors),
+        "gemma": ({"model_type": "gemma"}, tensors),
         "untold": ({}, tensors),
         "small": ({"vocab_size": 60}, tensors | rows),
     }

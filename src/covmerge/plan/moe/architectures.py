@@ -24,6 +24,8 @@ class Architecture:
         parts: by matrix of a dense MLP, its name in an expert.
         settings: what config.json says beside the base's.
         count: its key for the number of experts.
+        widths: its keys for the width of an expert.
+        refused: what a base's config may not say, as the mixture has not the like.
         dropped: keys of the base's config that it has not.
     """
 
@@ -32,6 +34,8 @@ class Architecture:
     parts: Mapping[str, str]
     settings: Mapping[str, Any]
     count: str
+    widths: tuple[str, ...] = ("intermediate_size",)
+    refused: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
     def gate(self, layer: str) -> str:
@@ -55,33 +59,51 @@ class Architecture:
         """Return config.json of the mixture.
 
         Raises:
-            InputError: the base is of another architecture, or has biases in its MLP.
+            InputError: the base is of another architecture, or has what the mixture cannot have.
         """
-        if base.get("model_type") not in self.bases:
-            raise InputError(
-                f"the base is of the architecture {base.get('model_type')!r}, and this mixture is made of "
-                f"{' or '.join(self.bases)}: choose a base of one of them"
-            )
-        if base.get("attention_bias") or base.get("mlp_bias"):
-            raise InputError(
-                "the base's config.json says attention_bias or mlp_bias, and the mixture has no biases"
-            )
+        kind = base.get("model_type")
+        if kind not in self.bases:
+            bases = " or ".join(self.bases)
+            said = f"the base is of the architecture {kind!r}, and this mixture is made of {bases}"
+            right = [name for name, other in ARCHITECTURES.items() if kind in other.bases]
+            if right:
+                raise InputError(f"{said}: write `architecture: {right[0]}` under moe")
+            raise InputError(f"{said}: choose a base of one of them")
+        for key in self.refused:
+            if base.get(key):
+                own = self.settings["model_type"]
+                raise InputError(
+                    f"the base's config.json says {key}, which {own} has not: choose a base without"
+                )
         copied = _said(base) | {
             key: value
             for key, value in base.items()
             if key not in self.dropped and not (key == "num_key_value_heads" and value is None)
         }
-        return {**copied, **self.settings, self.count: experts, "num_experts_per_tok": per_token}
+        sizes = dict.fromkeys(self.widths, copied["intermediate_size"])
+        counts = {self.count: experts, "num_experts_per_tok": per_token}
+        return {**copied, **self.settings, **sizes, **counts}
 
 
 # What transformers assumes of a dense config that does not say it; of a mixture it assumes other values.
 _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "llama": {"max_position_embeddings": 2048, "sliding_window": None},
+        "llama": {
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "sliding_window": None,
+        },
         "mistral": {
+            "intermediate_size": 14336,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
             "num_key_value_heads": 8,
+        },
+        "qwen3": {
+            "intermediate_size": 22016,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
         },
     }
 )
@@ -90,13 +112,20 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def _said(base: Mapping[str, Any]) -> dict[str, Any]:
     """What a dense config leaves to defaults that the mixture does not share."""
     found: dict[str, Any] = {"rms_norm_eps": 1e-6, **_ASSUMED[str(base["model_type"])]}
-    if base.get("num_key_value_heads") is None and "num_key_value_heads" not in found:
+    if base.get("num_key_value_heads", found.get("num_key_value_heads")) is None:
         found["num_key_value_heads"] = base.get("num_attention_heads", 32)
     if "rope_parameters" not in base:
         found["rope_theta"] = 10000.0
     return found
 
 
+_SAME = MappingProxyType({part: part for part in ("gate_proj", "down_proj", "up_proj")})
+# Of the Qwens, which may have dense layers too, and weights that do not add up to 1.
+_EVERY_LAYER: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "mixtral": Architecture(
@@ -105,7 +134,19 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             parts={"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
             settings={"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
             count="num_local_experts",
+            refused=("attention_bias", "mlp_bias"),
             dropped=("attention_bias", "mlp_bias", "pretraining_tp"),
-        )
+        ),
+        "qwen3_moe": Architecture(
+            bases=("qwen3",),
+            block="mlp",
+            parts=_SAME,
+            settings=_EVERY_LAYER
+            | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+            count="num_experts",
+            widths=("moe_intermediate_size",),
+            refused=("use_sliding_window",),
+            dropped=("layer_types", "max_window_layers"),
+        ),
     }
 )

@@ -38,9 +38,10 @@ class Prompts(StrictModel):
 class Mixture(StrictModel):
     """The experts become the routed experts of one mixture-of-experts model."""
 
-    architecture: Literal["mixtral"] = Field(
+    architecture: Literal["mixtral", "qwen3_moe"] = Field(
         default="mixtral",
-        description="Of the output: `mixtral`, from a Llama or Mistral base.",
+        description="Of the output: `mixtral`, from a Llama or Mistral base; `qwen3_moe`, from a "
+        "Qwen3 base.",
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
