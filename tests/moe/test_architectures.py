@@ -23,6 +23,7 @@ NAMES = ("code", "math", "chat")
 LAYERS = 2
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mistral", {}),
+    "qwen2_moe": ("qwen2", {}),
     "qwen3_moe": ("qwen3", {"head_dim": 8}),
 }
 TOKENS = torch.arange(3, 40).reshape(1, -1)
@@ -78,15 +79,17 @@ def loaded(folder: Path, **more: Any) -> Any:
 
 
 class ByHand(torch.nn.Module):
-    """All experts' MLPs, weighed by the softmax of a router's products."""
+    """All experts' MLPs, weighed by the softmax of a router's products; with a shared one half of both."""
 
-    def __init__(self, gate: Tensor, experts: list[Any]) -> None:
+    def __init__(self, gate: Tensor, experts: list[Any], shared: Any) -> None:
         super().__init__()
+        self.shared = shared
         self.gate, self.experts = gate.double(), torch.nn.ModuleList(experts)
 
     def forward(self, given: Tensor) -> Tensor:
         weights = torch.softmax(given @ self.gate.mT, -1)
-        return sum(weights[..., n, None] * expert(given) for n, expert in enumerate(self.experts))  # pyright: ignore[reportReturnType]
+        routed: Any = sum(weights[..., n, None] * own(given) for n, own in enumerate(self.experts))
+        return routed if self.shared is None else (routed + self.shared(given)) / 2
 
 
 @pytest.mark.parametrize("architecture", DENSE)
@@ -109,7 +112,8 @@ def test_a_mixture_is_its_experts_added_up(architecture: str, tmp_path: Path) ->
         experts = [loaded(tmp_path / name) for name in NAMES]
         for number, layer in enumerate(dense.model.layers):
             own = [expert.model.layers[number].mlp for expert in experts]
-            layer.mlp = ByHand(given[sorted(gates)[number]], own)
+            shared = layer.mlp if architecture == "qwen2_moe" else None
+            layer.mlp = ByHand(given[sorted(gates)[number]], own, shared)
         mixture, loading = loaded(folder, experts_implementation="eager", output_loading_info=True)
         assert not any(loading.values()), loading
         with torch.no_grad():

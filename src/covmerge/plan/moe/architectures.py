@@ -27,6 +27,9 @@ class Architecture:
         widths: its keys for the width of an expert.
         refused: what a base's config may not say, as the mixture has not the like.
         dropped: keys of the base's config that it has not.
+        shared: what its blocks call an expert of every token, the base's MLP; None: there is none. Its
+            gate is zero, so that half of its output is added, and the routed experts' `down_proj` are
+            halved: experts that equal the base make the base.
     """
 
     bases: tuple[str, ...]
@@ -37,6 +40,7 @@ class Architecture:
     widths: tuple[str, ...] = ("intermediate_size",)
     refused: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    shared: str | None = None
 
     def gate(self, layer: str) -> str:
         """Name of a layer's router."""
@@ -49,6 +53,22 @@ class Architecture:
     def expert(self, layer: str, index: int, part: str) -> str:
         """Name of a matrix of an expert."""
         return f"{layer}.{self.block}.experts.{index}.{self.parts[part]}.weight"
+
+    def shared_gate(self, layer: str) -> str:
+        """Name of the gate of the shared expert."""
+        return f"{layer}.{self.block}.{self.shared}_gate.weight"
+
+    def shared_expert(self, layer: str, part: str) -> str:
+        """Name of a matrix of the shared expert."""
+        return f"{layer}.{self.block}.{self.shared}.{self.parts[part]}.weight"
+
+    def of_base(self, name: str) -> str | None:
+        """What of the mixture is made with the base, and not merged; None: a tensor is none of it."""
+        if self.is_gate(name):
+            return "a router"
+        if self.shared is not None and f".{self.block}.{self.shared}" in name:
+            return "the shared expert"
+        return None
 
     def index(self, name: str) -> int | None:
         """Which expert a tensor of the mixture belongs to; None: to none."""
@@ -99,6 +119,11 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 4096,
             "num_key_value_heads": 8,
         },
+        "qwen2": {
+            "intermediate_size": 22016,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+        },
         "qwen3": {
             "intermediate_size": 22016,
             "max_position_embeddings": 32768,
@@ -136,6 +161,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             count="num_local_experts",
             refused=("attention_bias", "mlp_bias"),
             dropped=("attention_bias", "mlp_bias", "pretraining_tp"),
+        ),
+        "qwen2_moe": Architecture(
+            bases=("qwen2",),
+            block="mlp",
+            parts=_SAME,
+            settings=_EVERY_LAYER
+            | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
+            count="num_experts",
+            widths=("moe_intermediate_size", "shared_expert_intermediate_size"),
+            refused=("use_sliding_window",),
+            shared="shared_expert",
         ),
         "qwen3_moe": Architecture(
             bases=("qwen3",),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
@@ -17,6 +19,8 @@ from covmerge.files.checkpoints.view import View
 from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING, MLP, Architecture
 from covmerge.plan.moe.gates import Gates, gates_of
 from covmerge.plan.recipe.sections import Mixture
+
+_Read = Callable[[TensorHeader, range | None], Tensor]
 
 
 class MixtureView(View):
@@ -46,22 +50,34 @@ class MixtureView(View):
         self._gates = gates
         if stored.config is not None:
             self.config = architecture.config(stored.config, gates.shape[0], per_token)
-        self._places: dict[str, str | int] = {}  # in the checkpoint, or the layer of a router
-        headers: dict[str, TensorHeader] = {}
-        for name, place, header in self._mixed(architecture):
-            self._places[name] = place
-            headers[name] = replace(header, name=name)
-        self.headers = MappingProxyType(headers)
+        self._tensors = {name: (header, read) for name, header, read in self._mixed(architecture)}
+        self.headers = MappingProxyType(
+            {name: replace(header, name=name) for name, (header, _) in self._tensors.items()}
+        )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
-        header = find_header(self.headers, name, rows, self.source)
-        place = self._places[name]
-        if isinstance(place, str):
-            return self._stored.read(place, rows)
-        return copy_rows(self._gates.of(place).to(header.dtype), rows)
+        find_header(self.headers, name, rows, self.source)
+        header, read = self._tensors[name]
+        return read(header, rows)
 
-    def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, str | int, TensorHeader]]:
+    def _as_stored(self, header: TensorHeader, rows: range | None) -> Tensor:
+        return self._stored.read(header.name, rows)
+
+    def _halved(self, header: TensorHeader, rows: range | None) -> Tensor:
+        stored = self._as_stored(header, rows)
+        wide = stored if stored.dtype.itemsize > 1 else stored.float()  # torch divides no others
+        return (wide / 2).to(stored.dtype)
+
+    def _zero(self, header: TensorHeader, rows: range | None) -> Tensor:
+        return copy_rows(torch.zeros(header.shape, dtype=header.dtype), rows)
+
+    def _router(self, layer: int, header: TensorHeader, rows: range | None) -> Tensor:
+        return copy_rows(self._gates.of(layer).to(header.dtype), rows)
+
+    def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, TensorHeader, _Read]]:
+        """Name of each tensor, the header of what is stored or made, and what reads that."""
+        count, hidden = self._gates.shape
         for name, header in self._stored.headers.items():
             found = MLP.fullmatch(name)
             if ".mlp." in name and (found is None or found["part"] not in architecture.parts):
@@ -70,14 +86,25 @@ class MixtureView(View):
                     f"{some(architecture.parts)} alone: this model cannot become one"
                 )
             if found is None:
-                yield name, name, header
+                yield name, header, self._as_stored
                 continue
             layer, part = found["layer"], found["part"]
             if part == next(iter(architecture.parts)):
                 number = int(layer.rpartition(".")[2])
-                yield architecture.gate(layer), number, replace(header, shape=self._gates.shape)
-            for index in range(self._gates.shape[0]):
-                yield architecture.expert(layer, index, part), name, header
+                gate = replace(header, shape=(count, hidden))
+                yield architecture.gate(layer), gate, partial(self._router, number)
+                if architecture.shared is not None:
+                    yield (
+                        architecture.shared_gate(layer),
+                        replace(header, shape=(1, hidden)),
+                        self._zero,
+                    )
+            read = self._as_stored
+            if architecture.shared is not None:
+                yield architecture.shared_expert(layer, part), header, read
+                read = self._halved if part == "down_proj" else read
+            for index in range(count):
+                yield architecture.expert(layer, index, part), header, read
 
 
 def mixed(

@@ -88,8 +88,9 @@ class Rules:
 
     def decide(self, header: TensorHeader, info: TensorInfo) -> Decision:
         """Return the action for one tensor of the base."""
-        if self.layers.is_router(header.name):
-            return Decision(Copy(), "base (a router of the mixture)")
+        kept = self.layers.of_base(header.name)
+        if kept is not None:
+            return Decision(Copy(), f"base ({kept} of the mixture)")
         if self.layers.routed(header.name) is not None:
             method = registry.get("passthrough")
             settings = Settings(method, {}, self._family).at(header.name, 0.0)

@@ -67,9 +67,9 @@ class Layers:
         """Return the number of the expert whose MLP a tensor of a mixture is part of; None: of none."""
         return None if self._mixture is None else self._mixture.index(name)
 
-    def is_router(self, name: str) -> bool:
-        """Whether a tensor is a router of the mixture that the experts become."""
-        return self._mixture is not None and self._mixture.is_gate(name)
+    def of_base(self, name: str) -> str | None:
+        """What of the mixture that the experts become is made with the base, not merged; None: no such."""
+        return None if self._mixture is None else self._mixture.of_base(name)
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""

@@ -38,10 +38,10 @@ class Prompts(StrictModel):
 class Mixture(StrictModel):
     """The experts become the routed experts of one mixture-of-experts model."""
 
-    architecture: Literal["mixtral", "qwen3_moe"] = Field(
+    architecture: Literal["mixtral", "qwen2_moe", "qwen3_moe"] = Field(
         default="mixtral",
-        description="Of the output: `mixtral`, from a Llama or Mistral base; `qwen3_moe`, from a "
-        "Qwen3 base.",
+        description="Of the output: `mixtral`, from a Llama or Mistral base; `qwen2_moe`, from a "
+        "Qwen2 base, whose MLP is the shared expert; `qwen3_moe`, from a Qwen3 base.",
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
