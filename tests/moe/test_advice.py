@@ -163,6 +163,33 @@ def test_a_mixture_as_it_is_advised(name, here):
         covmerge("verify", f"out{number}")
 
 
+def test_updates_that_are_told_apart(here):
+    """Two experts that read one direction, and what may be done: without one of them, or by prompts."""
+    tensors = load_file(here / "base" / "model.safetensors")
+    (here / "alike").mkdir()
+    shutil.copy(here / "base" / "config.json", here / "alike")
+    own = load_file(here / "code" / "model.safetensors")
+    again = {name: own[name] + (own[name] - tensors[name]) / 4 for name in own}
+    save_file(again, here / "alike" / "model.safetensors", metadata={"format": "pt"})
+    three = OURS["experts"] | {"alike": "alike"}
+    said = advice(
+        "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
+    )
+    by_prompts = {
+        "gates": "cheap_embed",
+        "prompts": {n: {"positive": [f"w{5 * k}"]} for k, n in enumerate(three)},
+    }
+    ways = (READING | {"experts": three}, READING, OURS | {"experts": three, "moe": by_prompts})
+    for number, recipe in enumerate(ways):
+        (here / "recipe.yml").write_text(json.dumps(recipe))
+        ran = covmerge("merge", here / "recipe.yml", f"out{number}")
+        text = words(ran.stdout + ran.stderr)
+        if number == 0:
+            noted(said, text)
+        else:
+            assert "nearly dependent" not in text, (number, text)
+
+
 def test_prompts_that_are_told_apart(here):
     """By other words, or by taking off what all have in common."""
     same = ["w1 w2 w3 w4 w5 w6 w7 w8 " * 8]

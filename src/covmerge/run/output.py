@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
-from covmerge.files.quantised.view import is_quantised
+from covmerge.files.checkpoints.open import open_store
+from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
+from covmerge.plan.moe.gates import warnings_of_updates
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
@@ -185,6 +188,7 @@ class OutputFiles:
             *fit.notes,
             *self._copied.notes,
             *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
+            *self._router_notes(),
             *self._parents.notes,
         )
         said = cast("Mapping[str, Json]", stats)
@@ -256,6 +260,13 @@ class OutputFiles:
     def _generation_notes(self) -> Iterator[str]:
         experts = {n: e.folder for n, e in self._checkpoints.experts.items()}
         return notes_on_generation(self._checkpoints.base.folder, experts)
+
+    def _router_notes(self) -> Sequence[str]:
+        moe = self._checkpoints.moe
+        if moe is None or not moe.by_updates:
+            return ()
+        with closing(open_store(str(self._store), self._store)) as output:
+            return warnings_of_updates(dequantised(output), moe.architecture)
 
     def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
         yield from bases_that_differ(list(self._checkpoints.adapters.values()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.plan.moe.architectures import EMBEDDING
+from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING
 from covmerge.plan.moe.prompts import rows_of_prompts
 from covmerge.plan.moe.updates import OfUpdates
 from covmerge.plan.recipe.sections import Mixture
@@ -105,11 +105,23 @@ _WAYS: Mapping[str, Callable[[_Asked], Gates]] = MappingProxyType(
 def _known(gates: Tensor) -> Gates:
     """Gates `(layers, experts, hidden)` that are there before any expert is read."""
     _, experts, hidden = gates.shape
-    return Gates((experts, hidden), gates.__getitem__, _warnings_of(gates))
+    notes = warnings_of(
+        gates, "write prompts that differ more, or add what the experts share as negative prompts"
+    )
+    return Gates((experts, hidden), gates.__getitem__, notes)
 
 
-def _warnings_of(gates: Tensor) -> list[str]:
-    """Return a warning where the gates of a layer are nearly dependent."""
+def warnings_of_updates(output: Checkpoint, architecture: str) -> list[str]:
+    """Return a warning on the routers of an output that were made of updates, and are known by now."""
+    names = [name for name in output.headers if ARCHITECTURES[architecture].is_gate(name)]
+    if not names:  # a format with other names
+        return []
+    advice = "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
+    return warnings_of(torch.stack([output.read(name).float() for name in names]), advice)
+
+
+def warnings_of(gates: Tensor, advice: str) -> list[str]:
+    """Return a warning where the gates of a layer `(layers, experts, hidden)` are nearly dependent."""
     linalg = cast("Any", torch.linalg)
     conditions: list[float] = linalg.cond(gates.double()).tolist()
     worst = max(conditions)
@@ -118,6 +130,5 @@ def _warnings_of(gates: Tensor) -> list[str]:
     count = sum(condition > _NEARLY_DEPENDENT for condition in conditions)
     return [
         f"the gates are nearly dependent in {count} of {len(conditions)} layers (condition number up to "
-        f"{worst:.3g}; {_NEARLY_DEPENDENT:g} is much), so some experts will seldom be chosen: write "
-        "prompts that differ more, or add what the experts share as negative prompts"
+        f"{worst:.3g}; {_NEARLY_DEPENDENT:g} is much), so some experts will seldom be chosen: {advice}"
     ]

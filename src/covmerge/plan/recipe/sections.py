@@ -57,6 +57,11 @@ class Mixture(StrictModel):
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of random gates.")
 
+    @property
+    def by_updates(self) -> bool:
+        """Whether the routers are made of the experts' updates, so that a base alone does not tell them."""
+        return self.gates == "update"
+
     def check(self, experts: Mapping[str, Any]) -> None:
         """Refuse what does not fit the experts of the recipe.
 

@@ -289,10 +289,10 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
 
 def _of_experts(manifest: Mapping[str, Any]) -> frozenset[str]:
     """Routers of a mixture that are made of updates, which the base alone does not tell."""
-    moe = manifest["recipe"].get("moe")
-    if moe is None or moe["gates"] != "update":
+    recorded = manifest["recipe"].get("moe")
+    if recorded is None or not (moe := Mixture.model_validate(recorded)).by_updates:
         return frozenset()
-    architecture = ARCHITECTURES[moe["architecture"]]
+    architecture = ARCHITECTURES[moe.architecture]
     return frozenset(name for name in manifest["tensors"] if architecture.is_gate(name))
 
 
