@@ -152,6 +152,16 @@ ROWS = {
         says(token_indices=None),
         advice("does not say which (token_indices, or trainable_token_indices): fetch it again"),
     ),
+    "tokens of a resized base": (
+        ("TRAINABLE_TOKENS", {"target_modules": ["table"], "token_indices": [7, 2]}),
+        of(**{"table.weight": torch.ones(5, 8)}),
+        advice("rows: pass the base as it was resized for the training"),
+    ),
+    "a token twice": (
+        ("TRAINABLE_TOKENS", {"target_modules": ["table"], "token_indices": [7, 2]}),
+        says(token_indices=[7, 7]),
+        advice("one token twice: fetch the adapter again"),
+    ),
     "a bias": (
         ("GLORA", {"r": 2}),
         lambda tensors, config, base: base.pop("first.bias"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from covmerge.plan.recipe import parse_recipe
 from tests.adapters.models import save as save_adapter
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
-from tests.mergekit.token_cases import WORDS, Words, ids_of, save_model
+from tests.mergekit.token_cases import WORDS, Words, ids_of, save_model, save_tokenizer
 from tests.vocabulary.test_merge import recipe
 from tests.vocabulary.test_sentencepiece import LLAMA, MODELS, save
 from tests.vocabulary.test_sentencepiece import llama as sentencepiece_llama
@@ -164,6 +165,51 @@ def test_an_adapter_of_the_head_is_folded_first(folder):
     right = (weights(llama / "folded")[HEAD][5] + weights(llama / "t1")[HEAD][5]) / 2
     torch.testing.assert_close(found[HEAD][5], right)
     check_row(found, folder / "out", "<|im_end|>", llama / "t1")
+
+
+def test_an_adapters_own_tokens_go_with_it_once_it_is_folded(folder):
+    """Trained in rows that the base has to spare, as those of a padded vocabulary."""
+    llama, words = folder / "llama", WORDS["base"]
+    save_model(llama / "padded", "llama", "base", replace(words, padding=2))
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama / "padded")
+    how = {"init_lora_weights": False, "modules_to_save": ["lm_head"]}
+    lora = LoraConfig(target_modules=["q_proj"], r=2, **how)
+    save_adapter(model, lora, llama / "own")
+    save_tokenizer(llama / "own", replace(words, added=("<own>",)))
+    file = llama / "own" / "adapter_model.safetensors"
+    stored = load_file(file)
+    (head,) = (tensor for name, tensor in stored.items() if "lm_head" in name)
+    row = head[len(words.order)].fill_(0.25).clone()
+    save_file(stored, file)
+
+    alone = recipe(folder, ("own",), base="padded", tokenizer=None)
+    (note,) = [note for note in plan_recipe(alone)[0].notes if "its tokenizer" in note]
+    assert "1 tokens added (such as '<own>'). An adapter is merged by the base's" in note
+    step = advice(
+        "Fold it into its base first, copy its tokenizer's files into that folder, and merge the folder by"
+    )
+    assert re.search(step, note)
+    said = advice("=ADAPTER OUT`), and copy its tokenizer's files into OUT if it has some")
+    refused(said, recipe(folder, ("own", "t1"), base="padded"))
+
+    command(
+        "merge", "--base", llama / "padded", "--expert", f"own={llama / 'own'}", llama / "folded"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama / "own" / name, llama / "folded")
+    found = merged(recipe(folder, ("folded", "t1"), base="padded"), folder / "out")
+    assert torch.equal(found[HEAD][ids_of(folder / "out")["<own>"]], row)
+    check_row(found, folder / "out", "<|im_end|>", llama / "t1")
+
+
+def test_an_adapter_without_rows_of_its_tokens_says_so_in_a_union_too(folder):
+    llama = folder / "llama"
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama / "base")
+    save_adapter(model, LoraConfig(target_modules=["q_proj"], r=2), llama / "own")
+    save_tokenizer(llama / "own", replace(WORDS["base"], added=("<own>",)))
+    notes = plan_recipe(recipe(folder, ("own", "t1")))[0].notes
+    assert [n for n in notes if "expert 'own': its tokenizer" in n and "<own>" in n]
+    assert not [n for n in notes if "expert 't1': its tokenizer" in n]
 
 
 NO_ROW = advice(

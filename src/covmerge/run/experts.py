@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,8 +90,14 @@ _VOCABULARIES = (
 _MAX_BYTES = 256 << 20
 
 
-def check_tokenizers(base: Path | None, experts: Mapping[str, Path | None]) -> Iterator[Finding]:
-    """Hold the experts' tokenizers against the base's, which the merged model will have."""
+_LOST = "The merged model has the base's: what the expert learnt of the others is lost"
+_LOST_OF_ADAPTER = "An adapter is merged by the base's: what it learnt of the others is lost"
+
+
+def check_tokenizers(
+    base: Path | None, experts: Mapping[str, Path | None], adapters: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Hold the experts' tokenizers against the base's; `adapters` are those that no token is merged of."""
     if base is None:
         return
     vocabulary = _vocabulary(base)
@@ -99,7 +105,9 @@ def check_tokenizers(base: Path | None, experts: Mapping[str, Path | None]) -> I
         other = None if folder is None else _vocabulary(folder)
         if vocabulary is None or other is None or vocabulary == other:
             continue
-        yield Finding(Severity.WARNING, _tokens_that_differ(vocabulary, other), name)
+        yield Finding(
+            Severity.WARNING, _tokens_that_differ(vocabulary, other, name in adapters), name
+        )
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | str | None:
@@ -136,7 +144,9 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return tokens
 
 
-def _tokens_that_differ(base: dict[str, int] | str, other: dict[str, int] | str) -> str:
+def _tokens_that_differ(
+    base: dict[str, int] | str, other: dict[str, int] | str, of_adapter: bool
+) -> str:
     if isinstance(base, str) or isinstance(other, str):
         return (
             "its tokenizer is another file than the base's: check that both mean the same tokens; "
@@ -150,7 +160,5 @@ def _tokens_that_differ(base: dict[str, int] | str, other: dict[str, int] | str)
         for what, tokens in (("added", added), ("missing", gone), ("with another number", moved))
         if tokens
     ]
-    return (
-        f"its tokenizer differs from the base's: {', '.join(parts)}. The merged model has the base's: "
-        "what the expert learnt of the others is lost"
-    )
+    lost = _LOST_OF_ADAPTER if of_adapter else _LOST
+    return f"its tokenizer differs from the base's: {', '.join(parts)}. {lost}"

@@ -60,6 +60,10 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
 
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
 _BY_TOKEN = "A recipe with `tokenizer: {source: union}` merges token by token"
+_FOLDED = (
+    "Fold it into its base first, copy its tokenizer's files into that folder, and merge the folder by "
+    "token: `tokenizer: {source: union}`"
+)
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,12 @@ class OpenCheckpoints:
     @cached_property
     def _on_tokens(self) -> tuple[str, ...]:
         """Which experts have other tokens than the base, whose rows are merged by number."""
-        if self.text.vocabulary is not None:
-            return ()
-        folders = {name: expert.folder for name, expert in self.experts.items()}
+        by_token = self.text.vocabulary is not None
+        folders = {n: e.folder for n, e in self.experts.items() if not by_token or e.is_adapter}
         return tuple(
-            f"expert '{found.expert}': {found.text}. {_BY_TOKEN}"
-            for found in check_tokenizers(self.base.folder, folders)
+            f"expert '{found.expert}': {found.text}. "
+            + (_FOLDED if found.expert in self.adapters else _BY_TOKEN)
+            for found in check_tokenizers(self.base.folder, folders, self.adapters)
         )
 
     def materialize(self, *, leads: bool = True) -> None:

@@ -259,5 +259,5 @@ def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabu
         raise InputError(
             f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "
             f"other tokens in the output: fold it into its base first (`covmerge merge --base BASE "
-            f"--expert {name}=ADAPTER OUT`)"
+            f"--expert {name}=ADAPTER OUT`), and copy its tokenizer's files into OUT if it has some"
         )

@@ -183,7 +183,10 @@ def _tokens_shapes(layer: Layer) -> Mapping[str, Shape]:
     outside = [token for token in tokens if not 0 <= token < layer.d_out]
     if outside or len(set(tokens)) != len(tokens):
         wrong = (
-            f"{outside[0]}, and the base has {layer.d_out} rows" if outside else "one token twice"
+            f"{outside[0]}, and the base has {layer.d_out} rows: pass the base as it was resized for the "
+            "training (transformers: model.resize_token_embeddings)"
+            if outside
+            else "one token twice: fetch the adapter again"
         )
         layer.refuse(f"was trained at tokens of which the configuration names {wrong}")
     return {TOKENS: (len(tokens), layer.d_in)}
