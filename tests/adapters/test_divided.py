@@ -20,7 +20,10 @@ SIZES = {
     "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }
-FAMILIES = ["NomicBert", "JinaEmbeddingsV3", "Gte"]
+FAMILIES = ["NomicBert", "JinaEmbeddingsV3", "Gte", "Molmo2Text"]
+OF_SOME = {
+    "Molmo2Text": {"num_key_value_heads": 1, "head_dim": 8}
+}  # k and v have fewer rows than q
 Q, QV, KO = ["q_proj"], ["q_proj", "v_proj"], ["k_proj", "o_proj"]
 CASES = {
     "lora": peft.LoraConfig(r=2, lora_alpha=3, target_modules=QV),
@@ -40,12 +43,18 @@ CASES = {
 def family(request, tmp_path_factory):
     """A folder with a base, and the class of its model."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES)
+    config = getattr(transformers, f"{request.param}Config")(
+        **SIZES, **OF_SOME.get(request.param, {})
+    )
     model = moved(getattr(transformers, f"{request.param}Model")(config).float(), 1)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder / "base")
-    assert any("qkv" in name.lower() for name in weights(folder / "base"))
+    assert any(is_fused(name) for name in weights(folder / "base"))
     return folder, type(model)
+
+
+def is_fused(name):
+    return "qkv" in name.lower() or "att_proj" in name
 
 
 def moved(model, seed):
@@ -79,7 +88,13 @@ def assert_close(ours, theirs):
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [*(("JinaEmbeddingsV3", case) for case in CASES), ("NomicBert", "dora"), ("Gte", "ia3")],
+    [
+        *(("JinaEmbeddingsV3", case) for case in CASES),
+        ("NomicBert", "dora"),
+        ("Gte", "ia3"),
+        ("Molmo2Text", "dora"),
+        ("Molmo2Text", "hra"),
+    ],
     indirect=["family"],
 )
 def test_its_update_is_what_peft_makes_of_it(family, tmp_path, case):
@@ -126,5 +141,5 @@ def test_an_adapter_made_of_a_full_model_holds_the_parts(family, tmp_path):
     model.save_pretrained(tmp_path / "folded")
     ours, theirs = weights(tmp_path / "folded"), weights(tmp_path / "full")
     for name in ours:
-        if "qkv" in name.lower():
+        if is_fused(name):
             assert torch.allclose(ours[name], theirs[name], atol=1e-5), name

@@ -154,8 +154,28 @@ def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> di
     if any(rule.by and len(rule.targets) > 1 for rule in rules):
         for to, group in _grouped(shapes, rules).items():
             if group.rule is not None and len(group.rule.targets) > 1:
-                found.update(_outputs(to, group, shapes, {}))
+                found.update(
+                    _outputs(to, group, shapes, _by_heads(to, group, shapes, config or {}))
+                )
     return found
+
+
+def _by_heads(
+    to: str, group: _Group, shapes: Mapping[str, Shape], config: Mapping[str, Any]
+) -> dict[str, Shape]:
+    """Return the rows of q, k and v, where heads tell how many of those that are stored are whose."""
+    targets = [] if group.rule is None else [*group.rule.targets]
+    if [target.rpartition(".")[2] for target in targets] != ["q_proj", "k_proj", "v_proj"]:
+        return {}
+    inner = config.get("text_config")
+    settings = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    queries = settings.get("num_attention_heads")
+    keys = settings.get("num_key_value_heads") or queries
+    if type(queries) is not int or type(keys) is not int or min(queries, keys) < 1:
+        return {}
+    each = next(iter(shapes[group.all()[0]]), 0) // (queries + 2 * keys)
+    rows = (queries * each, keys * each, keys * each)
+    return {to.replace(targets[0], name, 1): (n,) for name, n in zip(targets, rows, strict=True)}
 
 
 def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, Assembly]:
