@@ -423,7 +423,8 @@ class TestWhatItTells:
         experts = {name: folder / f"{name}.safetensors" for name in files}
         base = folder / "base.safetensors"
         card, _ = merge(tmp_path, base, experts, "regmean", statistics=files)
-        assert "it used Gram matrices of their layers' inputs, collected beforehand" in card.text
+        used = "It used the experts' data as Gram matrices of their layers' inputs, collected beforehand"
+        assert used in card.text
         assert "a.covstats.safetensors, b.covstats.safetensors" in card.text
         assert "No data was used" not in card.text
         recipe, _ = parse_yaml(fence(section(card, "Recipe")), "the card")

@@ -221,7 +221,7 @@ _OF_LAYERS = (
         "sign-conflicts",
         figures.sign_conflicts,
         lambda report: [tables.sign_conflicts(report)],
-        "Of the weights that both experts changed, the share that they move in opposite directions.",
+        "The share of weights that two experts move in opposite directions, among those that both changed.",
         small=True,
     ),
     _Kind(

@@ -253,7 +253,7 @@ class Scene:
         """What the numbers are not, where they say next to nothing."""
         if not self.inspection.adapters:
             return []
-        text = "of adapters the share that is kept does not tell how good a merge is: only a score does"
+        text = "the share that is kept of adapters does not tell how good a merge is: only a score does"
         return [Finding(Severity.WARNING, text)]
 
     def _caveats(self) -> Sequence[str]:
@@ -262,9 +262,9 @@ class Scene:
         others = len(self.inspection.layers) - len(self.inspection.matrices)
         if others:
             found.append(
-                f"Of {counted(others, 'tensor')} that {'is' if others == 1 else 'are'} no matrix of a "
-                "layer (norms, biases, embeddings) nothing is predicted; a recipe gives them the same "
-                "weights."
+                f"Nothing is predicted of {counted(others, 'tensor')} that "
+                f"{'is' if others == 1 else 'are'} no matrix of a layer (norms, biases, embeddings). "
+                "A recipe gives them the same weights."
             )
         if recipe.output.format == "adapter":
             found.append(

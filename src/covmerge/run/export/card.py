@@ -157,7 +157,7 @@ class _Card:
             return "No data was used: the weights alone decide."
         files = [e.statistics for e in self.plan.recipe.experts.values() if e.statistics]
         return (
-            f"Of the experts' data it used {' and '.join(kinds)}, collected beforehand: "
+            f"It used the experts' data as {' and '.join(kinds)}, collected beforehand: "
             f"{', '.join(inline(Path(file).name) for file in files)}."
         )
 
@@ -253,9 +253,8 @@ class _Card:
         yield ""
         if self.adapter:
             yield (
-                f"Of the energy of the merged update, {totals['discarded_energy']:.2%} is lost to the "
-                f"rank of the adapter, and {totals['left_out_energy']:.2%} lies in tensors that it "
-                "leaves out."
+                f"{totals['discarded_energy']:.2%} of the merged update's energy is lost to the rank of "
+                f"the adapter, and {totals['left_out_energy']:.2%} lies in tensors that it leaves out."
             )
         if self.plan.recipe.base is not None:
             said = rounding_said(totals)

@@ -461,7 +461,7 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
     packed: Mapping[str, Any] | None = totals.get("quantised")
     if packed is not None and "lost" in packed:  # what is plain beside it is nothing to speak of
         left, lost = packed["kept"], packed["lost"]
-        detail = f"of the update {left:.2%} is left in quantised tensors, beside noise of {lost:.2%} of it"
+        detail = f"{left:.2%} of the update is left in quantised tensors, beside noise of {lost:.2%} of it"
         return Check("rounding", ok=True, detail=detail, noted=lost >= 1.0)
     return Check(
         "rounding",
