@@ -55,9 +55,8 @@ class OfUpdates:
         scale = self._base.read(f"{layer}.post_attention_layernorm.weight").double()
         typical = self._mean * scale
         for name, expert in self._experts:
-            assert (
-                expert is not None
-            )  # whoever verifies an output has the base alone, and reads no router
+            # An output is verified beside its base alone, and its routers are not read then.
+            assert expert is not None
             yield leading_direction(self._gram(layer, name, expert), typical).float()
 
     def _gram(self, layer: str, name: str, expert: Checkpoint) -> Tensor:
