@@ -216,7 +216,7 @@ CALLS = {
         lambda out: merge([A, B], threads=1),
     ),
     "a key of recipes": (
-        lambda out: merge([A, B], tokenizer="base"),
+        lambda out: merge([A, B], chat_template="base"),
         advice(
             "merge takes no '{}', which recipes have: pass the same as a mapping to "
             "covmerge.parse_recipe, and what that returns to covmerge.run_recipe"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from covmerge import merge
 from tests.adapters.models import llama
 from tests.advised import advice
 from tests.cli.runs import covmerge, words
@@ -264,7 +265,7 @@ def test_tokens_of_an_expert_are_merged_as_advised(tmp_path):
     recipe = {"base": "./base", "experts": {"a": "./a"}, "method": "average"}
     file.write_text(json.dumps(recipe))
     said = words(covmerge("merge", file, out, code=2).stderr)
-    found = re.search(advice("Merge them by token with `tokenizer: {source: union}`; or"), said)
+    found = re.search(advice("Merge them by token with --tokenizer union; or"), said)
     assert found is not None, said
     file.write_text(json.dumps(with_settings(recipe, SETTING.findall(found[0]))))
     covmerge("merge", file, out)
@@ -273,3 +274,15 @@ def test_tokens_of_an_expert_are_merged_as_advised(tmp_path):
     for name, right in held["a"].items():
         torch.testing.assert_close(merged[name], right)
     assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("t32") == 32
+
+    by_flag, in_python = tmp_path / "by-flag", tmp_path / "in-python"
+    base, expert = tmp_path / "base", tmp_path / "a"
+    covmerge("merge", "--base", base, "--expert", f"a={expert}", *FLAG, by_flag)
+    merge(base, {"a": expert}, "average", in_python, tokenizer="union")
+    for other in (by_flag, in_python):
+        found = load_file(other / "model.safetensors")
+        assert found.keys() == merged.keys()
+        assert all(torch.equal(found[name], merged[name]) for name in merged)
+
+
+FLAG = ("--method", "average", "--tokenizer", "union")

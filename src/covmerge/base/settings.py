@@ -71,6 +71,7 @@ KEYS = {
     "shard_size": "output.shard_size",
     "statistics": "experts.*.statistics",
     "tensors": "tensors",
+    "tokenizer": "tokenizer.source",
     "tokens": "run.tokens",
     "tokens_per_step": "run.tokens_per_step",
     "weights": "experts.*.weight",

@@ -79,12 +79,15 @@ class CompareKeywords(ExtractKeywords, total=False):
     Attributes:
         weights: share of each expert; 1 is neutral. Of an expert alone it is the share of its update.
         statistics: statistics files of experts, from `covmerge collect`, for methods that use data.
+        tokenizer: whose tokens the output has: `base`, an expert's name, or `union` for all; embeddings are
+            then merged token by token.
         before: steps before the method, in order; see `covmerge methods`.
         after: steps after the method, likewise.
     """
 
     weights: Mapping[str, float] | Sequence[float] | None
     statistics: Mapping[str, str | Path] | None
+    tokenizer: str
     before: Steps
     after: Steps
 

@@ -59,11 +59,7 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
 
 
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
-_BY_TOKEN = "A recipe with `tokenizer: {source: union}` merges token by token"
-_FOLDED = (
-    "Fold it into its base first, copy its tokenizer's files into that folder, and merge the folder by "
-    "token: `tokenizer: {source: union}`"
-)
+_BY_TOKEN = Hint("tokenizer", "union")
 
 
 @dataclass(frozen=True)
@@ -137,9 +133,14 @@ class OpenCheckpoints:
         """Which experts have other tokens than the base, whose rows are merged by number."""
         by_token = self.text.vocabulary is not None
         folders = {n: e.folder for n, e in self.experts.items() if not by_token or e.is_adapter}
+        folded = (
+            "Fold it into its base first, copy its tokenizer's files into that folder, and merge the "
+            f"folder by token: {_BY_TOKEN}"
+        )
+        whole = f"{_BY_TOKEN} merges token by token"
         return tuple(
             f"expert '{found.expert}': {found.text}. "
-            + (_FOLDED if found.expert in self.adapters else _BY_TOKEN)
+            + (folded if found.expert in self.adapters else whole)
             for found in check_tokenizers(self.base.folder, folders, self.adapters)
         )
 
@@ -368,12 +369,20 @@ def open_checkpoints(
 
 
 @contextmanager
-def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
-    """Open the sources that a recipe names."""
-    experts = {name: expert.source for name, expert in recipe.experts.items()}
+def open_recipe(
+    recipe: Recipe, base: Source | None = None, experts: Mapping[str, Source] | None = None
+) -> Generator[OpenCheckpoints]:
+    """Open the sources of a recipe.
+
+    Args:
+        recipe: names them.
+        base: itself, where the recipe has a label in its place, as that of a state dict.
+        experts: themselves, likewise.
+    """
+    named = {name: expert.source for name, expert in recipe.experts.items()}
     with open_checkpoints(
-        recipe.base,
-        experts,
+        recipe.base if base is None else base,
+        named if experts is None else experts,
         statistics_of(recipe),
         recipe.slices,
         (recipe.tokenizer, recipe.chat_template),

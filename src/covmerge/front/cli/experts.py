@@ -129,6 +129,7 @@ def compare(
     before: options.Before = None,
     after: options.After = None,
     tensors: options.Tensors = None,
+    tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = None,
     allow: options.Allow = None,
     out: Annotated[

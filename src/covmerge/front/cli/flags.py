@@ -26,7 +26,7 @@ _PAIRS = {
     "statistics": "code=c.covstats.safetensors",
     "tensors": "embeddings=base",
 }
-_ALONE = ("base", "method", "before", "after", "dtype", "allow")
+_ALONE = ("base", "method", "tokenizer", "before", "after", "dtype", "allow")
 # What is said of a run, with the name of its flag; several of the first three may be given at once.
 _OF_RUN = {
     "last": "last",

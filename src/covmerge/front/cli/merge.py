@@ -71,6 +71,7 @@ def merge(
     before: options.Before = None,
     after: options.After = None,
     tensors: options.Tensors = None,
+    tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = None,
     allow: options.Allow = None,
     out_dtype: options.OutDtype = None,

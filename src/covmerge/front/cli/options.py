@@ -108,6 +108,7 @@ Decay = Annotated[
 Statistics = Annotated[list[str] | None, setting("statistics", WHAT, "NAME=FILE")]
 Before = Annotated[list[str] | None, setting("before", HOW, "STEP")]
 After = Annotated[list[str] | None, setting("after", HOW, "STEP")]
+Tokenizer = Annotated[str | None, setting("tokenizer", HOW, "union|base|NAME")]
 Tensors = Annotated[list[str] | None, setting("tensors", HOW, "KEY=VALUE")]
 Dtype = Annotated[str | None, setting("dtype", HOW, "float32|float64")]
 Allow = Annotated[list[str] | None, setting("allow", HOW, "FAULT")]

@@ -617,7 +617,7 @@ def _check_resized(
         name, rows = next(iter(resized.items()))
         raise TensorError(
             f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
-            f"'{expert_name}': the vocabularies differ in size. Merge them by token with `tokenizer: "
-            "{source: union}`; or, if the first rows mean the same tokens, set "
+            f"'{expert_name}': the vocabularies differ in size. Merge them by token with "
+            f"{Hint('tokenizer', 'union')}; or, if the first rows mean the same tokens, set "
             f"{Hint('tensors', {'vocabulary': 'base'})} to merge the rows of the base."
         )

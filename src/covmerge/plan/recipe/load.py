@@ -433,7 +433,7 @@ def lay_over(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
                 data["experts"] = _of_experts(name, data["experts"], key, value)
             case [section, key]:
                 given = output_as(value) if name == "form" else {key: value}
-                data[section] = {**dict(data.get(section, {})), **given}
+                data[section] = {**dict(data.get(section) or {}), **given}
             case ["allow"]:
                 data[name] = list(dict.fromkeys((*data.get(name, ()), *value)))
             case [key]:

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from covmerge.base.errors import InputError, panics_as_errors
+from covmerge.base.settings import Hint
 from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object, shorten
 from covmerge.files.stores.paths import safe_child
@@ -229,7 +230,7 @@ class Tokenizer:
         if backend is None:
             raise InputError(
                 f"{self.folder}: tokens cannot be added to a {type(tokenizer).__name__}: save the model "
-                f"with a {TOKENIZER}, or take another `tokenizer: {{source: ...}}`"
+                f"with a {TOKENIZER}, or take another model's tokenizer by {Hint('tokenizer')}"
             )
         tokenizer.add_tokens([transformers.AddedToken(**vars(one)) for one in more])
         ids = dict(tokenizer.get_vocab())
@@ -238,7 +239,7 @@ class Tokenizer:
         if lost or moved or len(set(ids.values())) < len(ids):
             raise InputError(
                 f"{self.folder}: the token {[*lost, *moved, more[0].content][0]!r} cannot be added to its "
-                "tokenizer without moving others: take another `tokenizer: {source: ...}`"
+                f"tokenizer without moving others: take another model's tokenizer by {Hint('tokenizer')}"
             )
         appended = self._appended(ids, more)
         content = json.loads(backend.to_str()) if appended is None else appended
