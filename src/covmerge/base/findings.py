@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -69,6 +70,20 @@ class Finding:
     def as_json(self) -> dict[str, Json]:
         """Plain JSON."""
         return {**asdict(self), "severity": str(self.severity), "tensors": list(self.tensors)}
+
+
+def by_text(findings: Iterable[Finding]) -> dict[tuple[Severity, str], list[Finding]]:
+    """Return findings that say the same of several experts together, in their order.
+
+    Example:
+        >>> same = [Finding(Severity.NOTE, "is an adapter", name) for name in ("a", "b")]
+        >>> [[one.expert for one in found] for found in by_text(same).values()]
+        [['a', 'b']]
+    """
+    found: dict[tuple[Severity, str], list[Finding]] = {}
+    for finding in findings:
+        found.setdefault((finding.severity, finding.text), []).append(finding)
+    return found
 
 
 @dataclass(frozen=True)

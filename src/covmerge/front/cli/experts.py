@@ -28,6 +28,7 @@ def inspect(
     device: options.Device = "cpu",
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
+    verbose: options.Verbose = False,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,
 ) -> None:
@@ -45,6 +46,7 @@ def inspect(
         flags.shown_options(given),
         spectra=spectra,
         html=html,
+        verbose=verbose,
         as_json=as_json,
         as_csv=as_csv,
     )

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covmerge.base.findings import Severity
+from covmerge.base.findings import Severity, by_text
 from covmerge.base.settings import PREFERRED
 from covmerge.base.text import counted
 from covmerge.files.checkpoints.manifest import read_manifest
@@ -50,6 +50,7 @@ def inspect(
     *,
     spectra: str,
     html: Path | None,
+    verbose: bool,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -73,23 +74,29 @@ def inspect(
     elif as_csv:
         print_csv(inspection)
     else:
-        show(stdout(), inspection)
+        show(stdout(), inspection, verbose=verbose)
         if html is not None:
             stdout().print(printable(f"Report: {html}"), soft_wrap=True)
     if inspection.faults:
         raise typer.Exit(1)
 
 
-def show(console: Console, inspection: Inspection) -> None:
-    """Print findings, and pictures of 80 columns that need no colour."""
+def show(console: Console, inspection: Inspection, *, verbose: bool = False) -> None:
+    """Print findings, and pictures of 80 columns that need no colour.
+
+    Args:
+        console: to print to.
+        inspection: to print.
+        verbose: print what single methods would make of the experts too.
+    """
     base, count = printable(inspection.base), len(inspection.experts)
     verdict = _verdict(inspection)
     console.print(f"Inspected {counted(count, 'expert')} of {base}: {verdict}", soft_wrap=True)
     said = Table.grid(padding=(0, 2))
-    for finding in inspection.findings:
-        who = "" if finding.expert is None else f"'{finding.expert}' "
-        style = _STYLES[finding.severity]
-        said.add_row(str(finding.severity), printable(who + finding.text), style=style)
+    for (severity, text), alike in by_text(inspection.findings).items():
+        experts = [f"'{finding.expert}'" for finding in alike if finding.expert is not None]
+        who = ", ".join(experts) + (": " if len(experts) > 1 else " " if experts else "")
+        said.add_row(str(severity), printable(who + text), style=_STYLES[severity])
     if inspection.findings:
         console.print(said)
     if inspection.matrices:
@@ -97,16 +104,22 @@ def show(console: Console, inspection: Inspection) -> None:
         console.print(_experts(inspection))
         console.print(*_norms(inspection, bars), sep="\n")
         if len(inspection.compared) > 1:
-            console.print("γ over its threshold: above 1 ACE puts the experts on one scale")
-            console.print(_gammas(inspection, bars))
             console.print("Pairs of experts, over all tensors")
             console.print(_pairs(inspection))
-        if any(layer.foreseen for layer in inspection.matrices):
-            console.print(*_foreseen(inspection), sep="\n")
+        if verbose:
+            _show_of_methods(console, inspection, bars)
     run = inspection.run
     if "seconds" in run and "peak_memory" in run:
         peak = f"peak memory {format_size(run['peak_memory'])}"
         console.print(facts([("run", f"{format_seconds(run['seconds'])}, {peak}")]))
+
+
+def _show_of_methods(console: Console, inspection: Inspection, bars: str) -> None:
+    if len(inspection.compared) > 1:
+        console.print("γ over its threshold: above 1 ACE puts the experts on one scale")
+        console.print(_gammas(inspection, bars))
+    if any(layer.foreseen for layer in inspection.matrices):
+        console.print(*_foreseen(inspection), sep="\n")
 
 
 def _verdict(inspection: Inspection) -> str:

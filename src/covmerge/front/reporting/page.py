@@ -11,7 +11,7 @@ from typing import Any, cast
 import yaml
 
 from covmerge.base.diagnostics import summarise
-from covmerge.base.findings import Severity
+from covmerge.base.findings import Finding, Severity, by_text
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.style import number, quoted, share
@@ -104,18 +104,23 @@ def messages(report: Report) -> list[Message]:
         ),
         *((Severity.NOTE, n) for n in (() if manifest is None else manifest["notes"])),
     ]
-    found: dict[tuple[Severity, str], tuple[list[str], list[str]]] = {key: ([], []) for key in said}
-    for finding in sorted(report.inspection.findings, key=lambda finding: finding.expert is None):
-        who, tensors = found.setdefault((finding.severity, finding.text), ([], []))
-        who += [] if finding.expert is None else [finding.expert]
-        tensors += finding.tensors
+    of_experts_first = sorted(
+        report.inspection.findings, key=lambda finding: finding.expert is None
+    )
+    found = {key: list[Finding]() for key in said} | by_text(of_experts_first)
     order = list(Severity)
     return [
-        Message(str(severity), ", ".join(who), text, some(list(dict.fromkeys(tensors))))
-        for (severity, text), (who, tensors) in sorted(
+        _message(severity, text, alike)
+        for (severity, text), alike in sorted(
             found.items(), key=lambda item: order.index(item[0][0])
         )
     ]
+
+
+def _message(severity: Severity, text: str, alike: Sequence[Finding]) -> Message:
+    who = ", ".join(finding.expert for finding in alike if finding.expert is not None)
+    tensors = dict.fromkeys(tensor for finding in alike for tensor in finding.tensors)
+    return Message(str(severity), who, text, some(list(tensors)))
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:

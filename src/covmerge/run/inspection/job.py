@@ -151,7 +151,7 @@ class InspectJob:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
                 findings += judge(judged, checkpoints.base, fit, plan.heads)
-                findings += findings_of(layers, fitting, half=_in_half(base))
+                findings += findings_of(layers, fitting, checkpoints.adapters, half=_in_half(base))
         order = list(Severity)
         return Inspection(
             base=checkpoints.base.source,

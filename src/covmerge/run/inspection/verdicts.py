@@ -5,7 +5,7 @@ What a merge sees too is judged in `covmerge.run.judgement`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import sqrt
 
@@ -157,18 +157,24 @@ LOST = 0.1  # share of the update lost to bfloat16 that is worth a word
 
 
 def findings_of(
-    layers: Sequence[LayerView], experts: Sequence[str], *, half: bool
+    layers: Sequence[LayerView],
+    experts: Sequence[str],
+    adapters: Collection[str],
+    *,
+    half: bool,
 ) -> Iterator[Finding]:
     """Say what the sums and spectra of the layers give away.
 
     Args:
         layers: of all experts.
         experts: their names.
+        adapters: those that are stored as adapters.
         half: whether the base, and so the merged model, is stored in half precision.
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for expert in experts:
-        yield from _thin(matrices, expert)
+        if expert not in adapters:
+            yield from _thin(matrices, expert)
         yield from _read(layers, expert)
     yield from _pairs(layers, experts)
     yield from _rounding(layers, experts, half)
@@ -183,8 +189,8 @@ def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
         yield Finding(
             Severity.NOTE,
             f"its updates have a low rank ({spread(ranks)} of "
-            f"{min(min(layer.shape) for layer in layers)}): an adapter, or a model that an adapter was "
-            f"merged into; such experts are merged exactly on their factors ({Hint('form', 'adapter')})",
+            f"{min(min(layer.shape) for layer in layers)}), as where an adapter was merged into a model; "
+            f"such experts are merged exactly on their factors ({Hint('form', 'adapter')})",
             expert,
         )
 
