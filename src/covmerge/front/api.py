@@ -40,7 +40,7 @@ from covmerge.run.scoring.scorer import AnyScorer, scorer_of
 from covmerge.run.search.job import SearchJob
 from covmerge.run.search.result import Search
 from covmerge.run.search.trials import Sampler
-from covmerge.run.sources import Source, open_checkpoints, open_recipe, statistics_of
+from covmerge.run.sources import Source, Views, open_checkpoints, open_recipe, statistics_of
 
 _BY_FLAG = {flag: name for name, flag in FLAGS.items()}
 
@@ -111,9 +111,7 @@ def merge(
     )
     target = None if out is None else destination_of(output_path(out))
     job = Job(recipe, target, run_options(settings))
-    with open_checkpoints(
-        base, named, statistics_of(recipe), form=recipe.output.format
-    ) as checkpoints:
+    with open_checkpoints(base, named, statistics_of(recipe), Views.of(recipe)) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -229,9 +227,7 @@ def compare(
         bounds=bounds,
         options=run_options({**options, "resume": resume}),
     )
-    with open_checkpoints(
-        base, named, statistics_of(recipe), form=recipe.output.format
-    ) as checkpoints:
+    with open_checkpoints(base, named, statistics_of(recipe), Views.of(recipe)) as checkpoints:
         return job.run(checkpoints)
 
 
