@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from covmerge.errors import CheckpointError, RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
 from covmerge.plan.recipe.sections import Run
-from covmerge.run.comparison import execute
+from covmerge.run.work import Work
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -130,13 +130,13 @@ def test_a_window_of_tokens(run, tmp_path, flags, taken):
     "windows", [["--last=1,2,3"], ["--tokens=36,37,60"]], ids=["last", "tokens"]
 )
 def test_several_windows_in_one_reading(run, tmp_path, monkeypatch, windows):
-    readings = []
+    readings, carried_out = [], Work.run
 
     def counted(*args, **more):
         readings.append(args)
-        return execute(*args, **more)
+        return carried_out(*args, **more)
 
-    monkeypatch.setattr("covmerge.run.together.execute", counted)
+    monkeypatch.setattr(Work, "run", counted)
     given = ("merge", "--run", run, *windows, "--weights=equal,linear", tmp_path / "out")
     ran = command(*given)
     assert len(readings) == 1

@@ -96,7 +96,7 @@ class TestRoles:
     def test_settings_by_kind(self, value):
         kinds = {"embeddings": value, "output_head": value, "convolutions": value}
         plan = plan_for(state(), {"a": state()}, method="ace", tensors=kinds)
-        by_role = {tensor.role: tensor.operation for tensor in plan.tensors}
+        by_role = {tensor.info.role: tensor.operation for tensor in plan.tensors}
         for role in (Role.EMBEDDING, Role.OUTPUT, Role.CONV):
             action = by_role[role]
             if value == "base":

@@ -1,17 +1,14 @@
 """What is packed by a layout's name: near the weights, the same again, and as clients pack it."""
 
 import json
-from typing import get_args
 
 import pytest
 import torch
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.view import open_plain
-from covmerge.files.quantised.writing.gguf import WRITTEN
 from covmerge.files.quantised.writing.layouts import LAYOUTS
 from covmerge.files.quantised.writing.like import as_stored
-from covmerge.plan.recipe.schema import Quantise
 from tests.quantised.make_goldens import EXPECTED, weight
 from tests.quantised.test_goldens import LAYERS, save
 
@@ -41,12 +38,6 @@ def assert_equal(parts, others):
         assert one.dtype == other.dtype and one.shape == other.shape
         bytes_of = (own.reshape(-1).contiguous().view(torch.uint8) for own in (one, other))
         assert torch.equal(*bytes_of)
-
-
-def test_the_recipe_knows_all_layouts():
-    known = get_args(Quantise)
-    assert known[: 2 + len(LAYOUTS)] == ("none", "same", *LAYOUTS)
-    assert {*known[2 + len(LAYOUTS) :]} == {"gguf", *(f"gguf-{kind.lower()}" for kind in WRITTEN)}
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

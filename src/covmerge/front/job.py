@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,21 +24,17 @@ from covmerge.maths.linalg.masks import unpack
 from covmerge.plan.planning.forms import MODEL, Place, head_part, mask_part
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe, dump_recipe
-from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.executor import Executor
-from covmerge.run.engine.hashing import Contents, Hashes
-from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.outputs import MemoryOutput, Output, room_for
+from covmerge.run.engine.outputs import MemoryOutput, room_for
 from covmerge.run.engine.ranks.executor import Ranks
 from covmerge.run.engine.ranks.rank import Rank
-from covmerge.run.engine.ranks.session import Gathering, Session
-from covmerge.run.engine.run import RunResult, run
-from covmerge.run.engine.thread_count import torch_threads
-from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.engine.ranks.session import Gathering
+from covmerge.run.engine.run import RunResult
+from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles, merge_stats, run_figures
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.work import Work
 
 # A merge in memory, written afterwards as a merge to disk would have written it.
 
@@ -50,24 +46,20 @@ class Saver:
     """Writes the result of a merge in memory.
 
     Attributes:
-        plan: of the merge.
-        checkpoints: its sources; they may be closed.
-        memory: what was expected of it.
+        work: what was done; the sources may be closed.
         done: what the engine did.
         fit: what there is to say of the experts.
         parts: the merged tensors, by part and name.
     """
 
-    plan: Plan
-    checkpoints: OpenCheckpoints
-    memory: MemoryPlan
+    work: Work
     done: RunResult
     fit: Fit
     parts: Mapping[str, Mapping[str, Tensor]]
 
     def __post_init__(self) -> None:
         """Remember the tensors, and what of the sources may change."""
-        _ = self._versions, self.checkpoints.parents, self.checkpoints.companions
+        _ = self._versions, self.work.checkpoints.parents, self.work.checkpoints.companions
 
     def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
         """Write files as a merge to disk, and check them.
@@ -77,30 +69,30 @@ class Saver:
             CheckFailed: the output failed its verification.
         """
         target = destination_of(out)
-        check_not_input(target, self.checkpoints.paths())
+        check_not_input(target, self.work.checkpoints.paths())
         if self._written() != self._versions:
             raise InputError(
                 "a merged tensor was changed since: merge again, or write the tensors yourself"
             )
-        base = self.checkpoints.base
-        if self.plan.masked and base.is_held:
+        base = self.work.checkpoints.base
+        if self.work.plan.masked and base.is_held:
             raise InputError(
                 "masks are written with what tells their base from others, and the base was in memory: "
                 "merge with out=FOLDER"
             )
         with Staging(target, overwrite=overwrite) as staging:
-            files = OutputFiles(staging.store, self.plan, self.checkpoints)
-            for part, headers in self.plan.parts.items():
+            files = OutputFiles(staging.store, self.work.plan, self.work.checkpoints)
+            for part, headers in self.work.plan.parts.items():
                 for header in headers:
                     tensor = self.parts[part][header.name]
                     stored = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                     files.output.write([Place(part, header)], [stored])
-            hashes = {key: _hashes(one) for key, one in self.checkpoints.all()}
-            sources = self.checkpoints.recorded(hashes)
+            hashes = {key: _hashes(one) for key, one in self.work.checkpoints.all()}
+            sources = self.work.checkpoints.recorded(hashes)
             result = files.finish(
                 self.done,
                 sources,
-                self.memory,
+                self.work.memory,
                 target.output,
                 fit=self.fit,
                 compared=not base.is_held,
@@ -161,7 +153,7 @@ class Job:
         # A merge in memory holds its whole output beside the work.
         in_memory = self.out is None or self.out.work.folder is None
         memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
-        work = _Work(plan, checkpoints, memory)
+        work = Work([plan], checkpoints, memory, self.options)
         if self.out is None:
             if self.options.rank is not None:
                 raise InputError("ranks share a merge to a folder: give an output folder")
@@ -175,12 +167,12 @@ class Job:
         """Whether another process is to make the output."""
         return self.options.rank is not None and self.options.rank.number > 0
 
-    def _to_memory(self, work: _Work) -> MergedTensors:
+    def _to_memory(self, work: Work) -> MergedTensors:
         plan = work.plan
         work.checkpoints.materialize()
         output = MemoryOutput(plan.parts)
-        with closing(self._executor(work)) as executor:
-            done, _ = self._execute(work, output, executor)
+        with closing(work.executor()) as executor:
+            (done,), _ = work.run([output], executor, {})
         fit = check_fit(plan, done.items, work.checkpoints)
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
@@ -190,7 +182,7 @@ class Job:
         tensors = _whole_model(plan, found)
         return MergedTensors(
             tensors=tensors | {n: tensors[name] for n, name in tied.items() if name in tensors},
-            saver=Saver(plan, work.checkpoints, work.memory, done, fit, found),
+            saver=Saver(work, done, fit, found),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
@@ -207,7 +199,7 @@ class Job:
         )
 
     def _among_ranks(
-        self, work: _Work, out: Destination, before: object | None, rank: Rank
+        self, work: Work, out: Destination, before: object | None, rank: Rank
     ) -> MergeResult:
         """Do a part of the merge, or lead those who do."""
 
@@ -219,12 +211,11 @@ class Job:
             except _NothingBegunError:
                 return None
 
-        part = RankJob(work.plan, work.checkpoints, work.memory, out, before, self.options, rank)
-        return part.run(lead)
+        return RankJob(work, out, before, rank).run(lead)
 
     def _to_files(
         self,
-        work: _Work,
+        work: Work,
         out: Destination,
         gathering: Gathering | None = None,
         *,
@@ -273,8 +264,11 @@ class Job:
                     session.begin(
                         work.plan.digest(sources), options.threads or torch.get_num_threads()
                     )
-                with closing(self._executor(work, session)) as executor:
-                    done, hashes = self._execute(work, files.output, executor, journal)
+                inner = work.executor()
+                with closing(inner if session is None else Ranks(inner, session)) as executor:
+                    (done,), hashes = work.run(
+                        [files.output], executor, work.checkpoints.contents(), journal=journal
+                    )
                     fit = check_fit(work.plan, done.items, work.checkpoints)
                     result = files.finish(
                         done,
@@ -290,35 +284,6 @@ class Job:
             staging.commit()
         return replace(result, notes=(*result.notes, *staging.notes))
 
-    def _executor(self, work: _Work, session: Session | None = None) -> Executor:
-        """Return what carries the plan out."""
-        executor = self.options.executor(work.memory, partial(work.checkpoints.opener, [work.plan]))
-        return executor if session is None else Ranks(executor, session)
-
-    def _execute(
-        self, work: _Work, output: Output, executor: Executor, journal: Journal | None = None
-    ) -> tuple[RunResult, Hashes]:
-        """Carry the plan out, and hash its sources where there is a journal: of a merge to files."""
-        work.checkpoints.check_ties(work.plan)
-        options = self.options
-        contents: Contents = {} if journal is None else work.checkpoints.contents()
-        experts = work.checkpoints.experts
-        with (
-            naming_lost(experts),
-            torch_threads(options.threads),
-            executor.hashing(contents) as hashing,
-        ):
-            (done,) = run(
-                [(work.plan, output)],
-                work.checkpoints.sources(),
-                Context(work.plan.compute_dtype, options.torch_device),
-                executor=executor,
-                progress=options.shown_progress,
-                journal=journal,
-                follow=hashing.follow,
-            )
-            return done, hashing.result()
-
 
 def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of a model and of its modules, by their names in the whole."""
@@ -331,12 +296,3 @@ def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[
 
 class _NothingBegunError(Exception):
     """There is no work of another process to go on with."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a job has settled before its first tensor."""
-
-    plan: Plan
-    checkpoints: OpenCheckpoints
-    memory: MemoryPlan

@@ -14,11 +14,7 @@ from covmerge.files.checkpoints.journal import COMPUTED
 from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.checkpoints.staging import OutputTakenError
 from covmerge.files.stores.destination import Destination
-from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import differing, dump_recipe
-from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.layer import Context
-from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.ranks.executor import Ranks
 from covmerge.run.engine.ranks.rank import Rank
@@ -28,8 +24,8 @@ from covmerge.run.engine.run import run_part
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.export.files import open_output, plan_parts
 from covmerge.run.result import MergedFolder, MergeResult, RunFigures, Stats
-from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification import WeightsCheck
+from covmerge.run.work import Work
 
 _FOLDER = "ranks"
 # Seconds after which an output is missed whose work is gone: so long NFS shows what was before.
@@ -46,21 +42,15 @@ class RankJob:
     """What a rank knows of the merge.
 
     Attributes:
-        plan: what is done.
-        checkpoints: its sources.
-        memory: how this rank divides its own.
+        work: what is done; its memory is this rank's own.
         out: where the output appears.
         before: what was there when this rank began.
-        options: of the run.
         rank: which this is.
     """
 
-    plan: Plan
-    checkpoints: OpenCheckpoints
-    memory: MemoryPlan
+    work: Work
     out: Destination
     before: object | None
-    options: RunOptions
     rank: Rank
 
     def run(self, lead: Lead) -> MergeResult:
@@ -69,13 +59,13 @@ class RankJob:
         Raises:
             InputError: nobody leads, what others do is not visible here, or all that who leads raises.
         """
-        self.checkpoints.check_versions()
+        self.work.checkpoints.check_versions()
         gathering = self._gathering()
         taking_over = False
         leads = self.rank.number == 0
         if not leads and self._was_there():
             return self._published(0)
-        patience, batches = self.options.patience, 0
+        patience, batches = self.work.options.patience, 0
         while True:
             if leads:
                 try:
@@ -86,8 +76,8 @@ class RankJob:
                 except InputError:
                     if not (taking_over and self._is_published()):
                         raise
-            sources = {**self.checkpoints.identity(), COMPUTED: self.options.computed()}
-            digest = self.plan.digest(sources)
+            sources = {**self.work.checkpoints.identity(), COMPUTED: self.work.options.computed()}
+            digest = self.work.plan.digest(sources)
             try:
                 joined = gathering.join(digest, self._is_published, patience)
             except InputError:
@@ -100,7 +90,7 @@ class RankJob:
             batches += self._help(session, threads)
             gathering.leave(session)
             # A merge without a leader was killed before: the user says whether to go on with it.
-            leads = taking_over = session.was_led or self.options.resume
+            leads = taking_over = session.was_led or self.work.options.resume
             patience = min(patience, _SHOWN_AFTER)
 
     def _gathering(self) -> Gathering:
@@ -110,26 +100,29 @@ class RankJob:
                 f"ranks share a merge by files beside the output, and {self.out} is no folder: leave out "
                 f"{Hint('executor', 'ranks')}"
             )
-        return Gathering(folder / _FOLDER, self.rank, self.options.patience)
+        return Gathering(folder / _FOLDER, self.rank, self.work.options.patience)
 
     def _help(self, session: Session, threads: int) -> int:
         """Do what there is to do until the session is over; return how many items were done here."""
-        self.checkpoints.materialize(leads=False)
-        inner = self.options.executor(self.memory, partial(self.checkpoints.opener, [self.plan]))
-        with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
+        self.work.checkpoints.materialize(leads=False)
+        with (
+            closing(Ranks(self.work.executor(), session)) as executor,
+            suppress(LeaderGoneError),
+            session,
+        ):
             output = self._opened(session)
-            with executor.hashing(self.checkpoints.contents()) as hashing:
+            with executor.hashing(self.work.checkpoints.contents()) as hashing:
                 with torch_threads(threads):
                     run_part(
-                        self.plan,
+                        self.work.plan,
                         output,
-                        self.checkpoints.sources(),
-                        Context(self.plan.compute_dtype, self.options.torch_device),
+                        self.work.checkpoints.sources(),
+                        self.work.context,
                         executor=executor,
                     )
                 hashing.result()
             help_reading(
-                session, partial(WeightsCheck.from_json, self.out.work), self.checkpoints.base
+                session, partial(WeightsCheck.from_json, self.out.work), self.work.checkpoints.base
             )
             while True:
                 session.wait()
@@ -144,7 +137,7 @@ class RankJob:
         """
         while True:
             try:
-                return open_output(self.out.work, plan_parts(self.plan), made=True)
+                return open_output(self.out.work, plan_parts(self.work.plan), made=True)
             except CheckpointError:
                 session.check()
                 if session.was_led:
@@ -160,7 +153,7 @@ class RankJob:
         Raises:
             InputError: there is an output of something else.
         """
-        if self.before is None or self.options.overwrite:
+        if self.before is None or self.work.options.overwrite:
             return False
         if not self._is_of_this_recipe():
             raise InputError(
@@ -174,7 +167,7 @@ class RankJob:
             manifest = read_manifest(self.out.output)
         except InputError:
             return False
-        return not differing(manifest["recipe"], dump_recipe(self.plan.recipe))
+        return not differing(manifest["recipe"], dump_recipe(self.work.plan.recipe))
 
     def _published(self, batches: int) -> MergeResult:
         """What there is to say of a merge that another rank has ended.
@@ -189,14 +182,14 @@ class RankJob:
                 "COVMERGE_CACHE: set it to one that all machines see, the same on each"
             )
         manifest: dict[str, Any] = read_manifest(self.out.output)
+        items = len(self.work.plan.items)
         return MergedFolder(
             path=self.out.output.folder,
-            recipe=self.plan.recipe,
+            recipe=self.work.plan.recipe,
             stats=cast("Stats", {key: manifest[key] for key in _STATS if key in manifest}),
-            run=cast("RunFigures", {"items": len(self.plan.items), "own_items": batches}),
+            run=cast("RunFigures", {"items": items, "own_items": batches}),
             verification=None,
             notes=(
-                f"{self.rank}: {batches} of {len(self.plan.items)} items were done here, and another rank "
-                "has published",
+                f"{self.rank}: {batches} of {items} items were done here, and another rank has published",
             ),
         )

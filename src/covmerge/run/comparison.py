@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -34,21 +33,18 @@ from covmerge.plan.planning.varied import Settings
 from covmerge.plan.recipe import Recipe, dump_recipe, read_call
 from covmerge.plan.recipe.parts import split
 from covmerge.plan.statistics.file import StatisticsFile
-from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.hashing import Contents, Hashes
-from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.outputs import NoOutput, Output, room_for
-from covmerge.run.engine.run import Figures, RunResult, run
-from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.engine.outputs import NoOutput, room_for
+from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
-from covmerge.run.judgement import check_fit, naming_lost
+from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.scoring.job import SCORES_NAME, SavedScores, ScoreJob, ScoreProgress, candidates
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import ScoreTable
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification.files import check_files, hash_files
+from covmerge.run.work import Work
 
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
 # and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
@@ -394,24 +390,27 @@ class CompareJob:
             Staging(self.out, overwrite=self.options.overwrite).check()
         plans, checkpoints = checkpoints.plans(recipes, whole=True)
         memory = self.options.memory(plans, shared=SHARED_COPIES)
+        work = Work(plans, checkpoints, memory, self.options)
         if self.out is None:
             checkpoints.materialize()
-            none = [NoOutput() for _ in plans]
-            done, _ = execute(plans, none, checkpoints, memory, self.options)
+            with closing(work.executor()) as executor:
+                done, _ = work.run([NoOutput() for _ in plans], executor, {}, compare=True)
             fit = check_fit(plans[0], done[0].items, checkpoints)
-            return self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
-        return self._to_disk(self.out, entries, plans, checkpoints, memory, left_out)
+            return self._comparison(labels, work, done, left_out, fit)
+        return self._to_disk(self.out, entries, work, left_out)
 
     def _to_disk(
         self,
         out: Path,
         entries: Sequence[Entry],
-        plans: Sequence[Plan],
-        checkpoints: OpenCheckpoints,
-        memory: MemoryPlan,
+        work: Work,
         left_out: Mapping[str, str],
     ) -> Comparison:
-        labels = [entry.label for entry in entries]
+        labels, plans, checkpoints = (
+            [entry.label for entry in entries],
+            work.plans,
+            work.checkpoints,
+        )
         if not self.options.overwrite:
             room_for(plans, out).check()
         # Without a journal a comparison that is interrupted leaves nothing.
@@ -421,8 +420,8 @@ class CompareJob:
             for label, plan in zip(labels, plans, strict=True):
                 models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
             outputs = [model.output for model in models]
-            contents = checkpoints.contents()
-            done, hashes = execute(plans, outputs, checkpoints, memory, self.options, contents)
+            with closing(work.executor()) as executor:
+                done, hashes = work.run(outputs, executor, checkpoints.contents(), compare=True)
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
@@ -431,14 +430,14 @@ class CompareJob:
                 result = model.finish(
                     model_result,
                     sources,
-                    memory,
+                    work.memory,
                     staging.out.output.inside(name),
                     fit=fit,
                     may_equal_base=True,
                 )
                 if result.verification is not None and not result.verification.ok:
                     notes.append(f"method '{name}' gives the base")
-            comparison = self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
+            comparison = self._comparison(labels, work, done, left_out, fit)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.store,
@@ -456,14 +455,12 @@ class CompareJob:
     def _comparison(
         self,
         labels: Sequence[str],
-        plans: Sequence[Plan],
+        work: Work,
         done: Sequence[RunResult],
-        checkpoints: OpenCheckpoints,
-        memory: MemoryPlan,
         left_out: Mapping[str, str],
         fit: Fit,
     ) -> Comparison:
-        together = zip(labels, plans, done, strict=True)
+        together = zip(labels, work.plans, done, strict=True)
         rows = tuple(_row(label, plan, result, self.out) for label, plan, result in together)
         first = done[0]
         return Comparison(
@@ -478,52 +475,12 @@ class CompareJob:
                 "compute_seconds": sum(result.compute_seconds for result in done),
                 "write_seconds": first.write_seconds,
                 "peak_memory": peak_memory(),
-                "expected_peak_memory": memory.peak,
+                "expected_peak_memory": work.memory.peak,
             },
             warnings=fit.warnings,
-            notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
-            adapters=tuple(checkpoints.adapters),
+            notes=(*dict.fromkeys(note for plan in work.plans for note in plan.notes), *fit.notes),
+            adapters=tuple(work.checkpoints.adapters),
         )
-
-
-def execute(
-    plans: Sequence[Plan],
-    outputs: Sequence[Output],
-    checkpoints: OpenCheckpoints,
-    memory: MemoryPlan,
-    options: RunOptions,
-    contents: Contents | None = None,
-    *,
-    compare: bool = True,
-) -> tuple[list[RunResult], Hashes]:
-    """Merge by several plans in one reading.
-
-    Args:
-        plans: over the same checkpoints.
-        outputs: where each goes.
-        checkpoints: what is read.
-        memory: how it is divided.
-        options: how it is done.
-        contents: what is hashed meanwhile.
-        compare: measure the results too.
-    """
-    checkpoints.check_ties(plans[0])
-    executor = options.executor(memory, partial(checkpoints.opener, plans))
-    with (
-        naming_lost(checkpoints.experts),
-        torch_threads(options.threads),
-        closing(executor),
-        executor.hashing(contents or {}) as hashing,
-    ):
-        done = run(
-            list(zip(plans, outputs, strict=True)),
-            checkpoints.sources(),
-            Context(plans[0].compute_dtype, options.torch_device, compare=compare),
-            executor=executor,
-            progress=options.shown_progress,
-            follow=hashing.follow,
-        )
-        return done, hashing.result()
 
 
 def stored(

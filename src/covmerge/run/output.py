@@ -137,7 +137,7 @@ class OutputFiles:
                 quantisation=plan.quantisation,
                 tokens=checkpoints.text.files,
                 untied=base.untied is not None,
-                other=None if checkpoints.moe is None else base.config,
+                other=None if checkpoints.views.moe is None else base.config,
             )
             self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
             if (
@@ -262,7 +262,7 @@ class OutputFiles:
         return notes_on_generation(self._checkpoints.base.folder, experts)
 
     def _router_notes(self) -> Sequence[str]:
-        moe = self._checkpoints.moe
+        moe = self._checkpoints.views.moe
         if moe is None or not moe.by_updates:
             return ()
         with closing(open_store(str(self._store), self._store)) as output:

@@ -58,7 +58,33 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
             )
 
 
-Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
+@dataclass(frozen=True)
+class Views:
+    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model.
+
+    Attributes:
+        slices: of the recipe.
+        tokenizer: of the recipe.
+        chat_template: of the recipe.
+        form: of the output.
+        moe: the mixture that the experts become.
+        text: what was decided on tokenizer and chat template; None: nothing yet.
+    """
+
+    slices: Sequence[Slice] = ()
+    tokenizer: TokenizerRules | None = None
+    chat_template: str | None = None
+    form: Literal["model", "adapter"] = "model"
+    moe: Mixture | None = None
+    text: Text | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Views:
+        """Return how a recipe sees its sources."""
+        form = recipe.output.format
+        return cls(recipe.slices, recipe.tokenizer, recipe.chat_template, form, recipe.moe)
+
+
 _BY_TOKEN = Hint("tokenizer", "union")
 
 
@@ -70,10 +96,8 @@ class OpenCheckpoints:
         base: what the experts were fine-tuned from.
         experts: by name.
         statistics: files by expert.
-        slices: of the recipe.
+        views: how they are seen.
         text: tokens and chat template of the output, where they are not the base's.
-        form: of the output.
-        moe: the mixture that the experts become.
         adapters: those of the experts that are adapters.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
     """
@@ -81,10 +105,8 @@ class OpenCheckpoints:
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
-    slices: Sequence[Slice] = ()
+    views: Views = field(default_factory=Views)
     text: Text = field(default_factory=Text)
-    form: Literal["model", "adapter"] = "model"
-    moe: Mixture | None = None
     adapters: Mapping[str, AdapterCheckpoint] = field(default_factory=dict[str, AdapterCheckpoint])
     adapted: bool = False
 
@@ -243,9 +265,7 @@ class OpenCheckpoints:
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self.statistics.items()}
         text = replace(self.text, files=None)  # which only the writer of the folder needs
-        described = Description(
-            places, files, self.adapted, self.slices, text, self.form, self.moe, {}
-        )
+        described = Description(places, files, self.adapted, replace(self.views, text=text), {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -283,10 +303,7 @@ def open_checkpoints(
     base: Source | None,
     experts: Mapping[str, Source],
     statistics: Mapping[str, str | Path],
-    slices: Sequence[Slice] = (),
-    tokens: Tokens | Text = (None, None),
-    form: Literal["model", "adapter"] = "model",
-    moe: Mixture | None = None,
+    views: Views = Views(),
 ) -> Generator[OpenCheckpoints]:
     """Open base, experts and statistics files, and close all of them at the end.
 
@@ -294,16 +311,13 @@ def open_checkpoints(
         base: of the recipe.
         experts: by name.
         statistics: files by expert.
-        slices: of the recipe.
-        tokens: tokenizer and chat template of the recipe, or what was decided on them.
-        form: of the output.
-        moe: the mixture that the experts become.
+        views: how they are seen.
 
     Raises:
         InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
             nothing that slices can be taken of.
     """
-    if slices and statistics:
+    if views.slices and statistics:
         raise InputError(
             "statistics go by the names of whole models, and the recipe has slices: leave out one of them"
         )
@@ -341,16 +355,15 @@ def open_checkpoints(
             {} if stored is None else {None: unwrapped(plain_base(stored))}
         )
         plain = sources.get(None)
-        if plain is not None and form == "adapter":
+        if plain is not None and views.form == "adapter":
             plain = sources[None] = model_in_memory(plain, adapters.values())
         sources |= {name: unwrapped(dequantised(model), plain) for name, model in given.items()}
-        sources = with_ties_undone(sources, form)
-        sources = dict(mixed(moe, sources, list(given)))
-        text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
-        views = text.views_of(sources)
-        start = None if base is None else stacked(slices, None, views.pop(None))
-        models = {str(name): model for name, model in views.items()}
-        models = {name: stacked(slices, name, model) for name, model in models.items()}
+        sources = with_ties_undone(sources, views.form)
+        sources = dict(mixed(views.moe, sources, list(given)))
+        text = views.text or decide(views.tokenizer, views.chat_template, sources)
+        seen = text.views_of(sources)
+        start = None if base is None else stacked(views.slices, None, seen.pop(None))
+        models = {str(name): stacked(views.slices, name, model) for name, model in seen.items()}
         if adapters:
             assert start is not None
             model = Model(start, describe_checkpoint(start))
@@ -360,10 +373,8 @@ def open_checkpoints(
             Donor(models) if start is None else start,
             models,
             {name: measured(path) for name, path in statistics.items()},
-            slices,
+            views,
             text,
-            form,
-            moe,
             adapters,
         )
 
@@ -384,10 +395,7 @@ def open_recipe(
         recipe.base if base is None else base,
         named if experts is None else experts,
         statistics_of(recipe),
-        recipe.slices,
-        (recipe.tokenizer, recipe.chat_template),
-        recipe.output.format,
-        recipe.moe,
+        Views.of(recipe),
     ) as opened:
         yield opened
 
@@ -406,20 +414,14 @@ class Description:
         places: where each of them lies, by key.
         statistics: files by expert.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
-        slices: of the recipe.
-        text: of the output.
-        form: of the output.
-        moe: the mixture that the experts become.
+        views: how they are seen.
         identity: what tells them from others.
     """
 
     places: Mapping[str, str]
     statistics: Mapping[str, str]
     adapted: bool
-    slices: Sequence[Slice]
-    text: Text
-    form: Literal["model", "adapter"]
-    moe: Mixture | None
+    views: Views
     identity: Mapping[str, Json]
 
     @contextmanager
@@ -443,9 +445,7 @@ class Description:
         prefix = expert_key("")
         experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
         base = self.places.get(BASE)
-        with open_checkpoints(
-            base, experts, self.statistics, self.slices, self.text, self.form, self.moe
-        ) as opened:
+        with open_checkpoints(base, experts, self.statistics, self.views) as opened:
             base = opened.base
             start = AdaptedBase(base, opened.experts.values()) if self.adapted else base
             yield replace(opened, base=start, adapted=self.adapted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from covmerge.base.types import Json
 from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe
-from covmerge.run.comparison import SHARED_COPIES, execute
+from covmerge.run.comparison import SHARED_COPIES
 from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.hashing import Contents
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.result import MergeResult
 from covmerge.run.sources import OpenCheckpoints
+from covmerge.run.work import Work
 
 
 @dataclass
@@ -85,10 +88,10 @@ class Together:
         files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
         outputs = [file.output for file in files]
         # The sources are hashed in the first reading.
-        contents = None if self._recorded else checkpoints.contents()
-        done, hashes = execute(
-            plans, outputs, checkpoints, memory, self.options, contents, compare=False
-        )
+        contents: Contents = {} if self._recorded else checkpoints.contents()
+        together = Work(plans, checkpoints, memory, self.options)
+        with closing(together.executor()) as executor:
+            done, hashes = together.run(outputs, executor, contents)
         self._recorded = self._recorded or checkpoints.recorded(hashes)
         results: dict[Path, MergeResult] = {}
         for (plan, folder), file, found in zip(work, files, done, strict=True):

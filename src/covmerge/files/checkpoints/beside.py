@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.adapter_reader import adapter_reader
+from covmerge.files.adapters.names import looks_like_adapter
 from covmerge.files.checkpoints.base import WeightFile
 from covmerge.files.stores.store import Store, StoredFile
 
@@ -73,7 +73,7 @@ def _check_no_part(
     if names & headers.keys() or not _modules(names) & _modules(headers):
         return
     # An adapter has its own place in a merge; scales and directions of activations are named by modules.
-    if adapter_reader().looks_like_adapter(names) or names <= modules_of(headers):
+    if looks_like_adapter(names) or names <= modules_of(headers):
         return
     raise CheckpointError(
         f"{store}: {name} holds {len(names)} tensors of the model that its other files lack "

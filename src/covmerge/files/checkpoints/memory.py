@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.types import Json, TensorHeader
-from covmerge.files.checkpoints.adapter_reader import adapter_reader
 from covmerge.files.checkpoints.base import (
-    Checkpoint,
     Content,
     Kind,
     Pace,
@@ -117,55 +114,3 @@ def _shared(tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
             if earlier != name:
                 found[name] = earlier
     return found
-
-
-# get_peft_model changes the model that it is given.
-PASS_FOLDED = (
-    "pass the PeftModel, its folder or the pair (get_peft_model_state_dict(model), its peft_config) as the "
-    "expert, and the base's folder as the base; or the model with the adapter folded in "
-    "(model.merge_and_unload())"
-)
-
-
-def open_module(module: nn.Module) -> Checkpoint:
-    """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
-
-    A PeftModel, or a model of transformers with an adapter in it, is that adapter.
-
-    Raises:
-        CheckpointError: it holds an adapter beside its weights, or several.
-    """
-    if _is_of_peft(module):
-        return adapter_reader().open_adapter_memory(*_adapter_of(module))
-    tensors = module.state_dict()
-    adapted = next((name for name in tensors if ".lora_A." in name), None)
-    if adapted is not None:
-        raise CheckpointError(
-            f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): {PASS_FOLDED}"
-        )
-    # As transformers writes config.json; the configs of other libraries are not read.
-    write = getattr(getattr(module, "config", None), "to_json_string", None)
-    return MemoryCheckpoint(tensors, None if write is None else json.loads(write()))
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    """Whether it is an adapter with its base, of PEFT's class or as transformers loads it."""
-    kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
-    return "peft" in kinds or getattr(module, "_hf_peft_config_loaded", False) is True
-
-
-def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
-    """Return the adapter of a module as PEFT would save it."""
-    named: Mapping[str, object] = module.peft_config
-    if len(named) > 1:
-        raise CheckpointError(
-            f"the {type(module).__name__} holds the adapters {', '.join(named)}: pass each as the pair "
-            "(get_peft_model_state_dict(model, adapter_name=NAME), model.peft_config[NAME])"
-        )
-    ((name, config),) = named.items()
-    peft: Any = import_module("peft")
-    tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
-    prefix = "base_model.model."  # which transformers adds as it saves
-    if not any(key.startswith(prefix) for key in tensors):
-        tensors = {prefix + key: tensor for key, tensor in tensors.items()}
-    return tensors, config

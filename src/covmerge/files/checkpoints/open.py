@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from torch import Tensor, nn
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.identifiers import hub_id
-from covmerge.files.checkpoints.adapter_reader import adapter_reader
+from covmerge.files.adapters.checkpoint import (
+    open_adapter_file,
+    open_adapter_folder,
+    open_adapter_hub,
+    open_adapter_memory,
+)
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.file_formats import WEIGHT_SUFFIXES
 from covmerge.files.checkpoints.folder import FileCheckpoint, open_folder
-from covmerge.files.checkpoints.memory import MemoryCheckpoint, open_module
+from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.remote import RemoteCheckpoint, open_hub
 from covmerge.files.stores.address import PAGES, Address, address_of, hub_address
 from covmerge.files.stores.local import LocalFolder
@@ -56,11 +64,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
     if isinstance(source, tuple):
-        return adapter_reader().open_adapter_memory(*source)
+        return open_adapter_memory(*source)
     if (named := hub_address(source)) is not None:
-        return adapter_reader().open_adapter_hub(str(source), *named) or open_hub(
-            str(source), *named
-        )
+        return open_adapter_hub(str(source), *named) or open_hub(str(source), *named)
     if (address := address_of(source)) is not None:
         return open_remote(address)
     try:
@@ -72,7 +78,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
         if path.is_dir():
             return open_store(str(source), LocalFolder(path))
         if path.is_file():
-            return adapter_reader().open_adapter_file(str(source), path)
+            return open_adapter_file(str(source), path)
         exists = path.exists()
     except (OSError, ValueError) as error:  # ValueError: a NUL
         raise CheckpointError(
@@ -85,7 +91,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
             f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
             "is written org/name or org/name@revision"
         )
-    return adapter_reader().open_adapter_hub(source, *named) or open_hub(source, *named)
+    return open_adapter_hub(source, *named) or open_hub(source, *named)
 
 
 def open_remote(address: Address) -> Checkpoint:
@@ -106,7 +112,7 @@ def _open_remote(address: Address) -> Checkpoint:
     if parent and name.endswith(WEIGHT_SUFFIXES):
         store = remote_store(replace(address, path=parent))
         file = child(store, unquote(name) if address.scheme in PAGES else name)
-        return adapter_reader().open_adapter_file(
+        return open_adapter_file(
             source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
         )
     if address.scheme in PAGES:
@@ -119,7 +125,7 @@ def _open_remote(address: Address) -> Checkpoint:
     def stored_as(files: FileCheckpoint) -> Checkpoint:
         return RemoteCheckpoint(files, store, whole=True)
 
-    adapter = adapter_reader().open_adapter_folder(source, store, stored_as)
+    adapter = open_adapter_folder(source, store, stored_as)
     return adapter or stored_as(open_folder(source, store))
 
 
@@ -129,4 +135,56 @@ def open_store(source: str, store: Store) -> Checkpoint:
     Raises:
         CheckpointError: as `open_checkpoint`.
     """
-    return adapter_reader().open_adapter_folder(source, store) or open_folder(source, store)
+    return open_adapter_folder(source, store) or open_folder(source, store)
+
+
+# get_peft_model changes the model that it is given.
+PASS_FOLDED = (
+    "pass the PeftModel, its folder or the pair (get_peft_model_state_dict(model), its peft_config) as the "
+    "expert, and the base's folder as the base; or the model with the adapter folded in "
+    "(model.merge_and_unload())"
+)
+
+
+def open_module(module: nn.Module) -> Checkpoint:
+    """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
+
+    A PeftModel, or a model of transformers with an adapter in it, is that adapter.
+
+    Raises:
+        CheckpointError: it holds an adapter beside its weights, or several.
+    """
+    if _is_of_peft(module):
+        return open_adapter_memory(*_adapter_of(module))
+    tensors = module.state_dict()
+    adapted = next((name for name in tensors if ".lora_A." in name), None)
+    if adapted is not None:
+        raise CheckpointError(
+            f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): {PASS_FOLDED}"
+        )
+    # As transformers writes config.json; the configs of other libraries are not read.
+    write = getattr(getattr(module, "config", None), "to_json_string", None)
+    return MemoryCheckpoint(tensors, None if write is None else json.loads(write()))
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether it is an adapter with its base, of PEFT's class or as transformers loads it."""
+    kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
+    return "peft" in kinds or getattr(module, "_hf_peft_config_loaded", False) is True
+
+
+def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
+    """Return the adapter of a module as PEFT would save it."""
+    named: Mapping[str, object] = module.peft_config
+    if len(named) > 1:
+        raise CheckpointError(
+            f"the {type(module).__name__} holds the adapters {', '.join(named)}: pass each as the pair "
+            "(get_peft_model_state_dict(model, adapter_name=NAME), model.peft_config[NAME])"
+        )
+    ((name, config),) = named.items()
+    peft: Any = import_module("peft")
+    tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
+    prefix = "base_model.model."  # which transformers adds as it saves
+    if not any(key.startswith(prefix) for key in tensors):
+        tensors = {prefix + key: tensor for key, tensor in tensors.items()}
+    return tensors, config

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.gptq import said_of_groups
 from covmerge.files.quantised.integers import WORD, Grouped, unpacked
-from covmerge.files.quantised.packed import Found, Read, Stored
+from covmerge.files.quantised.packed import Format, Found, Read, Stored
 
 _BITS = 4
 _OF_A_WORD = WORD // _BITS
@@ -69,3 +69,11 @@ def _weight(stored: Stored, module: str, group: int) -> Weight:
     stored.part(parts[2], _SCALES, (count, d_out))
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
     return Weight(header, parts, _BITS, group, stored.checkpoint.source)
+
+
+FORMAT = Format(
+    ("awq",),
+    find,
+    parts=(".qweight", ".qzeros", ".scales"),
+    plain_modules="modules_to_not_convert",
+)

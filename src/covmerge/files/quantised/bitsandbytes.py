@@ -23,7 +23,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import parse_object, shorten
-from covmerge.files.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.files.quantised.packed import ByRows, Format, Found, Read, Stored
 
 # 1/127 as bitsandbytes writes it, in whose float32 arithmetic s / 127 is another number.
 _OF_127 = 7.874015718698502e-3
@@ -185,3 +185,12 @@ def _state(stored: Stored, name: str) -> dict[str, Any]:
         return parse_object(text, f"'{name}'", values=_MAX_STATE)
     except CheckpointError as error:
         stored.refuse(str(error))
+
+
+FORMAT = Format(
+    ("bitsandbytes",),
+    find,
+    parts=(".SCB", ".absmax", ".quant_map"),
+    plain_modules="llm_int8_skip_modules",
+    dequantise="model.dequantize(), then save_pretrained(NEW)",
+)

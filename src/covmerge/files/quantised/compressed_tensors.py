@@ -37,7 +37,7 @@ from covmerge.files.quantised.fp8 import (
     of_activations,
     scaled,
 )
-from covmerge.files.quantised.packed import SMALLEST, Found, Packed, Stored
+from covmerge.files.quantised.packed import SMALLEST, Format, Found, Packed, Stored
 
 _FORMATS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
@@ -236,3 +236,14 @@ def _blocks(stored: Stored, scheme: dict[str, Any]) -> list[Block]:
         )
     blocks = strategy == "block" or (strategy is None and block is not None)
     return [*whole, *([as_block(stored, block)] if blocks else [])]
+
+
+FORMAT = Format(
+    ("compressed-tensors",),
+    find,
+    parts=(
+        *("weight_scale", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        "weight_global_scale",
+    ),
+    plain_modules="ignore",
+)

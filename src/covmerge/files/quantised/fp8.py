@@ -19,7 +19,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.integers import BYTE, numbers, scales_of
-from covmerge.files.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
+from covmerge.files.quantised.packed import SMALLEST, ByRows, Format, Found, Read, Stored
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -272,3 +272,13 @@ def _whose(tensor: Scaled) -> str:
     return (
         "each row" if (high, wide) == (1, tensor.header.shape[1]) else f"each {high} x {wide} block"
     )
+
+
+FORMAT = Format(
+    ("fp8", "mxfp8"),
+    find,
+    parts=("weight_scale", "weight_scale_inv"),
+    plain_modules="modules_to_not_convert",
+    dequantise="from_pretrained(FOLDER, quantization_config=FineGrainedFP8Config(dequantize=True)), then "
+    "save_pretrained(NEW, save_original_format=False)",
+)

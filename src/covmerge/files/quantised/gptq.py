@@ -18,7 +18,7 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.integers import WORD, Grouped, in_a_row, run_of
-from covmerge.files.quantised.packed import SMALLEST, Found, Read, Stored
+from covmerge.files.quantised.packed import SMALLEST, Format, Found, Read, Stored
 
 _BITS = (2, 3, 4, 8)
 # What a layer of its own may not have of its own.
@@ -155,3 +155,10 @@ def _weight(stored: Stored, module: str, bits: int, group: int, less_one: bool) 
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
     groups = mixed if len(parts) > 3 else None
     return Weight(header, parts, bits, group, stored.checkpoint.source, less_one, groups)
+
+
+FORMAT = Format(
+    ("gptq",),
+    find,
+    parts=(".qweight", ".qzeros", ".scales", ".g_idx"),
+)

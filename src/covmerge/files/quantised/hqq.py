@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
+from covmerge.files.quantised.packed import SMALLEST, ByRows, Format, Found, Read, Stored
 
 # By bits: the dtype of words, how many slabs they hold, and how far apart; 5 and 6 bits lie one a byte.
 _WORDS = {
@@ -119,3 +119,10 @@ def _sizes(stored: Stored, module: str, leaf: str, count: int = 1) -> list[int]:
     name = f"{module}.{leaf}"
     stored.part(name, _SIZES, *(((), (1,)) if count == 1 else ((count,),)))
     return [int(value) for value in stored.checkpoint.read(name).reshape(-1)]
+
+
+FORMAT = Format(
+    ("hqq",),
+    find,
+    parts=(".W_q",),
+)

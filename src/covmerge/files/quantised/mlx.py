@@ -21,7 +21,7 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.integers import BYTE, WORD, in_a_row, numbers, scales_of
-from covmerge.files.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.files.quantised.packed import ByRows, Format, Found, Read, Stored
 
 METHOD = "mlx"
 METAL = "metal"
@@ -132,3 +132,10 @@ def _weight(stored: Stored, module: str, settings: Mapping[str, Any]) -> Affine 
     dtype = stored.part(scales, _SCALES, grid).dtype
     stored.part(offsets, (dtype,), grid)
     return Affine(header, (name, scales, offsets), bits, group, rounds=not metal)
+
+
+FORMAT = Format(
+    (METHOD, METAL),
+    find,
+    parts=(".scales", ".biases", ".qbiases"),
+)

@@ -25,7 +25,7 @@ from covmerge.files.quantised.fp8 import (
     of_activations,
     scaled,
 )
-from covmerge.files.quantised.packed import Found, Stored
+from covmerge.files.quantised.packed import Format, Found, Stored
 
 _SCALE, _WHOLE = "_scale", "_scale_2"
 _BLOCK = (128, 128)
@@ -66,3 +66,11 @@ def _weight(stored: Stored, name: str) -> Scaled:
 
 def _kind(tensor: Scaled) -> str:
     return "NVFP4" if tensor.whole else f"{tensor.bits} bit"
+
+
+FORMAT = Format(
+    ("modelopt",),
+    find,
+    parts=("weight_scale", "weight_scale_2"),
+    plain_modules="ignore",
+)

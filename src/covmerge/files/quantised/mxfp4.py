@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.integers import numbers, scales_of
-from covmerge.files.quantised.packed import Found, Read, Stored, pieces
+from covmerge.files.quantised.packed import Format, Found, Read, Stored, pieces
 
 _BYTES = 16  # of a group
 GROUP = 2 * _BYTES
@@ -62,3 +62,13 @@ def _experts(stored: Stored, name: str) -> Experts:
     stored.part(parts[1], (torch.uint8,), shape[:3])
     experts, d_out, groups, _ = shape
     return Experts(TensorHeader(name, (experts, groups * GROUP, d_out), stored.dtype), parts)
+
+
+FORMAT = Format(
+    ("mxfp4",),
+    find,
+    parts=("_blocks",),
+    plain_modules="modules_to_not_convert",
+    dequantise="from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True)), then "
+    "save_pretrained(NEW)",
+)

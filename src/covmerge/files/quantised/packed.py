@@ -6,7 +6,7 @@ numbers, whatever is asked for, so that a read takes a few MB beside what it ret
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn, cast
@@ -26,20 +26,10 @@ SMALLEST = 16  # weights that have one scale: those of a layer are read as a who
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# How transformers dequantises, by format; in no way where a format is not named.
-_DEQUANTISING = {
-    "fp8": "from_pretrained(FOLDER, quantization_config=FineGrainedFP8Config(dequantize=True)), then "
-    "save_pretrained(NEW, save_original_format=False)",
-    "mxfp4": "from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True)), then "
-    "save_pretrained(NEW)",
-    "bitsandbytes": "model.dequantize(), then save_pretrained(NEW)",
-}
 
-
-def how_else(method: object) -> str:
-    """Return what to do with a checkpoint of some format that is not read; None: it is not known."""
-    way = _DEQUANTISING.get(str(method))
-    if way is None:
+def how_else(way: str) -> str:
+    """Return what to do with a checkpoint that is not read: dequantise it in a way, if there is one."""
+    if not way:
         return "pass the model as it was before it was quantised"
     return f"dequantise it first (transformers: {way}), or pass the model as it was before"
 
@@ -94,11 +84,13 @@ class Stored:
         checkpoint: as it is stored.
         settings: its `quantization_config`.
         dtype: what its config says that it is computed in.
+        dequantise: how transformers dequantises it (`Format`).
     """
 
     checkpoint: Checkpoint
     settings: Mapping[str, Any]
     dtype: torch.dtype
+    dequantise: str = ""
 
     @property
     def method(self) -> object:
@@ -118,7 +110,7 @@ class Stored:
         )
         raise CheckpointError(
             f"{self.checkpoint.source} is stored quantised ({declared}), and {why}: "
-            + (way or how_else(self.method))
+            + (way or how_else(self.dequantise))
         )
 
     def check_dtype(self) -> None:
@@ -218,3 +210,23 @@ class Found:
     unused: frozenset[str] = field(default_factory=frozenset[str])
     config: Mapping[str, Any] | None = None
     turned: bool = False
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantised format, as its own file declares it.
+
+    Attributes:
+        names: what `quant_method` of a config calls it.
+        find: finds the tensors that are stored packed.
+        parts: what names end in that only parts of packed tensors have.
+        plain_modules: key of `quantization_config` where its clients look for modules that are plain; "":
+            nowhere.
+        dequantise: how transformers dequantises it; "": in no way.
+    """
+
+    names: tuple[str, ...]
+    find: Callable[[Stored], Found]
+    parts: tuple[str, ...] = ()
+    plain_modules: str = ""
+    dequantise: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from covmerge.files.quantised.fp8 import FLOAT8, ROW, TENSOR, Numbers, how_scaled, scaled
-from covmerge.files.quantised.packed import Found, Stored
+from covmerge.files.quantised.packed import Format, Found, Stored
 
 _DATA, _SCALE, _GROUPED = "._data", "._scale", "._data._data"
 _NUMBERS = Numbers(
@@ -33,3 +33,11 @@ def find(stored: Stored) -> Found:
     )
     unused = (name for name in headers if name.rpartition(".")[2] in _OF_ACTIVATIONS)
     return Found(tensors, f"quanto, 8 bit, {how_scaled(tensors)}", frozenset(unused))
+
+
+FORMAT = Format(
+    ("quanto",),
+    find,
+    parts=("._data", "._scale", "._shift"),
+    plain_modules="modules_to_not_convert",
+)

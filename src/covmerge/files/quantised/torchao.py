@@ -18,7 +18,7 @@ from covmerge.files.quantised.fp8 import (
     how_scaled,
     scaled,
 )
-from covmerge.files.quantised.packed import SMALLEST, Found, Stored
+from covmerge.files.quantised.packed import SMALLEST, Format, Found, Stored
 
 _START = "_weight_"
 _DATA, _SCALE, _ZEROS = (f"{_START}{leaf}" for leaf in ("qdata", "scale", "zero_point"))
@@ -58,3 +58,11 @@ def _groups(stored: Stored, data: str, scale: str) -> list[Block]:
         return []
     group = shape[1] // grid[1]
     return [(1, group)] if group >= SMALLEST else []
+
+
+FORMAT = Format(
+    ("torchao",),
+    find,
+    parts=("_weight_qdata",),
+    plain_modules="modules_to_not_convert",
+)

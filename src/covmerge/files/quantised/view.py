@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -19,45 +19,12 @@ from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
-from covmerge.files.quantised import (
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fp8,
-    gguf,
-    gptq,
-    hqq,
-    mlx,
-    modelopt,
-    mxfp4,
-    quanto,
-    torchao,
-)
+from covmerge.files.quantised import gguf, mlx
+from covmerge.files.quantised.formats import FORMATS, PARTS
 from covmerge.files.quantised.fp8 import FLOAT4
 from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
-
-# The formats that are read, by what `quantization_config` calls them. GGUF is a file, and none of them.
-
-FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
-    {
-        "fp8": fp8.find,
-        "mxfp8": fp8.find,
-        "modelopt": modelopt.find,
-        "compressed-tensors": compressed_tensors.find,
-        "mxfp4": mxfp4.find,
-        "hqq": hqq.find,
-        "quanto": quanto.find,
-        "torchao": torchao.find,
-        mlx.METHOD: mlx.find,
-        mlx.METAL: mlx.find,
-        "bitsandbytes": bitsandbytes.find,
-        "gptq": gptq.find,
-        "awq": awq.find,
-    }
-)
-
 
 # Packed weights in a checkpoint that does not say so: nothing may take their codes for weights.
 #
@@ -189,25 +156,6 @@ def _scales_of(name: str) -> list[str]:
     return found
 
 
-# Names that only parts of packed tensors have.
-_PARTS = (
-    *(
-        ".qweight",
-        ".qzeros",
-        ".scales",
-        ".biases",
-        ".qbiases",
-        ".g_idx",
-        ".SCB",
-        ".absmax",
-        ".quant_map",
-    ),
-    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),
-    *("weight_g_idx", "_blocks", "weight_scale_2", "weight_global_scale"),
-    *(".W_q", "_weight_qdata", "._data", "._scale", "._shift"),
-)
-
-
 class Dequantised(View):
     """A view of a quantised checkpoint in which nothing is quantised.
 
@@ -225,7 +173,10 @@ class Dequantised(View):
     def __init__(self, stored: Checkpoint) -> None:
         super().__init__(stored)
         config = stored.config or {}
-        form = Stored(stored, _settings(config), dtype_of(config))
+        settings = _settings(config)
+        known = FORMATS.get(str(settings.get("quant_method")))
+        way = known.dequantise if known is not None else ""
+        form = Stored(stored, settings, dtype_of(config), way)
         form.check_dtype()
         found = _find(form)
         plain = {key: value for key, value in config.items() if key != QUANTISATION}
@@ -292,7 +243,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     raise CheckpointError(
         f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
         f"{lacking} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
-        f"of a config.json beside it, and pass the folder. Else {how_else(None)}"
+        f"of a config.json beside it, and pass the folder. Else {how_else('')}"
     )
 
 
@@ -321,15 +272,16 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _find(stored: Stored) -> Found:
-    packed = isinstance(stored.settings, GgufSettings)
-    finder = gguf.find if packed else FORMATS.get(str(stored.method))
-    if finder is None:
+    if isinstance(stored.settings, GgufSettings):
+        found = gguf.find(stored)
+    elif (known := FORMATS.get(str(stored.method))) is not None:
+        found = known.find(stored)
+    else:
         stored.refuse(f"formats that can be read are {', '.join(FORMATS)}")
-    found = finder(stored)
     if not found.tensors:
         if (pair := packed_pair(stored.checkpoint.headers)) is not None:
             stored.refuse(f"'{pair[0]}' beside '{pair[1]}' is not how this format names its parts")
-        way = f"if it is plain, remove that from config.json; else {how_else(stored.method)}"
+        way = f"if it is plain, remove that from config.json; else {how_else(stored.dequantise)}"
         stored.refuse("no tensor of it is packed", way)
     return found
 
@@ -375,4 +327,4 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def _is_part(header: TensorHeader) -> bool:
-    return is_small(header) or header.name.endswith(_PARTS)
+    return is_small(header) or header.name.endswith(PARTS)

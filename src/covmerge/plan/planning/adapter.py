@@ -274,8 +274,8 @@ class _Merged:
         # PEFT takes those of convolutions too, but few that load its adapters do.
         windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
         # Files of the other forms have no factors of tables.
-        tables = self._form != PEFT_FORM and self.tensor.role is Role.EMBEDDING
-        full = (self.tensor.takes_factors or windows) and not self.tensor.ties and not tables
+        tables = self._form != PEFT_FORM and self.tensor.info.role is Role.EMBEDDING
+        full = (self.tensor.info.takes_factors or windows) and not self.tensor.ties and not tables
         return bool(self._factors) or (self._full and full)
 
     @property
@@ -286,7 +286,7 @@ class _Merged:
     @property
     def of_vocabulary(self) -> bool:
         """Whether it embeds tokens, or scores them."""
-        return self.tensor.role in (Role.EMBEDDING, Role.OUTPUT)
+        return self.tensor.info.role in (Role.EMBEDDING, Role.OUTPUT)
 
     @property
     def is_difference(self) -> bool:
@@ -333,8 +333,10 @@ class _Merged:
             name=self._name,
             shape=shape,
             rank=min(rank, limit or rank),
-            embedding=self.tensor.role is Role.EMBEDDING or any(f.table for f in self._factors),
-            transposed=self.tensor.role is Role.CONV1D or any(f.transposed for f in self._factors),
+            embedding=self.tensor.info.role is Role.EMBEDDING
+            or any(f.table for f in self._factors),
+            transposed=self.tensor.info.role is Role.CONV1D
+            or any(f.transposed for f in self._factors),
         )
 
 
@@ -348,12 +350,12 @@ class _Whole:
     def __init__(self, tensors: Sequence[TensorPlan], naming: Naming, adapted: set[str]) -> None:
         self._naming = naming
         self._adapted = adapted
-        self._pieces = Counter(tensor.parameter for tensor in tensors)
+        self._pieces = Counter(tensor.info.parameter for tensor in tensors)
         # Every module's tensors, those of modules inside it and those that are tied to it too.
         self._inside: defaultdict[str, list[tuple[str, TensorPlan]]] = defaultdict(list)
         self._tensors = {tensor.name: tensor for tensor in tensors}
         for tensor in tensors:
-            for parameter in (tensor.parameter, *tensor.ties):
+            for parameter in (tensor.info.parameter, *tensor.ties):
                 for module in _modules_around(parameter):
                     self._inside[module].append((parameter, tensor))
         self._modules: set[str] = set()
@@ -365,11 +367,13 @@ class _Whole:
         Raises:
             TensorError: there is none, and it must be held.
         """
-        if tensor.parameter.endswith(f".{_BIAS}"):
+        if tensor.info.parameter.endswith(f".{_BIAS}"):
             self._biases.add(tensor.name)
             return
-        modules = {parameter.rpartition(".")[0] for parameter in (tensor.parameter, *tensor.ties)}
-        if self._pieces[tensor.parameter] == 1 and all(map(self._can_be_replaced, modules)):
+        modules = {
+            parameter.rpartition(".")[0] for parameter in (tensor.info.parameter, *tensor.ties)
+        }
+        if self._pieces[tensor.info.parameter] == 1 and all(map(self._can_be_replaced, modules)):
             self._modules |= modules
         elif must:
             raise TensorError(
@@ -390,7 +394,7 @@ class _Whole:
             for parameter, tensor in self._inside[module]:
                 names[tensor.name].append(parameter)
         for name in self._biases:
-            bias = self._tensors[name].parameter
+            bias = self._tensors[name].info.parameter
             if bias not in names[name]:
                 names[name].insert(0, bias)
         return {name: self._place(self._tensors[name], held) for name, held in names.items()}

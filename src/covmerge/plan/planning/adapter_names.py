@@ -34,7 +34,7 @@ class Naming:
 
     def of(self, tensor: TensorPlan) -> str:
         """Return the name of a tensor."""
-        return self.parameter(tensor.name if self.stored else tensor.parameter)
+        return self.parameter(tensor.name if self.stored else tensor.info.parameter)
 
     def parameter(self, name: str) -> str:
         """Return the name of a parameter."""
@@ -49,7 +49,7 @@ def naming_of(tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint])
     """Return the names that all adapters have; of several or none, those of the base's own model."""
     pairs = list(_named_by_adapters(tensors, adapters))
     for stored in (False, True):
-        names = [(t.name if stored else t.parameter, found) for t, found in pairs]
+        names = [(t.name if stored else t.info.parameter, found) for t, found in pairs]
         candidates = {_difference(name, found) for name, found in names}
         if len(candidates) == 1 and (only := candidates.pop()) is not None:
             return Naming(*only, stored=stored)

@@ -21,7 +21,7 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted
-from covmerge.files.checkpoints.memory import PASS_FOLDED
+from covmerge.files.checkpoints.open import PASS_FOLDED
 from covmerge.files.checkpoints.unwrapped import in_memory
 from covmerge.files.checkpoints.view import respelled, weight_norms
 from covmerge.files.quantised.view import dequantised, is_quantised

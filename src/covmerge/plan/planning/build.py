@@ -235,7 +235,7 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
     plan = Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
-        items=(*items, *_head_items(heads)),
+        items=(*items, *_head_items(heads, models)),
         global_passes=tuple(_global_passes(items)),
         heads=heads,
         family=base.description.family,
@@ -263,15 +263,16 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
     return replace(plan, notes=(*plan.notes, *others))
 
 
-def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[WorkItem]:
+def _head_items(
+    heads: Mapping[str, Mapping[str, TensorHeader]], models: Mapping[str, Model]
+) -> Iterator[WorkItem]:
     """The work of keeping the experts' own task heads."""
     for expert, headers in heads.items():
         for name, header in headers.items():
             tensor = TensorPlan(
                 stored=header,
                 output=header,
-                role=Role.HEAD,
-                why=f"the task head of expert '{expert}'",
+                info=replace(models[expert].description.tensors[name], role=Role.HEAD),
                 operation=Copy(),
                 rule="kept for its expert",
                 operands={},
@@ -355,7 +356,7 @@ def _plan_tensors(
         if info.tied_to is not None and info.tied_to in base.headers:
             continue  # merged and written once, under the name it is tied to
         decision = rules.decide(header, info)
-        action, rule, role = decision.action, decision.rule, info.role
+        action, rule = decision.action, decision.rule
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
         if len(experts) == 1 and action.merge:
@@ -368,7 +369,7 @@ def _plan_tensors(
             if weight
         }
         if name in head_names:
-            action, role = Copy(), Role.HEAD
+            action, info = Copy(), replace(info, role=Role.HEAD)
             rule = "base (task head: each expert's own is kept under heads/)"
         elif action.merge:
             action, rule = _for_experts(
@@ -389,19 +390,13 @@ def _plan_tensors(
         yield TensorPlan(
             header,
             output,
-            role,
-            info.why,
+            info,
             action,
             rule,
             operands,
             Operand(BASE, name),
             ModelTensor(masks=masks),
             matrices=rules.matrices(header, info),
-            parameter=info.parameter,
-            takes_factors=info.takes_factors,
-            stays_full=info.stays_full,
-            in_blocks=info.in_blocks,
-            rebuilt=info.rebuilt,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
 
@@ -777,7 +772,7 @@ def _averaged_factors(draft: _Draft) -> Iterator[str]:
         names = [
             tensor.name
             for tensor in draft.tensors
-            if tensor.role is role
+            if tensor.info.role is role
             and tensor.rule == f"average ({setting}: auto)"
             and any(
                 alignment.names.get(tensor.name) in draft.inputs.models[expert].checkpoint.low_rank

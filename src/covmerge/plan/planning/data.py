@@ -145,7 +145,7 @@ def _check(
 ) -> None:
     shape = file.header(method.data, name).shape
     if method.data == "fisher":
-        if recipe.tokenizer is not None and tensor.role in (Role.EMBEDDING, Role.OUTPUT):
+        if recipe.tokenizer is not None and tensor.info.role in (Role.EMBEDDING, Role.OUTPUT):
             raise TensorError(
                 f"'{tensor.name}': {file.path} has the Fisher information of the rows of expert "
                 f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "

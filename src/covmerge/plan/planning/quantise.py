@@ -158,20 +158,23 @@ def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
     if tensor.output.module is not None:  # its own library reads it plain
         return False
     if wanted == "mxfp4":
-        return tensor.role is Role.EXPERT_STACK and len(tensor.output.shape) == LAYOUTS[wanted].axes
-    if not _is_linear(tensor) or tensor.stays_full:
+        return (
+            tensor.info.role is Role.EXPERT_STACK
+            and len(tensor.output.shape) == LAYOUTS[wanted].axes
+        )
+    if not _is_linear(tensor) or tensor.info.stays_full:
         return False
-    return tensor.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
+    return tensor.info.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
 
 
 def _is_linear(tensor: TensorPlan) -> bool:
     matrix = len(tensor.output.shape) == 2 and tensor.name.endswith(".weight")
-    return matrix and tensor.role is Role.LINEAR
+    return matrix and tensor.info.role is Role.LINEAR
 
 
 def _is_an_expert(tensor: TensorPlan) -> bool:
     """Whether transformers puts it together with others on loading."""
-    return tensor.name.endswith(".weight") and not tensor.parameter.endswith(".weight")
+    return tensor.name.endswith(".weight") and not tensor.info.parameter.endswith(".weight")
 
 
 def _packed(
@@ -203,12 +206,12 @@ def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
 def _check_experts(packed: Sequence[TensorPlan], plain: Sequence[TensorPlan]) -> None:
     """Refuse modules of experts that would be half packed: transformers makes one module of them."""
     modules = {
-        tensor.parameter.rpartition(".")[0]: tensor.name
+        tensor.info.parameter.rpartition(".")[0]: tensor.name
         for tensor in packed
         if _is_an_expert(tensor)
     }
     for tensor in plain:
-        other = modules.get(tensor.parameter.rpartition(".")[0])
+        other = modules.get(tensor.info.parameter.rpartition(".")[0])
         if other is not None and _is_an_expert(tensor):
             raise RecipeError(
                 f"`keep` has '{tensor.name}' and not '{other}', which are one module once they are loaded: "
@@ -230,7 +233,7 @@ def _settings(
         if not plain:
             return {**stated}
         # A list that a config has not got means defaults, which are no more once it has one.
-        heads = [tensor for tensor in tensors if tensor.role is Role.OUTPUT]
+        heads = [tensor for tensor in tensors if tensor.info.role is Role.OUTPUT]
         return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
     names = {tensor.name for tensor in packed}
     layers = [
@@ -238,7 +241,7 @@ def _settings(
         for tensor in tensors
         if tensor.name not in names
         and tensor.output.module is None
-        and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
+        and (_is_linear(tensor) or tensor.info.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
     ]
     plain = [tensor for tensor in tensors if tensor.name in by_keep]
@@ -257,7 +260,7 @@ def _modules(tensors: Sequence[TensorPlan]) -> Iterator[str]:
             else (tensor.name.rpartition(".")[0])
         )
         if _is_an_expert(tensor):
-            yield tensor.parameter.rpartition(".")[0]
+            yield tensor.info.parameter.rpartition(".")[0]
 
 
 def _notes(
@@ -279,7 +282,7 @@ def _notes(
             f"experts that are stored one by one stay plain in this format ({some(experts, 2)}): "
             f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"
         )
-    full = [tensor.name for tensor in tensors if tensor.stays_full and _is_linear(tensor)]
+    full = [tensor.name for tensor in tensors if tensor.info.stays_full and _is_linear(tensor)]
     if full and wanted != SAME:
         yield (
             f"{counted(len(full), 'layer stays', 'layers stay')} plain, which transformers keeps in "

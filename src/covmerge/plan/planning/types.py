@@ -207,8 +207,8 @@ class Plan:
         counts: Counter[tuple[Role, str]] = Counter()
         sizes: Counter[tuple[Role, str]] = Counter()
         for tensor in self.tensors:
-            counts[tensor.role, tensor.rule] += 1
-            sizes[tensor.role, tensor.rule] += tensor.written_bytes(None)
+            counts[tensor.info.role, tensor.rule] += 1
+            sizes[tensor.info.role, tensor.rule] += tensor.written_bytes(None)
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:

@@ -8,7 +8,8 @@ from math import ceil, prod
 
 import torch
 
-from covmerge.base.types import Role, TensorHeader
+from covmerge.base.types import TensorHeader
+from covmerge.files.tensors.describe import TensorInfo
 from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.linalg.random import Stream
 from covmerge.plan.planning.forms import Form, ModelTensor, Place
@@ -31,7 +32,7 @@ class TensorPlan:
     Attributes:
         stored: its header as the base has it.
         output: its header in the output (the base's name and shape, the output dtype).
-        role: what it is, and `why` that was concluded.
+        info: what it is in its model; `head`, where each expert keeps its own.
         operation: what happens to it, and by which `rule`.
         operands: what is merged, by expert. Experts that take no part in this tensor are not in it.
         base: what updates are the difference to, and what the merged one is added to; of a copy, what
@@ -41,17 +42,12 @@ class TensorPlan:
             the method needs no data.
         matrices: how it holds `(d_out, d_in)` matrices, whatever its method sees of them; None where
             it holds none, or they are no layer's.
-        parameter: its name in the model that transformers builds of config.json.
-        takes_factors: whether it is the weight of a layer that PEFT has factors for.
-        stays_full: whether transformers keeps it in float32, and packs it in no format.
-        in_blocks: whether it lies in a row of blocks, one behind the other.
         ties: the other parameters that the config ties to it, for which it stands too.
     """
 
     stored: TensorHeader
     output: TensorHeader
-    role: Role
-    why: str
+    info: TensorInfo
     operation: Operation
     rule: str
     operands: Mapping[str, Operand]
@@ -59,11 +55,6 @@ class TensorPlan:
     form: Form = field(default_factory=ModelTensor)
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
     matrices: MatrixLayout | None = None
-    parameter: str = ""
-    takes_factors: bool = False
-    stays_full: bool = False
-    in_blocks: bool = False
-    rebuilt: bool = False
     ties: tuple[str, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,7 @@ from covmerge.base.sizes import parse_size
 from covmerge.base.text import shown
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import LoraForm
+from covmerge.files.quantised.writing.layouts import QUANTISED
 from covmerge.files.stores.address import address_of
 from covmerge.plan.recipe.parts import StrictModel, read_call
 from covmerge.plan.recipe.sections import TEMPLATES, Mixture, Run, TokenizerRules, check_template
@@ -395,29 +396,10 @@ class Rule(StrictModel):
 
 
 _SHARD_SIZE = 5_000_000_000
-Quantise = Literal[
-    "none",
-    "same",
-    "fp8-block",
-    "fp8-channel",
-    "fp8-tensor",
-    "int8-channel",
-    "int4-group",
-    "int8",
-    "nf4",
-    "gptq",
-    "awq",
-    "mxfp4",
-    "gguf",
-    "gguf-q8_0",
-    "gguf-q5_1",
-    "gguf-q5_0",
-    "gguf-q4_1",
-    "gguf-q4_0",
-    "gguf-bf16",
-    "gguf-f16",
-    "gguf-f32",
-]
+if TYPE_CHECKING:
+    Quantise = str
+else:
+    Quantise = Literal[QUANTISED]
 
 
 class Output(StrictModel):

@@ -121,8 +121,8 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
     entries: dict[str, dict[str, Json]] = {}
     for tensor in plan.tensors:
         entry: dict[str, Json] = {
-            "role": str(tensor.role),
-            "why": tensor.why,
+            "role": str(tensor.info.role),
+            "why": tensor.info.why,
             "rule": tensor.rule,
             "dtype": str(tensor.output.dtype).removeprefix("torch."),
             "shape": list(tensor.output.shape),

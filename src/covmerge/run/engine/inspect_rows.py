@@ -64,7 +64,7 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
         }
         # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
         tied = bool(item.tensor.ties)
-        if item.tensor.role is Role.EMBEDDING and base.dim() == 2 and not tied:
+        if item.tensor.info.role is Role.EMBEDDING and base.dim() == 2 and not tied:
             whole["rows"] = {
                 name: table_rows(base, update, stored.get(name)).as_json()
                 for name, update in updates.items()

@@ -397,7 +397,7 @@ def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float |
 
     A few rows at a time in float64.
     """
-    if not method.base_norm or not tensor.in_blocks:
+    if not method.base_norm or not tensor.info.in_blocks:
         return None
     parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
     return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))

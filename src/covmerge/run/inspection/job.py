@@ -355,7 +355,7 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
     view = LayerView(
         tensor.name,
         tensor.name,
-        str(tensor.role),
+        str(tensor.info.role),
         tensor.stored.shape,
         False,
         tuple(stats[0]["experts"]),
@@ -372,7 +372,7 @@ def _layer(
     sums = sums_from_json(piece["sums"])
     shape = tuple(piece["shape"])
     forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
-    role = str(tensor.role)
+    role = str(tensor.info.role)
     view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:

@@ -127,7 +127,7 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
                 sum(part["base"] for part in found),
                 _added([part["updates"] for part in found]),
                 _added([part["along"] for part in found]),
-                tensor.role in TABLES,
+                tensor.info.role in TABLES,
             )
 
 

@@ -119,7 +119,9 @@ def _numbers(tensors: Iterable[TensorPlan]) -> int:
 
 def _harmless(tensor: TensorPlan) -> str | None:
     """What a tensor is that no output needs of an expert; None of others."""
-    made_again = "buffers that are made again when the model is loaded" if tensor.rebuilt else None
+    made_again = (
+        "buffers that are made again when the model is loaded" if tensor.info.rebuilt else None
+    )
     return HARMLESS.get(tensor.name.rpartition(".")[2], made_again)
 
 

@@ -12,12 +12,14 @@ import torch
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised import awq, gptq
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
+from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.fp8 import Scaled
 from covmerge.files.quantised.integers import WORD
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import Packed
 from covmerge.files.quantised.packed_integers import Words
 from covmerge.files.quantised.writing.bitsandbytes import NF4
+from covmerge.files.quantised.writing.gguf import WRITTEN
 from covmerge.files.quantised.writing.like import packing_like
 from covmerge.files.quantised.writing.packing import Packing
 
@@ -278,18 +280,10 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-# What config.json says of a quantised output, and of the modules in it that are plain.
+# What a recipe may ask for.
+QUANTISED = ("none", SAME, *LAYOUTS, "gguf", *(f"gguf-{kind.lower()}" for kind in WRITTEN))
 
-# Where each format's clients look for modules that are not packed.
-_PLAIN = {
-    "fp8": "modules_to_not_convert",
-    "mxfp4": "modules_to_not_convert",
-    "mxfp8": "modules_to_not_convert",
-    "awq": "modules_to_not_convert",
-    "bitsandbytes": "llm_int8_skip_modules",
-    "compressed-tensors": "ignore",
-    "modelopt": "ignore",
-}
+# What config.json says of a quantised output, and of the modules in it that are plain.
 
 _OTHER_NAME = "ignored_layers"  # of modules_to_not_convert, which is not looked for beside it
 
@@ -317,7 +311,7 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
         settings = {**settings, "dynamic": {**plain, **known}}
     if method == "gptq":
         return dict(settings)
-    key = _OTHER_NAME if _OTHER_NAME in settings else _PLAIN[method]
+    key = _OTHER_NAME if _OTHER_NAME in settings else FORMATS[method].plain_modules
     given = settings.get(key)
     named = [str(n) for n in cast("list[object]", given)] if isinstance(given, list) else []
     return {**settings, key: list(dict.fromkeys((*named, *modules)))}

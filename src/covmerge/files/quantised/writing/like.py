@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,15 +83,7 @@ def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
 
 def is_written(packed: Packed) -> bool:
     """Whether tensors can be packed as this one is."""
-    match packed:
-        case Scaled():
-            return packed.bits == BYTE and packed.whole is None
-        case Words():
-            return packed.zeros is None
-        case EightBit() | FourBit() | Grouped() | Experts():
-            return True
-        case _:
-            return False
+    return _writer(packed) is not None
 
 
 def packing_like(
@@ -108,21 +100,36 @@ def packing_like(
         settings: what config.json says of the format.
         maps: stored tensors that say what numbers stand for.
     """
+    writer = _writer(packed)
+    if writer is None:
+        raise NotImplementedError(type(packed).__name__)
+    return writer(headers, settings, maps)
+
+
+_Writer = Callable[[Mapping[str, TensorHeader], Mapping[str, Any], Mapping[str, Tensor]], Packing]
+
+
+def _writer(packed: Packed) -> _Writer | None:
+    """Return what packs a tensor as one that is read so; None: it is read and not written."""
     match packed:
-        case Scaled():
-            return of_scaled(packed, headers, powers=settings.get("scale_fmt") == "ue8m0")
-        case Words():
-            return of_words(packed, headers)
+        case Scaled() if packed.bits == BYTE and packed.whole is None:
+            return lambda headers, settings, _: of_scaled(
+                packed, headers, powers=settings.get("scale_fmt") == "ue8m0"
+            )
+        case Words() if packed.zeros is None:
+            return lambda headers, *_: of_words(packed, headers)
         case EightBit():
-            return of_eight_bit(packed, headers)
+            return lambda headers, *_: of_eight_bit(packed, headers)
         case FourBit():
-            return of_four_bit(packed, headers, maps)
+            return lambda headers, _, maps: of_four_bit(packed, headers, maps)
         case Grouped():
-            return of_grouped(packed, headers, symmetric=_is_symmetric(settings))
+            return lambda headers, settings, _: of_grouped(
+                packed, headers, symmetric=_is_symmetric(settings)
+            )
         case Experts():
-            return of_experts(packed, headers)
+            return lambda headers, *_: of_experts(packed, headers)
         case _:
-            raise NotImplementedError(type(packed).__name__)
+            return None
 
 
 def _is_symmetric(settings: Mapping[str, Any]) -> bool:

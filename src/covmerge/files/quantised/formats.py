@@ -1,0 +1,31 @@
+"""The quantised formats that are read; each file declares its own. GGUF is a file, and none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from covmerge.files.quantised import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    mxfp4,
+    quanto,
+    torchao,
+)
+from covmerge.files.quantised.packed import Format
+
+_IN_ORDER = (
+    *(fp8, modelopt, compressed_tensors, mxfp4, hqq, quanto, torchao, mlx, bitsandbytes, gptq, awq),
+)
+# By what `quantization_config` calls them.
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {name: module.FORMAT for module in _IN_ORDER for name in module.FORMAT.names}
+)
+# What names end in that only parts of packed tensors have.
+PARTS = tuple(dict.fromkeys(end for form in FORMATS.values() for end in form.parts))

@@ -1,0 +1,90 @@
+"""Plans over open checkpoints with the memory that they get, and how they are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from covmerge.files.checkpoints.journal import Journal
+from covmerge.plan.planning.types import Plan
+from covmerge.run.engine.budget import MemoryPlan
+from covmerge.run.engine.executor import Executor
+from covmerge.run.engine.hashing import Contents, Hashes
+from covmerge.run.engine.layer import Context
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.outputs import Output
+from covmerge.run.engine.run import RunResult, run
+from covmerge.run.engine.thread_count import torch_threads
+from covmerge.run.judgement import naming_lost
+from covmerge.run.sources import OpenCheckpoints
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is settled before the first tensor is read.
+
+    Attributes:
+        plans: over the same checkpoints; often one.
+        checkpoints: what is read.
+        memory: how it is divided.
+        options: how the work is done.
+    """
+
+    plans: Sequence[Plan]
+    checkpoints: OpenCheckpoints
+    memory: MemoryPlan
+    options: RunOptions
+
+    @property
+    def plan(self) -> Plan:
+        """The only plan."""
+        (plan,) = self.plans
+        return plan
+
+    @property
+    def context(self) -> Context:
+        """What all items need to know."""
+        return Context(self.plans[0].compute_dtype, self.options.torch_device)
+
+    def executor(self) -> Executor:
+        """Return what carries the plans out; it is to be closed."""
+        return self.options.executor(self.memory, partial(self.checkpoints.opener, self.plans))
+
+    def run(
+        self,
+        outputs: Sequence[Output],
+        executor: Executor,
+        contents: Contents,
+        *,
+        journal: Journal | None = None,
+        compare: bool = False,
+    ) -> tuple[list[RunResult], Hashes]:
+        """Carry the plans out in one reading, and hash the sources meanwhile.
+
+        Args:
+            outputs: where each goes.
+            executor: does the work.
+            contents: what is hashed.
+            journal: of one plan, what is finished.
+            compare: measure the results too.
+
+        Raises:
+            CovmergeError: as the work raises; the first error ends it.
+        """
+        self.checkpoints.check_ties(self.plans[0])
+        with (
+            naming_lost(self.checkpoints.experts),
+            torch_threads(self.options.threads),
+            executor.hashing(contents) as hashing,
+        ):
+            done = run(
+                list(zip(self.plans, outputs, strict=True)),
+                self.checkpoints.sources(),
+                replace(self.context, compare=compare),
+                executor=executor,
+                progress=self.options.shown_progress,
+                journal=journal,
+                follow=hashing.follow,
+            )
+            return done, hashing.result()
