@@ -90,30 +90,33 @@ def save_llama(
     architecture: str = "llama",
     beside: Mapping[str, np.ndarray[Any, Any]] | None = None,
     tokenizer: str | None = None,
+    scaling: Any = None,
 ) -> Path:
     """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, config)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(4.0)
     if tokenizer is not None:
         writer.add_tokenizer_model(tokenizer)
         writer.add_token_scores([0.0] * config.vocab_size)
         writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
-        module = name.removesuffix(".weight")
+        module, _, what = name.rpartition(".")
         if module in OUTSIDE:
             own = OUTSIDE[module]
         else:
             _, _, number, leaf = module.split(".", 3)
-            own = f"blk.{number}.{LAYER[leaf]}"
+            own = f"blk.{number}.{OF_EXPERTS[leaf]}"
         kept = own.rpartition(".")[2]
-        _add(
-            writer,
-            f"{own}.weight",
-            permuted(tensor, heads[kept]) if kept in heads else tensor,
-            kind,
-        )
+        turned = kept in heads and architecture == "llama"
+        _add(writer, f"{own}.{what}", permuted(tensor, heads[kept]) if turned else tensor, kind)
     for name, values in (beside or {}).items():
         writer.add_tensor(name, values)
     return _written(writer, path)

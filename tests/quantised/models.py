@@ -35,6 +35,16 @@ def llama(seed: int, **changes: Any) -> Any:
     return moved(model, seed)
 
 
+def qwen3(seed: int, **changes: Any) -> Any:
+    """A Qwen3 of one layer, whose heads are smaller than those of a config that says nothing of them."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 48}
+    config = transformers.Qwen3Config(
+        **sizes, **changes, max_position_embeddings=32, tie_word_embeddings=False
+    )
+    return moved(transformers.Qwen3ForCausalLM(config).to(torch.bfloat16), seed)
+
+
 def gpt_oss(seed: int) -> Any:
     """A GPT-OSS of one layer with three experts."""
     torch.manual_seed(0)

@@ -4,6 +4,8 @@ import json
 import os
 import struct
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +17,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised.view import open_plain
 from tests.advised import advice
 from tests.quantised.ggufs import save_falcon, save_gpt2, save_llama
-from tests.quantised.models import llama, moved
+from tests.quantised.models import llama, moved, qwen3
 
 
 def gpt2(seed):
@@ -111,6 +113,59 @@ def test_a_config_beside_it_decides(tmp_path):
         "dtype": "float16",
         "architectures": ["LlamaForCausalLM"],
     }
+
+
+def test_heads_of_another_size_are_the_metadatas(tmp_path):
+    """transformers' loader leaves out what they say of it, and can load no such file itself."""
+    model = open_plain(save_llama(qwen3(1), tmp_path / "model.gguf", "BF16", "qwen3"))
+    assert model.config["head_dim"] == 48
+    for name, tensor in qwen3(1).state_dict().items():
+        assert torch.equal(model.read(name), tensor), name
+
+
+@pytest.mark.parametrize("lacks", ["biases", "heads", "sizes"])
+def test_what_a_config_beside_it_would_say_is_asked_for(tmp_path, lacks, monkeypatch):
+    model = qwen3(1, attention_bias=lacks == "biases")
+    if lacks != "biases":
+        way = {"heads": "add_key_length", "sizes": "add_embedding_length"}[lacks]
+        monkeypatch.setattr(gguf.GGUFWriter, way, lambda *_: None)
+    file = save_llama(model, tmp_path / "model.gguf", "BF16", "qwen3")
+    advised = "put the model's config.json beside it, and pass the folder"
+    with pytest.raises(CheckpointError, match=advised):
+        open_plain(file)
+    model.config.save_pretrained(tmp_path)
+    found = open_plain(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.read(name), tensor), name
+
+
+@pytest.mark.parametrize("said", ["rope_freqs.weight", "llama.rope.scaling.type"])
+def test_a_rope_that_is_scaled_is_in_the_config(tmp_path, said):
+    """The config that transformers makes of the file has none: merged over it, another model would run."""
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    (tmp_path / "base").mkdir()
+    freqs = {said: np.full(16, 4, np.float32)}
+    how = (
+        {"beside": freqs}
+        if said.startswith("rope_freqs")
+        else {"scaling": gguf.RopeScalingType.LINEAR}
+    )
+    file = save_llama(llama(0), tmp_path / "base" / "base.gguf", "Q8_0", **how)
+    expert = save_llama(llama(1), tmp_path / "a.gguf", "Q8_0", **how)
+    given = ({"a": expert}, "average")
+    refused = advice("scales its rope ({}), and the config that transformers makes of its")
+    with pytest.raises(CheckpointError, match=refused) as caught:
+        covmerge.merge(file, *given, tmp_path / "out")
+    assert f"({said})" in str(caught.value) and not (tmp_path / "out").exists()
+    covmerge.merge(file, *given, tmp_path / "packed", quantise="gguf")
+    llama(0, rope_parameters=scaled).config.save_pretrained(file.parent)
+    covmerge.merge(file.parent, *given, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_parameters"] == scaled
+    expected, found = open_plain(expert), open_plain(tmp_path / "packed")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, expected.read(name)), name
+        assert torch.equal(found.read(name), expected.read(name)), name
 
 
 def test_a_mistral_is_a_llama_there(tmp_path):

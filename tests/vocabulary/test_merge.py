@@ -22,11 +22,12 @@ from covmerge.methods import registry
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from covmerge.run.engine.options import RunOptions
+from covmerge.run.inspection.job import InspectJob
 from covmerge.run.recompute import recompute
 from covmerge.run.sources import open_recipe
 from tests.advised import advice
 from tests.interrupted import InterruptAfter
-from tests.mergekit.token_cases import LETTERS, TABLES, WORDS, Words, ids_of, save_model
+from tests.mergekit.token_cases import LETTERS, TABLES, WORDS, Words, by_token, ids_of, save_model
 
 UNION = {"source": "union"}
 
@@ -205,6 +206,30 @@ def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp
         tables = {"embeddings": "average", "output_head": "average"}
         run_recipe(recipe(models, method=name, experts=experts, tensors=tables), tmp_path / "out")
         assert covmerge.verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("arch", HEADS)
+@pytest.mark.parametrize("others", [(), ("t0",), ("t1",)])
+def test_an_expert_that_only_added_tokens(others, arch, models, tmp_path):
+    only = tmp_path / "only"
+    save_model(only, arch, "base", WORDS["t1"])
+    experts = {"only": only, **{name: models / arch / name for name in others}}
+    given = recipe(models, {name: str(path) for name, path in experts.items()}, arch)
+    result = run_recipe(given, tmp_path / "out")
+    if others != ("t1",):  # which has rows for the same tokens: the base has the mean
+        assert any("only rows of its tokens are its own" in text for text in result.warnings)
+    assert covmerge.verify(tmp_path / "out").ok
+    with open_recipe(given) as checkpoints:
+        found = InspectJob(recipe=given, options=RunOptions()).run(checkpoints)
+    assert not found.faults
+    ids = ids_of(only)
+    stored = [weights(path) for path in experts.values()]
+    for one in stored[1:]:  # t0 has no rows for the two tokens, which are the last
+        for name in HEADS[arch], "model.embed_tokens.weight":
+            if name in one:
+                one[name] = torch.cat([one[name], stored[0][name][len(one[name]) :]])
+    expected = torch.stack([by_token(one, ids)[0] for one in stored]).mean(0)
+    torch.testing.assert_close(by_token(weights(tmp_path / "out"), ids)[0], expected)
 
 
 @pytest.mark.parametrize("experts", [("t2",), ("t2", "t2-again")])

@@ -20,6 +20,7 @@ from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_store
+from covmerge.files.quantised.gguf import check_rope
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.measures.retention import times_as_long
@@ -115,7 +116,8 @@ class OutputFiles:
 
         Raises:
             ResourceError: the disk is full.
-            CheckpointError: a companion file of the base changed since the merge was planned.
+            CheckpointError: a companion file of the base changed since the merge was planned, or a
+                config cannot be made of what a GGUF file says.
         """
         self._store = store
         self._plan = plan
@@ -143,6 +145,8 @@ class OutputFiles:
             if (
                 base.config is not None and CONFIG not in self._copied.copied
             ):  # it is in a GGUF file
+                if plan.gguf is None:
+                    check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
                 write_config(store, base.config, of_weights)
                 self._copied = self._copied.with_config(CONFIG)

@@ -23,8 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from covmerge.base.errors import CheckpointError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.gguf_file import GgufSettings
@@ -37,8 +40,10 @@ _ONE_FOR_ONE = frozenset(
     f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2", "Qwen2Moe")
 )
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
-_OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
+# What a config says already.
+_OF_NO_PARAMETER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _CONVERT = "convert the model again"
+_CONFIG = "put the model's config.json beside it, and pass the folder"
 # What a config has of the metadata, by the keys after the architecture's name.
 _STATED = {
     "block_count": "num_hidden_layers",
@@ -148,9 +153,11 @@ def find(stored: Stored) -> Found:
         if not settings.stacks and not types.keys() <= names.keys() | _OF_NO_PARAMETER:
             names = loader.get_gguf_hf_weights_map(_Outer(model, _DEPTH), *how)
     except SkeletonUnavailable as error:
-        stored.refuse(f"transformers cannot build its model ({error})")
+        stored.refuse(f"transformers cannot build its model ({error})", _by_config(stored))
     except Exception as error:  # a stranger's config can make it fail in any way
-        stored.refuse(f"transformers cannot build its model ({in_short(error)})")
+        stored.refuse(
+            f"transformers cannot build its model ({in_short(error)})", _by_config(stored)
+        )
     _check_config(stored, metadata, model.config)
     _check_experts(stored, metadata)
     names |= _of_experts(stored, settings.stacks, names, shapes)
@@ -164,7 +171,11 @@ def find(stored: Stored) -> Found:
         )
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
     if unknown:
-        stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
+        only_biases = all(name.endswith(".bias") for name in unknown)
+        stored.refuse(
+            f"transformers has no parameter for {some(unknown, quoted=True)}",
+            _by_config(stored) if only_biases else None,
+        )
     dtype = _dtype(stored, types)
     tensors = tuple(
         _tensor(
@@ -245,12 +256,17 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
     config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
     try:
         if not config:
+            metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
             config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
-            config |= _left_out(cast("Mapping[str, Json]", stored.settings["metadata"]))
-        kind: Any = transformers.AutoConfig.for_model(**config).__class__
+            config |= _left_out(metadata)
+            config |= _of_heads(metadata, transformers.AutoConfig.for_model(**config))
+        kind: Any = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # a stranger's metadata can make it fail in any way
-        stored.refuse(f"transformers cannot make a config of its metadata ({in_short(error)})")
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+        stored.refuse(
+            f"transformers cannot make a config of its metadata ({in_short(error)})",
+            _by_config(stored),
+        )
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind.__class__, None)
     if model is None:
         stored.refuse(
             f"{shorten(config.get('model_type'))} is no language model that transformers knows"
@@ -272,9 +288,45 @@ def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
     return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
 
 
+def _of_heads(metadata: Mapping[str, Json], config: Any) -> dict[str, Json]:
+    """The size of a head, where metadata say another than the config has that is made of them."""
+    stated = metadata.get(f"{metadata.get('general.architecture')}.attention.key_length")
+    made = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {} if stated in (None, made) else {"head_dim": stated}
+
+
+def _is_config_made(stored: Stored) -> bool:
+    """Whether there is no config beside the file."""
+    return not stored.checkpoint.config or set(stored.checkpoint.config) == {QUANTISATION}
+
+
+def _by_config(stored: Stored) -> str | None:
+    return _CONFIG if _is_config_made(stored) else None
+
+
+def check_rope(model: Checkpoint) -> None:
+    """Refuse a config that is made of metadata where the file scales its rope, which no such config has.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    settings = None if model.quantisation is None else model.quantisation.settings
+    if not isinstance(settings, GgufSettings):
+        return
+    metadata = cast("Mapping[str, Json]", settings["metadata"])
+    key = f"{metadata.get('general.architecture')}.rope.scaling.type"
+    found = [name for name in _OF_NO_PARAMETER if name in settings.tensors]
+    found += [key] if metadata.get(key, "none") != "none" else []
+    if found:
+        raise CheckpointError(
+            f"{model.source} scales its rope ({found[0]}), and the config that transformers makes of its "
+            f"metadata would not: {_CONFIG}, or write a GGUF file ({Hint('quantise', 'gguf')})"
+        )
+
+
 def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> None:
     """Refuse a config beside the file by which q's and k's rows, or what runs, would be others."""
-    if not stored.checkpoint.config or set(stored.checkpoint.config) == {QUANTISATION}:
+    if _is_config_made(stored):
         return
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
@@ -395,7 +447,8 @@ def _repeated(order: Any) -> tuple[int, ...] | None:
 def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
     if shape != header.shape:
         stored.refuse(
-            f"'{name}' is {list(shape)}, where its config gives '{header.name}' {list(header.shape)}"
+            f"'{name}' is {list(shape)}, where its config gives '{header.name}' {list(header.shape)}",
+            _by_config(stored),
         )
 
 

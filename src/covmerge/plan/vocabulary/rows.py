@@ -152,6 +152,13 @@ class Vocabulary:
         """Rows of every embedding of the output."""
         return len(next(iter(self.source_rows.values())))
 
+    @property
+    def givers(self) -> frozenset[str]:
+        """Experts of which others, the base too, are given rows."""
+        return frozenset(
+            key for key, rows in self.given.items() if key is not None and bool((rows >= 0).any())
+        )
+
     def keeps(self, source: str | None, rows: int) -> bool:
         """Whether a source's embeddings of so many rows look the same as they are stored."""
         return rows == self.rows and torch.equal(self.source_rows[source], torch.arange(rows))
@@ -163,7 +170,8 @@ class Vocabulary:
             for source, rows in found.items():
                 digest.update(f"{kind} {source!r}\n".encode())
                 digest.update(rows.numpy().data)
-        return {"rows": self.rows, "tokens": self.tokens, "sha256": digest.hexdigest()}
+        given: dict[str, Json] = {"given_by": sorted(self.givers)} if self.givers else {}
+        return {"rows": self.rows, "tokens": self.tokens, "sha256": digest.hexdigest(), **given}
 
 
 def vocabulary(

@@ -45,7 +45,7 @@ from covmerge.run.engine.threads import Threads
 from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import check_headers, findings_of, lenient
-from covmerge.run.judgement import changed_integers, judge
+from covmerge.run.judgement import changed_integers, judge, owned_by
 from covmerge.run.judgement.layers import by_depth
 from covmerge.run.sources import OpenCheckpoints
 
@@ -150,7 +150,7 @@ class InspectJob:
             if layers:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
-                findings += judge(judged, checkpoints.base, fit, plan.heads)
+                findings += judge(judged, checkpoints.base, fit, owned_by(plan, checkpoints))
                 findings += findings_of(layers, fitting, checkpoints.adapters, half=_in_half(base))
         order = list(Severity)
         return Inspection(

@@ -5,8 +5,8 @@ values    tensors of the experts that are not merged, and are not the base's
 judge     from numbers to findings, for an inspection and of a finished run, which it may stop
 """
 
-from covmerge.run.judgement.judge import check_fit, judge
+from covmerge.run.judgement.judge import check_fit, judge, owned_by
 from covmerge.run.judgement.layers import Layer
 from covmerge.run.judgement.values import changed_integers, naming_lost
 
-__all__ = ["Layer", "changed_integers", "check_fit", "judge", "naming_lost"]
+__all__ = ["Layer", "changed_integers", "check_fit", "judge", "naming_lost", "owned_by"]

@@ -96,18 +96,18 @@ def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
     )
 
 
-def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterator[Finding]:
+def untouched(layers: Sequence[Layer], expert: str, own: str | None) -> Iterator[Finding]:
     """Say what an expert left as it is in the base: all of it, whole blocks, or tensors.
 
     Args:
         layers: what is merged.
         expert: its name.
-        has_head: whether it has a task head of its own, which may be all that was trained.
+        own: what the output has of it beside that, which may be all that was trained; None: nothing.
     """
     same = [layer for layer in layers if not layer.norm(expert)]
     tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
-    if len(same) == len(layers) and has_head:
-        text = "equals the base in all that is merged: only its task head is its own"
+    if len(same) == len(layers) and own:
+        text = f"equals the base in all that is merged: only {own} its own"
         yield Finding(Severity.WARNING, text, expert)
         return
     if len(same) == len(layers):
@@ -268,7 +268,7 @@ def judge(
     layers: Sequence[Layer],
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
-    heads: Collection[str],
+    owned: Mapping[str, str],
 ) -> Iterator[Finding]:
     """Say what the sums give away.
 
@@ -279,7 +279,7 @@ def judge(
         layers: of all experts.
         base: the base, to compare with layers that are not its own.
         experts: by name.
-        heads: experts with a task head of their own.
+        owned: what the output has of experts beside their updates; see `owned_by`.
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for name, expert in experts.items():
@@ -293,10 +293,18 @@ def judge(
             tables = None if unfit else replaced_tables(layers, name)
             if tables:
                 yield tables
-        yield from untouched(layers, name, has_head=name in heads)
+        yield from untouched(layers, name, owned.get(name))
     different = uneven(layers, list(experts))
     if different:
         yield different
+
+
+def owned_by(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, str]:
+    """What the output has of experts beside their updates: task heads, and rows of tokens, by expert."""
+    vocabulary = checkpoints.text.vocabulary
+    givers: Collection[str] = () if vocabulary is None else vocabulary.givers
+    rows, head = "rows of its tokens are", "its task head is"
+    return {**dict.fromkeys(givers, rows), **dict.fromkeys(plan.heads, head)}
 
 
 def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints) -> Fit:
@@ -315,7 +323,8 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings = list(changed_integers(plan, done, f"expert '{first}'"))
     else:
         layers = list(layers_of(plan, done))
-        findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
+        owned = owned_by(plan, checkpoints)
+        findings = list(judge(layers, checkpoints.base, checkpoints.experts, owned))
         findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         findings += changed_integers(plan, done, "the base")
         findings += left_for_nan(plan, checkpoints.experts)

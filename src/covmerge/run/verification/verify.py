@@ -192,7 +192,7 @@ def examine(
             base = _mixed(seen_untied(base, manifest.get("untied")), manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         apart |= _of_experts(manifest)
-        values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
+        values = _Values(manifest, base, missing, apart)
         weights = stored.weight_names if coverage.ok else ()
         quantisation = output.quantisation
         packed: Mapping[str, Packed] = {} if quantisation is None else quantisation.packed
@@ -348,14 +348,15 @@ class _Values:
 
     def __init__(
         self,
-        entries: Mapping[str, Mapping[str, Any]],
+        manifest: Mapping[str, Any],
         base: Checkpoint | None,
         missing: str,
-        apart: Collection[str] = (),
-        allowed: Collection[str] = (),
+        apart: Collection[str],
     ) -> None:
+        entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
         self._entries = entries
-        self._allowed = allowed
+        self._allowed: Collection[str] = manifest["recipe"].get("allow", ())
+        self._given_by: Sequence[str] = (manifest.get("vocabulary") or {}).get("given_by", ())
         self._missing = missing
         self._apart = apart
         if base is not None:
@@ -435,15 +436,17 @@ class _Values:
         checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
         if self._missing == _NO_BASE:
             return checks
-        differs = Check(
-            DIFFERS,
-            changed > 0,
-            f"{changed} of {counted(len(entries), 'tensor')} {'differs' if changed == 1 else 'differ'} "
-            f"from the base's{against}"
-            if changed
-            else f"every tensor equals the base's{against}: {self._why_equal}",
-        )
-        checks.append(differs)
+        if changed:
+            verb = "differs" if changed == 1 else "differ"
+            detail = (
+                f"{changed} of {counted(len(entries), 'tensor')} {verb} from the base's{against}"
+            )
+        elif self._given_by:
+            given = some(self._given_by, quoted=True)
+            detail = f"rows of tokens are those of {given}, and not the base's"
+        else:
+            detail = f"every tensor equals the base's{against}: {self._why_equal}"
+        checks.append(Check(DIFFERS, bool(changed or self._given_by), detail))
         if self.base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
