@@ -36,7 +36,7 @@ def test_from_flags(models):
     a, b = sources(models, ["a", "b"])
     assert torch.allclose(merged(models / "out"), (a + b) / 2, atol=1e-6)
     text = words(ran.stdout)
-    assert f"Merged a, b into {models}/base.safetensors by average: {models}/out" in text
+    assert f"Merged a, b on {models}/base.safetensors by average: {models}/out" in text
     assert f"covmerge verify {models}/out" in text
     assert "taken average for 4 tensors" in text
     assert "--methods average,auto,tsv_m,iso_c" in text

@@ -7,7 +7,9 @@ import re
 import shlex
 import sys
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_package
@@ -86,8 +88,13 @@ def test_scores_are_kept_by_model_and_command(models):
     assert re.search(
         advice("{} holds models of other experts or methods: pass --overwrite"), ran.stderr
     )
-    covmerge(*asked, *more, *score, "--overwrite")
+    ran = covmerge(*asked, *more, *score, "--overwrite")
     assert scored(models) == ["task_arithmetic"]
+    kept = advice("if what they read changed, delete {} and score again")
+    assert re.search("scores of average, iso_c are of an earlier run.*" + kept, words(ran.stdout))
+    (out / "scores.json").unlink()
+    ran = covmerge(*asked, *more, *score, "--resume")
+    assert len(scored(models)) == 3 and "earlier run, as the scorer" not in words(ran.stdout)
 
 
 def test_a_run_that_scores_nothing_leaves_no_table_of_an_earlier_one(models):
@@ -110,9 +117,21 @@ def test_base_and_experts(models):
         *("--out", models / "out", "--score", evaluator(models), "--json"),
     )
     assert list(ran.json["scores"]["scores"]) == ["base", "expert a", "average"]
-    assert any(note.startswith("expert b is not scored") for note in ran.json["notes"])
+    said = advice("put a file into a folder of its own as model.safetensors, and merge an adapter into")
+    assert any(re.match(f"not scored: expert b. .*{said}", note) for note in ran.json["notes"])
     assert ran.json["recommended"] == "average"  # of the methods, though "base" scores higher
     assert scored(models) == ["base-folder", "a-folder", "average"]
+    # What the note advises; no file says what the model is, as in the merges.
+    (models / "b-folder").mkdir()
+    (models / "b.safetensors").rename(models / "b-folder" / "model.safetensors")
+    (models / "base-folder" / "config.json").unlink()
+    ran = covmerge(
+        *("compare", "--base", models / "base-folder", "--expert", f"b={models / 'b-folder'}"),
+        *("--expert", f"a={models / 'a-folder'}", "--methods", "average", "--bounds"),
+        *("--out", models / "second", "--score", evaluator(models)),
+    )
+    assert scored(models) == ["base-folder", "b-folder", "a-folder", "average"]
+    assert "warning no merge is as good: base has 0.825, expert b has" in words(ran.stdout)
     *_, bounds, merges = (models / "out" / "scores.tex").read_text("utf-8").split(r"\midrule")
     assert r"\textbf" not in bounds and r"\textbf" in merges  # no merge is to beat an expert
 
@@ -172,14 +191,28 @@ def test_a_function_scores_in_python(models):
     base = sources.pop("base")
     methods = ["average", "ties"]
     for resume in (False, True):  # nobody knows what a function depends on: it is called again
-        found = covmerge_package.compare(
-            base, sources, methods, models / "out", score=score, resume=resume
-        )
+        with pytest.warns(UserWarning, match="ties was not scored: ValueError: no such thing"):
+            found = covmerge_package.compare(
+                base, sources, methods, models / "out", score=score, resume=resume
+            )
     assert asked == 2 * methods
     assert found.recommended == "average"
     assert found.scores.failed == {"ties": "ValueError: no such thing"}
     (row,) = found.scores.rows
     assert found.scores.value(row, "mean") == 0.75
+
+
+def test_arrays_and_tensors_are_scores(models):
+    sources = {name: models / f"{name}.safetensors" for name in ("base", "a", "b")}
+
+    def score(folder):
+        return {"one": np.array([1, 0]), "two": torch.tensor([1.0, 1.0]), "three": np.float32(0.25)}
+
+    base = sources.pop("base")
+    found = covmerge_package.compare(base, sources, ["average"], models / "out", score=score)
+    (row,) = found.scores.rows
+    assert row.scores["one"].examples == (1.0, 0.0)
+    assert found.scores.value(row, "mean") == pytest.approx((0.5 + 1 + 0.25) / 3)
 
 
 @pytest.mark.parametrize(

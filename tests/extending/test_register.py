@@ -35,6 +35,30 @@ def test_a_method_in_three_lines():
     covmerge.testing.check_method("largest")
 
 
+def test_a_method_that_works_in_place_spoils_no_other():
+    base = {"fc.weight": torch.zeros(3, 3)}
+    experts = [{"fc.weight": update.clone()} for update in UPDATES]
+
+    def in_place(group):
+        first, second = group.updates
+        return first.add_(second)
+
+    def on_a_copy(group):
+        first, second = group.updates
+        return first.clone().add_(second)
+
+    said = advice("the same: have it work on copies, such as `update.clone()`")
+    with pytest.raises(TensorError, match=said):
+        covmerge.compare(base, experts, [in_place, "average"])
+    with pytest.raises(TensorError, match="method 'in_place' changed in place"):
+        covmerge.merge_layer([update.clone() for update in UPDATES], in_place)
+    found = covmerge.compare(base, experts, [on_a_copy, "average"])
+    assert [row.norm for row in found.rows] == pytest.approx([3 * 3**0.5, 1.5 * 3**0.5])
+    with torch.inference_mode():  # where torch counts no changes
+        updates = [2 * update for update in UPDATES]
+        assert torch.equal(covmerge.merge_layer(updates, "average"), 3 * torch.eye(3))
+
+
 def test_a_function_or_a_class_as_method():
     """It is registered under its own name; a cell that runs again replaces it."""
 

@@ -327,6 +327,12 @@ class LinearGroup:
         return self.models or self.updates
 
     @property
+    def given(self) -> tuple[Tensor, ...]:
+        """All tensors that must not be modified."""
+        factors = (half for update in self.factors for half in (update.left, update.right))
+        return (*self.tensors, *factors, *(() if self.base is None else (self.base,)))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
         return tuple(self.tensors[0].shape) if self.frame is None else self.frame.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
@@ -228,7 +229,11 @@ def compare(
         options=run_options({**options, "resume": resume}),
     )
     with open_recipe(recipe, base, named) as checkpoints:
-        return job.run(checkpoints)
+        found = job.run(checkpoints)
+    failed = {} if found.scores is None else dict(found.scores.failed)
+    for label, why in failed.items():
+        warnings.warn(f"{label} was not scored: {why}", stacklevel=2)
+    return found
 
 
 @takes(RunKeywords)

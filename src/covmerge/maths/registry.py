@@ -17,6 +17,7 @@ from types import CodeType, MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from torch import Tensor
 
 from covmerge.base.code import digest, digest_of_code
 from covmerge.base.errors import RecipeError, ResourceError, TensorError, did_you_mean
@@ -116,6 +117,22 @@ class Declared:
                 f"free some, pass a smaller {Hint('max_memory')} and fewer {Hint('workers')} and "
                 f"{Hint('threads')}, or another {self.kind}"
             ) from error
+
+    @contextmanager
+    def leaving(self, given: Sequence[Tensor]) -> Generator[None]:
+        """See that tensors are afterwards as they were; torch counts changes in place.
+
+        Raises:
+            TensorError: one of them was changed, which other methods and steps would be given then.
+        """
+        tensors = [tensor for tensor in given if not tensor.is_inference()]
+        before = [tensor._version for tensor in tensors]
+        yield
+        if before != [tensor._version for tensor in tensors]:
+            raise TensorError(
+                f"{self.kind} '{self.name}' changed in place what it was given, and others are given the "
+                "same: have it work on copies, such as `update.clone()`"
+            )
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -275,6 +292,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 # What installed packages announce by entry points, and whose code a function is.
 
 _OURS = "covmerge"
+_ALIKE = 0.75  # names that are no nearer to each other are not mistyped
 
 
 @dataclass(frozen=True)
@@ -583,9 +601,12 @@ class Table(Generic[_D]):
         if begin != name and begin in known:
             called = name.startswith(f"{begin}(")
             return f" Pass '{begin}' and keywords." if called else f" Write {begin}(KEY=VALUE)."
-        if get_close_matches(name, known, n=1):
+        if get_close_matches(name, known, n=1, cutoff=_ALIKE):
             return did_you_mean(name, known)
-        return f" `covmerge methods` lists the {self._kind.kind}s."
+        return (
+            f" `covmerge methods` lists the {self._kind.kind}s. One of your own is registered in Python, "
+            "or comes with an installed package (docs/extending.md)."
+        )
 
     def _load(self, what: str, by: Announced) -> None:
         before = dict(self._declared)

@@ -39,9 +39,9 @@ from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring.job import SCORES_NAME, SavedScores, ScoreJob, ScoreProgress, candidates
+from covmerge.run.scoring.job import SavedScores, ScoreJob, ScoreProgress, candidates
 from covmerge.run.scoring.scorer import Scorer
-from covmerge.run.scoring.table import ScoreTable
+from covmerge.run.scoring.table import SCORES_NAME, ScoreTable
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification.files import check_files, hash_files
 from covmerge.run.work import Work
@@ -364,7 +364,7 @@ class CompareJob:
         models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
         scores = ScoreJob(models, self.scorer, self.out, saved, self.scoring).run()
         return replace(
-            comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.missing())
+            comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.notes())
         )
 
     def _merged(

@@ -96,7 +96,7 @@ class MergeResult(Tabular):
 
     def __repr__(self) -> str:
         recipe, count = self.recipe, len(self.stats["tensors"])
-        into = "" if recipe.base is None else f" into {recipe.base}"
+        into = "" if recipe.base is None else f" on {recipe.base}"
         where = "memory" if self.path is None else str(self.path)
         ok = self.verification is not None and self.verification.ok
         method = called(recipe.method, recipe.parameters)

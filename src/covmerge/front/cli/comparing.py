@@ -26,8 +26,14 @@ from covmerge.front.cli.progress import ScoringProgress
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe import format_size
 from covmerge.run.comparison import CompareJob, Comparison
-from covmerge.run.scoring.job import SCORES_NAME
-from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable, written
+from covmerge.run.scoring.table import (
+    CSV_NAME,
+    LATEX_NAME,
+    SCORES_NAME,
+    Scored,
+    ScoreTable,
+    written,
+)
 from covmerge.run.sources import open_recipe
 
 _WIDTH = 80
@@ -107,7 +113,21 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
     text = "not known: no method has a finite score of every task"
     if best is not None:
         text = _lead(scores, best, comparison)
-    return [("best", text), ("files", _files(comparison))]
+    above = [] if best is None else _above(scores, best)
+    return [("best", text), *above, ("files", _files(comparison))]
+
+
+def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
+    """Say which model that was not merged scores higher than the best merge."""
+    column = scores.columns[-1]
+    values = {row.label: scores.value(row, column) for row in scores.rows}
+    least = values[best] or 0.0
+    above = [
+        f"{row.label} has {written(value)}"
+        for row in scores.rows
+        if row.bound and (value := values[row.label]) is not None and value > least
+    ]
+    return [(WARNING, f"no merge is as good: {', '.join(above)}")] if above else []
 
 
 def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:

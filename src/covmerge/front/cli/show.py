@@ -339,7 +339,7 @@ def _rank_for(share: float, layer: Mapping[str, Any]) -> int | None:
 
 def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
-    into = "" if recipe.base is None else f" into {recipe.base}"
+    into = "" if recipe.base is None else f" on {recipe.base}"
     if recipe.moe is not None:
         into += f" as one mixture ({recipe.moe.architecture}); other tensors by the rules, else"
     return printable(f"{some(names)}{into} by {called(recipe.method, recipe.parameters)}")

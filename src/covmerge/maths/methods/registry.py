@@ -410,7 +410,9 @@ class Method(Declared):
 
     def _run(self, group: LinearGroup, **parameters: Any) -> Merged:
         """Run the kernel, and see that it gives what can be added to the base."""
-        return self._fitting(group, self.kernel(group, **parameters))
+        with self.leaving(group.given):
+            found = self.kernel(group, **parameters)
+        return self._fitting(group, found)
 
     def _fitting(self, group: LinearGroup, found: object) -> Merged:
         """See that a result can be added to the base; other people's may be anything."""

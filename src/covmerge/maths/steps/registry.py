@@ -96,7 +96,8 @@ class Step(Declared):
         """
         if not group.updates[0].numel():
             return group  # there is nothing to change
-        found: object = self.kernel(group, **parameters)
+        with self.leaving(group.given):
+            found: object = self.kernel(group, **parameters)
         if not isinstance(found, LinearGroup) or len(found.updates) != len(group.updates):
             raise TensorError(
                 f"step '{self.name}' must return the group with as many updates as it was given, as "
@@ -118,7 +119,8 @@ class Step(Declared):
         """
         if not merged.delta.numel():
             return merged
-        found: object = self.kernel(group, merged, **parameters)
+        with self.leaving((*group.given, merged.delta)):
+            found: object = self.kernel(group, merged, **parameters)
         result = replace(merged, delta=found) if isinstance(found, Tensor) else found
         if not isinstance(result, Merged):
             raise TensorError(

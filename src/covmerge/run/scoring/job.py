@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from covmerge.base.errors import CovmergeError, InputError
+from covmerge.base.text import some
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.json_file import dumps, read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES, read_comparison
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.regular_file import read_regular
 from covmerge.run.scoring.scorer import Scorer
-from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, Scored, ScoreTable
+from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, SCORES_NAME, Scored, ScoreTable
 from covmerge.run.scoring.values import Scores, score_of
 
 # Scores that were taken before, saved in a file beside the models.
 
-SCORES_NAME = "scores.json"
+# One of which the folder of a whole model has.
+_OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _MOST_VALUES = 30_000_000
 
 
@@ -60,18 +62,21 @@ def candidates(
         bounds: take the base and the experts too, which come first.
     """
     found: list[Candidate] = []
-    notes: list[str] = []
+    left_out: list[str] = []
     sources: Mapping[str, Any] = read_comparison(out)["sources"] if bounds else {}
     for label, source in sources.items():
         folder = Path(source["source"])
         if label.startswith("statistics "):
             continue
-        if (folder / "config.json").is_file():
+        if any((folder / name).is_file() for name in _OF_A_MODEL):
             found.append(Candidate(label, folder, _digest(source["content"]), bound=True))
         else:
-            notes.append(
-                f"{label} is not scored: {folder} is no folder of a whole model, with a config.json"
-            )
+            left_out.append(label)
+    notes = [
+        f"not scored: {some(left_out)}. A scorer is given the folder of a whole model: put a file into a "
+        "folder of its own as model.safetensors, and merge an adapter into its base first"
+    ]
+    notes = notes if left_out else []
     return [*found, *(Candidate.merged(label, out / label) for label in labels)], notes
 
 

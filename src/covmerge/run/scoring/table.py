@@ -9,12 +9,12 @@ from math import isfinite
 from statistics import fmean
 
 from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
-from covmerge.base.text import spread
+from covmerge.base.text import some, spread
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.run.scoring.values import Interval, Resamples, Scores
 
-CSV_NAME, LATEX_NAME = "scores.csv", "scores.tex"
+SCORES_NAME, CSV_NAME, LATEX_NAME = "scores.json", "scores.csv", "scores.tex"
 MEAN = "mean"
 _SPECIAL = str.maketrans(
     {**{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -94,8 +94,8 @@ class ScoreTable(Tabular):
             return None
         return sampled.difference(one, two)
 
-    def missing(self) -> list[str]:
-        """Say where scores, or intervals, are missing."""
+    def notes(self) -> list[str]:
+        """Say where scores, or intervals, are missing, and which scores are not of this run."""
         lacking = [
             f"{row.label} has no score of {', '.join(lacks)}, and no mean"
             for row in self.rows
@@ -111,7 +111,12 @@ class ScoreTable(Tabular):
             for task, counts in self._counts.items()
             if len(counts) > 1
         ]
-        return [*lacking, *infinite, *uneven]
+        kept = [row.label for row in self.rows if row.kept]
+        again = [
+            f"scores of {some(kept)} are of an earlier run, as the scorer and the files that it names are "
+            f"the same; if what they read changed, delete {SCORES_NAME} and score again"
+        ]
+        return [*lacking, *infinite, *uneven, *(again if kept else [])]
 
     def table(self) -> Table:
         """A row for each model: scores, with their intervals where there are examples, and seconds."""
@@ -135,9 +140,12 @@ class ScoreTable(Tabular):
         head = " & ".join(["Method", *map(_escaped, self.columns)])
         lines = [
             f"% covmerge {__version__}, scored by: {' '.join(self.scorer.split())}",
-            "% In brackets: 95 % of 2000 paired bootstrap draws of the examples"
-            + "".join(f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
-            + ".",
+            *(
+                [f"% In brackets: {self._drawn_from()}."]
+                if any(map(self._ends, self.columns))
+                else []
+            ),
+            "% Bold: the best merge of each column; base and experts are not compared.",
             r"% Needs \usepackage{booktabs}.",
             rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
             r"\toprule",
@@ -150,6 +158,10 @@ class ScoreTable(Tabular):
                 cells = [self._latex(row, column, best=best[column]) for column in best]
                 lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+    def _drawn_from(self) -> str:
+        sizes = (f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
+        return f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
 
     def html(self) -> str:
         """What a notebook shows."""

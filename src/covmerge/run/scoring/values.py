@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import printable
@@ -48,7 +49,7 @@ def scores_of(returned: object, source: str) -> dict[str, Score]:
     """Check what a scorer returned.
 
     Args:
-        returned: a number, or by task a number or a sequence of numbers.
+        returned: a number, or by task a number or a sequence of numbers; arrays and tensors are sequences.
         source: what returned it, for messages.
 
     Raises:
@@ -101,6 +102,8 @@ def _task(name: object, source: str) -> str:
 
 
 def _score(value: object, task: object, source: str) -> Score:
+    if isinstance(value, np.ndarray | Tensor):
+        value = cast("object", cast("Any", value).tolist())
     if _is_number(value):
         return Score(_finite(value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
