@@ -83,7 +83,7 @@ def test_it_is_said_where_it_was_not_measured(merge):
         "{}. Each step rounded the weights. To lose less, merge with `dtype: float32` in the"
     )
     for text in map(words, texts):
-        assert "was not measured: the tensors are so large that they are read twice" in text
+        assert "was not measured" in text
         assert re.search(said, text)
     _, manifest, texts = merge(
         tensors, recipe.replace("dtype: bf", "dtype: float32\nout_dtype: bf")

@@ -83,7 +83,7 @@ def sizes(folder):
 def test_other_numbers_of_rows_need_a_tokenizer(here, tmp_path):
     ran = merged(of("base", "padded", "chatml"), tmp_path, code=2)
     assert "has 23 rows in the base and 25 in expert 'chatml'" in ran.stderr
-    assert "`tokenizer: {source: union}`" in ran.stderr
+    assert "--tokenizer union" in ran.stderr
     assert not (tmp_path / "out").exists()
 
 

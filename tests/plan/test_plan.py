@@ -290,23 +290,26 @@ class TestWork:
 
     def test_memory_is_refused_before_any_work(self):
         plan = plan_for(state(), {"a": state()})
-        with pytest.raises(ResourceError, match=r"needs .* allowed \(max_memory\).*largest tensor"):
+        with pytest.raises(
+            ResourceError, match=r"needs .* \(max_memory\) \(a number.*largest tensor"
+        ):
             plan_memory([plan], 10**6, device=CPU)
 
     @pytest.mark.parametrize("held", [0, 3 * 10**9])
     def test_what_is_free_is_said_without_what_the_process_has(self, monkeypatch, held):
         """Old: "1.1 GiB of this machine's memory are free", of which a gigabyte was the process's own."""
-        monkeypatch.setattr("covmerge.base.memory.free_memory", lambda _: Memory(1000))
+        monkeypatch.setattr("covmerge.base.memory.free_memory", lambda _: Memory(free))
         plan = plan_for(state(), {"a": state()})
+        largest = max(held_together([own]) + own.write_bytes for own in plan.items)
+        free = largest + 1000
         with pytest.raises(ResourceError) as told:
             plan_memory([plan], None, device=CPU, held=held)
-        largest = max(held_together([own]) + own.write_bytes for own in plan.items)
         needed = max(own.workspace for own in plan.items) + largest
         output = f"{format_size(held)} for the output, " if held else ""
         assert str(told.value).startswith(
-            f"the merge needs {format_size(needed + held)} beside what the process has, and 1.00 kB of "
-            f"this machine's memory are free: {output}{format_size(needed)} for the largest tensor, "
-            f"'{plan.peak_item.tensor.name}'. Free more{'.' if held else ', or merge'}"
+            f"the merge needs {format_size(needed + held)} beside what the process has, and "
+            f"{format_size(free)} of this machine's memory are free: {output}{format_size(needed)} for "
+            f"the largest tensor, '{plan.peak_item.tensor.name}'. Free more{'.' if held else ', or merge'}"
         )
 
     def test_memory_follows_the_parameters(self):

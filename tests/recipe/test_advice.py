@@ -323,7 +323,7 @@ RECIPES = {
     ),
     "no value": (
         LINEAR.replace("parameters: {weight: 1}", "parameters: {}", 1),
-        advice(": say it, as in `parameters: {"),
+        advice(": say it there, as in `{model: ..., parameters: {"),
         LINEAR,
     ),
 }

@@ -406,7 +406,8 @@ def test_words_that_mean_something_else_name_no_expert(models):
         recipe(models, ("base", "t1"), base="t0")
     with pytest.raises(RecipeError, match="'tokenizer' names the base, and the recipe has none"):
         recipe(models, base=None, tokenizer={"source": "base"})
-    with pytest.raises(RecipeError, match="'tokenizer' makes a model of its own"):
+    said = advice("makes a model of its own, and 'format: adapter' updates the base: leave out one")
+    with pytest.raises(RecipeError, match=said):
         recipe(models, output={"format": "adapter", "rank": 2})
 
 

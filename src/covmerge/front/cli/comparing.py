@@ -141,6 +141,8 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
         return text
     lead = scores.lead(best, second, column)
     next_ = f"{text}; next is {second}, {written(scores.value(rest[second], column) or 0.0)}"
+    if scores.value(rest[second], column) == value:
+        return f"{next_}. They score the same"
     if lead is None:
         return (
             f"{next_}. Have the scorer give a number for each example, the same ones for every model, to "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -29,6 +31,8 @@ _NO_MEMORY = (
     "out of memory",
     "std::bad_alloc",
 )
+_THEIRS = re.compile(r"^[\s-]*[\"']?merge_method\b", re.MULTILINE)
+_MOST_READ = 2**20
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -69,6 +73,15 @@ def _interrupted() -> int:
     return TERMINATED if _terminated else INTERRUPTED
 
 
+def _is_theirs(path: str) -> bool:
+    """Whether a recipe is one of mergekit's, which has none of covmerge's keys."""
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
+            return _THEIRS.search(file.read(_MOST_READ)) is not None
+    except OSError:
+        return False
+
+
 class ReportingGroup(TyperGroup):
     """The commands; errors that are meant for the user are printed as messages.
 
@@ -78,7 +91,7 @@ class ReportingGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Note whether a recipe is among the arguments: errors then name its keys, not flags."""
         named = (arg for arg in args if not arg.startswith("-"))
-        ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) for arg in named)
+        ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) and not _is_theirs(arg) for arg in named)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -17,6 +17,7 @@ from covmerge.base.types import Role
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.adapters.layout import KOHYA_FORM, AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, FactorHeader, LoraForm
+from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.operations import Copy
@@ -242,7 +243,7 @@ class _Merged:
         self.module = self._name.rpartition(".")[0]
         self._merge = tensor.merge
         self._factors: list[FactorHeader] = []
-        self._full = False
+        self._full: list[str] = []  # experts that have it whole, and no factors of it
         self.trained_whole = False  # by an adapter
         for expert, operand in tensor.operands.items():
             if operand.tensor is not None:
@@ -251,7 +252,7 @@ class _Merged:
     def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
         factors = checkpoint.low_rank.get(stored)
         if factors is None and stored not in checkpoint.replaced:
-            self._full = True
+            self._full.append(expert)
             return
         if factors is None or stored.endswith(f".{_BIAS}"):
             self.trained_whole = True
@@ -276,7 +277,7 @@ class _Merged:
         # Files of the other forms have no factors of tables.
         tables = self._form != PEFT_FORM and self.tensor.info.role is Role.EMBEDDING
         full = (self.tensor.info.takes_factors or windows) and not self.tensor.ties and not tables
-        return bool(self._factors) or (self._full and full)
+        return bool(self._factors) or (bool(self._full) and full)
 
     @property
     def by_adapters(self) -> bool:
@@ -291,7 +292,7 @@ class _Merged:
     @property
     def is_difference(self) -> bool:
         """Whether some expert has weights of its own, from which the base's are taken."""
-        return self._full or self.trained_whole
+        return bool(self._full) or self.trained_whole
 
     @property
     def needs_base(self) -> bool:
@@ -316,10 +317,11 @@ class _Merged:
                 f"an adapter has no place for: merge to a full model ({Hint('form', 'model')})"
             )
         if limit is None and not self.thin:
+            method = called(self._merge.method, self._merge.parameters)
             why = (
-                "a full model changed it"
+                f"expert '{self._full[0]}' has it whole, and no factors of it"
                 if self._full
-                else f"method '{self._merge.procedure.name}' does not keep to the span of the updates"
+                else f"method '{method}' does not keep to the span of the updates"
             )
             raise RecipeError(
                 f"'{name}': {why}, so the result has full rank. Say with {Hint('rank')} "

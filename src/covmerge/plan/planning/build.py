@@ -766,25 +766,24 @@ def _rebuilt(alignments: Mapping[str, Alignment]) -> Iterator[str]:
         )
 
 
-def _averaged_factors(draft: _Draft) -> Iterator[str]:
-    """Name the vocabulary matrices that adapters have factors of, and that the method does not see."""
+def _averaged_vocabulary(draft: _Draft) -> Iterator[str]:
+    """Name vocabulary matrices that some experts changed on purpose, and the method does not see."""
     for setting, role in (("embeddings", Role.EMBEDDING), ("output_head", Role.OUTPUT)):
-        names = [
-            tensor.name
-            for tensor in draft.tensors
-            if tensor.info.role is role
-            and tensor.rule == f"average ({setting}: auto)"
-            and any(
-                alignment.names.get(tensor.name) in draft.inputs.models[expert].checkpoint.low_rank
-                for expert, alignment in draft.alignments.items()
-            )
-        ]
-        if names and draft.recipe.method != "average":
-            yield (
-                f"{some(names, quoted=True)}: LoRA changes {'it' if len(names) == 1 else 'them'}, and "
-                f"{draft.recipe.method} does not merge such matrices by default: the updates are averaged. "
-                f"By {Hint('tensors', {setting: 'method'})} it does"
-            )
+        for tensor in draft.tensors:
+            by_default = tensor.rule == f"average ({setting}: auto)"
+            if tensor.info.role is not role or not by_default or draft.recipe.method == "average":
+                continue
+            stored = {
+                e: alignment.names.get(tensor.name) for e, alignment in draft.alignments.items()
+            }
+            found = [expert for expert, name in stored.items() if name is not None]
+            low_rank = any(stored[e] in draft.inputs.models[e].checkpoint.low_rank for e in found)
+            if found and (low_rank or len(found) < len(stored)):
+                yield (
+                    f"'{tensor.name}' is changed by {some(found, quoted=True)}, and {draft.recipe.method} "
+                    "does not merge such matrices by default: the updates are averaged over all "
+                    f"{len(stored)} experts. By {Hint('tensors', {setting: 'method'})} it does"
+                )
 
 
 def _notes(draft: _Draft) -> Iterator[str]:
@@ -819,7 +818,7 @@ def _notes(draft: _Draft) -> Iterator[str]:
                 "merged; if it is a task head, keep one per expert by "
                 f"{rules_for(tensor.name, use='head')}"
             )
-    yield from _averaged_factors(draft)
+    yield from _averaged_vocabulary(draft)
     yield from _rebuilt(draft.alignments)
     for name, alignment in draft.alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)

@@ -665,7 +665,8 @@ class Recipe(StrictModel):
         for key in ("tokenizer", "chat_template"):
             if getattr(self, key) is not None and self.output.format == "adapter":
                 raise ValueError(
-                    f"'{key}' makes a model of its own, and 'format: adapter' updates the base"
+                    f"'{key}' makes a model of its own, and 'format: adapter' updates the base: leave out "
+                    "one of them"
                 )
         return self
 

@@ -21,6 +21,7 @@ from covmerge.run.engine.staging import pinned_bytes
 # What a process that has not started yet is taken to hold beside its item (Python, torch, the buffers of
 # BLAS): a guess, as of a small merge here.
 PROCESS_HOLDS = 512 * 2**20
+_NO_PROCESS = 10**6  # bytes that no process does with: the unit was forgotten
 
 # What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
 # for each thread. The most that was found is 51 MiB, of `ace` let no more than its largest item. Where one
@@ -166,12 +167,21 @@ def plan_memory(
         taken += f"{format_size(pinned)} for buffers to {device.type}, " if pinned else ""
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
+        unit = (
+            " (a number alone counts bytes)"
+            if allowed.in_all and allowed.size <= _NO_PROCESS
+            else ""
+        )
         raise ResourceError(
             f"the merge needs {format_size(resident + workspace + largest - present)}{beside}, and "
-            f"{format_size(allowed.size)} {allowed.given}: {taken}"
+            f"{format_size(allowed.size)} {allowed.given}{unit}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
             f"'{plans[0].peak_item.tensor.name}'. {more} more"
-            + (", or merge that tensor by `average` with a rule." if resident < limit else ".")
+            + (
+                ", or merge that tensor by `average` with a rule."
+                if resident + largest < limit
+                else "."
+            )
         )
     if workers > 1:
         return _among(workers, _hands(device), resident, workspace, largest, limit)

@@ -234,10 +234,7 @@ def rounding_said(totals: Mapping[str, Any], stored: str | None = None) -> str:
     computed = f"computing in {' and '.join(dtypes)}"
     loss: float | None = totals.get("arithmetic_loss")
     if loss is None:
-        said = (
-            f"storing loses {stored} {whole}; what {computed} lost before was not measured: the tensors "
-            "are so large that they are read twice"
-        )
+        said = f"storing loses {stored} {whole}; what {computed} lost before was not measured"
     else:
         measured, merged = totals["arithmetic_tensors"]
         where = f" (measured in {measured} of {merged} tensors)" if measured < merged else ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError, InputError
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG
 from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint
@@ -65,6 +65,7 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
         )
     wrong: list[str] = []
     said: list[str] = []
+    edited = 0
     places = {HEADS_FOLDER, MASKS_FOLDER, *(_folder_of(n) for n in recorded if is_weights(n))} | {
         ""
     }
@@ -75,6 +76,7 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
             else:
                 gone = isinstance(found[name], str)
                 said.append(f"{name} {problem}" if gone else f"{name} was edited since")
+                edited += 1
     for name in tree(store):
         if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
             if _is_loaded(name, places):
@@ -83,11 +85,12 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
                 said.append(f"{name} was added since")
     if wrong:
         return Check("files", ok=False, detail=some(wrong, 5, between="; "))
-    good = (
-        f"all {len(recorded)} files are as they were written"
-        if len(recorded) > 1
-        else "the one file is as it was written"
-    )
+    count = len(recorded) - edited
+    good = f"all {count} files are as they were written"
+    if edited:
+        good = f"{counted(count, 'file')} of {len(recorded)} are as they were written"
+    elif count == 1:
+        good = "the one file is as it was written"
     detail = f"{good}; {some(said, 5, between='; ')}" if said else good
     return Check("files", ok=True, detail=detail, noted=bool(said))
 

@@ -54,9 +54,7 @@ def setting(
         where.refuse(
             f"{whose} has no `{parameter}`"
             + (" where no filter fits" if entries else "")
-            + ": say it, as in `parameters: {"
-            + parameter
-            + ": 1.0}`"
+            + f": say it there, as in `{{model: ..., parameters: {{{parameter}: 1.0}}}}`"
         )
     return _by_name(entries, default)
 
