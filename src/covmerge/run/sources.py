@@ -33,9 +33,9 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary.decide import Text, decide
+from covmerge.run.engine.executor import Opener
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.processes import Opener
 from covmerge.run.experts import alike_by_place, check_tokenizers
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents

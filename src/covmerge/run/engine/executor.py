@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,6 +22,8 @@ from covmerge.run.engine.selection import Selections
 
 # The items of one range of rows, one for each plan: their operands are read once.
 Batch = tuple[WorkItem, ...]
+# What opens the sources of a run in another process.
+Opener = Callable[[], AbstractContextManager[Sources]]
 
 
 @dataclass(frozen=True)

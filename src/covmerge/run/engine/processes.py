@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -23,14 +23,19 @@ from covmerge.base.settings import Form, Hint, hint_form, hints_in
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.devices import usable_device
-from covmerge.run.engine.executor import Batch, Done, Task, largest_first, moved_together, portable
+from covmerge.run.engine.executor import (
+    Batch,
+    Done,
+    Opener,
+    Task,
+    largest_first,
+    moved_together,
+    portable,
+)
 from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
-
-# What opens the sources of a run in another process.
-Opener = Callable[[], AbstractContextManager[Sources]]
 
 # A batch and its number.
 _Load = tuple[int, Batch]
