@@ -22,8 +22,6 @@ from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
 Kernel = Callable[..., Merged | Tensor]
-# Groups of one shape, number of experts, dtype and device, and by keyword the parameters; None: the kernel
-# is to do this one.
 # (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
 CostModel = Callable[..., Cost]
 
@@ -236,8 +234,8 @@ class Method(Declared):
             axis is one row), or whole.
         others: what a matrix method does with tensors that are not matrices.
         data: the statistics of the experts' data that it needs.
-        global pass: what it must know of all tensors before the first is merged.
-        tensor pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
+        global_pass: what it must know of all tensors before the first is merged.
+        tensor_pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
             rows, with `LinearGroup.known`, where a tensor is large.
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.maths.methods.factored`); or a

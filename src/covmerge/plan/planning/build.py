@@ -49,7 +49,7 @@ from covmerge.plan.planning.work import (
     TOGETHER_ELEMENTS,
     TensorPlan,
     WorkItem,
-    looked_over_at_once,
+    experts_at_once,
     parts_at_once,
 )
 from covmerge.plan.recipe import Recipe
@@ -584,7 +584,7 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
         held = entry_bytes > 0
-        at_a_time = 1 if first_pass.together else looked_over_at_once(numel, count, held=held)
+        at_a_time = 1 if first_pass.together else experts_at_once(numel, count, held=held)
         workspace = max(int(entry_bytes * numel * at_a_time), merging)
     return WorkItem(
         tensor,
