@@ -112,8 +112,8 @@ class WorkItem:
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         at_once: rows that are merged at once, where what a row becomes does not depend on others;
             None: all of them.
-        tensor_pass: whether a method that must know the whole reads it first, expert by expert; then rows are
-            read again, and merged `at_once`.
+        tensor_pass: whether a method that must know the whole reads it first, expert by expert; then rows
+            are read again, and merged `at_once`.
         pass_bytes: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
