@@ -20,7 +20,6 @@ from covmerge.files.checkpoints.open import Source, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
 from covmerge.plan.moe.view import mixed
@@ -366,7 +365,7 @@ def open_checkpoints(
         models = {str(name): stacked(views.slices, name, model) for name, model in seen.items()}
         if adapters:
             assert start is not None
-            model = Model(start, describe_checkpoint(start))
+            model = Model.of(start)
             adapters = {n: over_base(adapter, model) for n, adapter in adapters.items()}
             models |= adapters
         yield OpenCheckpoints(

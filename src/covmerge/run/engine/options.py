@@ -29,8 +29,8 @@ from covmerge.run.engine.executor import Executor, Opener
 from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.progress import Progress, Silent
 from covmerge.run.engine.ranks.rank import Rank
-from covmerge.run.engine.staging import pinned_bytes
 from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.transfer import pinned_bytes
 from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
 
 

@@ -21,8 +21,8 @@ from covmerge.run.engine.devices import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
 from covmerge.run.engine.inputs import Inputs, read_inputs
-from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.run.engine.thread_count import use_threads
+from covmerge.run.engine.transfer import Arrival, Transfer, goes_ahead
 from covmerge.run.engine.worker import work
 
 
@@ -33,7 +33,7 @@ class Threads:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
-        ahead: what is read goes to the device while another item is computed (`engine.staging`).
+        ahead: what is read goes to the device while another item is computed (`engine.transfer`).
         kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
     """
 
@@ -76,7 +76,7 @@ class Threads:
             task,
             self._in_flight,
             self._lanes,
-            Staging(task.context.device) if self._ahead else None,
+            Transfer(task.context.device) if self._ahead else None,
             HeapTrimmer(self._kept_above),
             alone or nullcontext(),
         )
@@ -117,12 +117,12 @@ class _Pipeline:
         task: Task,
         in_flight: int,
         lanes: int,
-        staging: Staging | None,
+        transfer: Transfer | None,
         trimmer: HeapTrimmer,
         alone: AbstractContextManager[object],
     ) -> None:
         self._batches = batches
-        self._staging = staging
+        self._transfer = transfer
         self._trimmer = trimmer
         self._alone = alone
         self._task = task
@@ -185,9 +185,9 @@ class _Pipeline:
         arrival: Arrival | None = None
         with _span("read") as taken:
             inputs = read_inputs(batch, self._task.sources)
-            if self._staging is not None and goes_ahead(batch):
+            if self._transfer is not None and goes_ahead(batch):
                 with naming_where_full(batch[0], self._task.context.device):
-                    inputs, arrival = self._staging.send(inputs)
+                    inputs, arrival = self._transfer.send(inputs)
         return _Read(index, batch, inputs, taken[0], arrival)
 
     def _compute_all(self) -> None:
