@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
@@ -13,21 +13,18 @@ import torch
 
 from covmerge.base.memory import HeapTrimmer, give_back
 from covmerge.base.threads import ThreadPool
-from covmerge.base.types import Json
-from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.forms import Result
 from covmerge.run.engine.budget import Budget
 from covmerge.run.engine.devices import naming_where_full
-from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
+from covmerge.run.engine.executor import Batch, Done, Executor, Span, Task, held_together
 from covmerge.run.engine.inputs import Inputs, read_inputs
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.transfer import Arrival, Transfer, goes_ahead
 from covmerge.run.engine.worker import work
 
 
-class Threads:
-    """An executor.
+class Threads(Executor):
+    """An executor, whose threads end with every run.
 
     Args:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
@@ -82,19 +79,6 @@ class Threads:
         )
         with pipeline.running() as finished:
             yield finished
-
-    def hashing(self, contents: Contents) -> Hashing:
-        """See `Executor.hashing`: here, in step with the reader."""
-        return InStep(contents)
-
-    def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
-    ) -> Mapping[str, Json]:
-        """See `Executor.read_files`: by this process."""
-        return read_files(sizes, file_check, base)
-
-    def close(self) -> None:
-        """See `Executor.close`; the threads end with every run."""
 
 
 @dataclass(frozen=True)

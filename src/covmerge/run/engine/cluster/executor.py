@@ -28,6 +28,7 @@ from covmerge.run.engine.devices import check_room, usable_device
 from covmerge.run.engine.executor import (
     Batch,
     Done,
+    Executor,
     Opener,
     Task,
     largest_first,
@@ -214,7 +215,7 @@ _WAIT = 0.2  # seconds between two reads of what another machine wrote
 _Load = Sequence[tuple[int, Batch]]
 
 
-class Cluster:
+class Cluster(Executor):
     """An executor. Its process keeps the journal, and reads back what other machines have written.
 
     A task whose process or node is lost is done again by Ray. One that counts returns its counters, and
