@@ -117,7 +117,9 @@ def test_base_and_experts(models):
         *("--out", models / "out", "--score", evaluator(models), "--json"),
     )
     assert list(ran.json["scores"]["scores"]) == ["base", "expert a", "average"]
-    said = advice("put a file into a folder of its own as model.safetensors, and merge an adapter into")
+    said = advice(
+        "put a file into a folder of its own as model.safetensors, and merge an adapter into"
+    )
     assert any(re.match(f"not scored: expert b. .*{said}", note) for note in ran.json["notes"])
     assert ran.json["recommended"] == "average"  # of the methods, though "base" scores higher
     assert scored(models) == ["base-folder", "a-folder", "average"]

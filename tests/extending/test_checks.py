@@ -128,9 +128,7 @@ def test_what_a_step_breaks():
 
 def test_a_step_that_changes_the_merged_update_in_place():
     covmerge.register_step("halve", when="after")(lambda group, merged: merged.delta.mul_(0.5))
-    with pytest.raises(
-        Broken, match=r"step 'halve' changed in place what it was given"
-    ):
+    with pytest.raises(Broken, match=r"step 'halve' changed in place what it was given"):
         check_step("halve")
 
 
