@@ -132,7 +132,7 @@ def test_memory_that_is_refused_while_a_source_is_opened_is_no_wrong_path(models
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("covmerge.files.adapters.checkpoint.open_adapter_file", refuse)
+    monkeypatch.setattr("covmerge.files.checkpoints.open.open_adapter_file", refuse)
     ran = covmerge("merge", *flags(models), models / "out", code=2)
     assert "correct the path" not in ran.stderr
     assert words(ran.stderr).startswith("error: the memory is used up (can't start new thread)")

@@ -18,9 +18,9 @@ from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.cluster import cluster_address, executor
 from covmerge.run.engine.cluster.executor import _loads, needs_of
 from covmerge.run.engine.executor import Task
+from covmerge.run.engine.executors import run_options
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
-from covmerge.run.engine.options import run_options
 from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
@@ -294,7 +294,7 @@ def test_which_cluster(plain, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
-    assert run_options({"executor": "ray", "address": "auto"}).cluster == "auto"
+    assert run_options({"executor": "ray", "address": "auto"}).elsewhere.address == "auto"
     assert run_options({"executor": "ray", "address": "auto", "device": "cpu"}).torch_device
 
 

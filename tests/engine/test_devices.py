@@ -1,6 +1,7 @@
 """Which device each process computes on, without any."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import options as of_runs
 from covmerge.run.engine import workers as choosing
+from covmerge.run.engine.cluster import RayCluster
 from covmerge.run.engine.devices import _BESIDE, check_room, own_device, usable_device
 from covmerge.run.engine.executor import Task
+from covmerge.run.engine.executors import run_options
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import NoOutput
@@ -34,14 +37,15 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["cpuu", "cuda:-3", "meta:x"])
 def test_what_is_no_device(name):
-    for use in (usable_device, lambda name: RunOptions(device=name, cluster="auto").torch_device):
+    on_ray = {"executor": "ray", "address": "auto"}
+    for use in (usable_device, lambda name: run_options({**on_ray, "device": name})):
         with pytest.raises(InputError, match=f'device="{name}" cannot be used here: '):
             use(name)
 
 
 @no_gpu
 def test_who_gives_out_tasks_needs_no_gpu_of_its_own(plain):
-    options = RunOptions(device="cuda", cluster="auto")
+    options = run_options({"device": "cuda", "executor": "ray", "address": "auto"})
     assert options.torch_device == torch.device("cuda")
     with pytest.raises(InputError, match='device="cuda" cannot be used here: '):
         _ = options.device_here  # for what it does itself, such as to run the base
@@ -186,3 +190,9 @@ def test_a_device_that_runs_full_all_the_same_names_the_tensor(plain, monkeypatc
         ResourceError, match=r"^'layers\.\d.*full \(CUDA out of memory.*9 GiB.\): free"
     ):
         covmerge.merge(*plain, "ace")
+
+
+def test_the_address_of_a_cluster_stands_for_its_nodes():
+    options = replace(RunOptions(device="cuda", cluster="auto"), resume=True)
+    assert options.torch_device == torch.device("cuda")
+    assert options.elsewhere == RayCluster("auto", torch.device("cuda"))

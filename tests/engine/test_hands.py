@@ -15,7 +15,7 @@ from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.devices import _BESIDE
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.processes import Processes
-from covmerge.run.engine.staging import pinned_bytes
+from covmerge.run.engine.transfer import pinned_bytes
 from tests.engine.layers import models, plan, saved
 from tests.engine.watched import Watched, noted
 from tests.folders import contents

@@ -14,7 +14,7 @@ from pathlib import Path
 from covmerge.plan.planning.operations import Count
 from covmerge.run.engine import threads
 from covmerge.run.engine.processes import Opener
-from covmerge.run.engine.staging import Staging
+from covmerge.run.engine.transfer import Transfer
 
 SMALL = 1000  # bytes of a buffer: a matrix takes some, and the last piece does not fill one
 
@@ -29,7 +29,7 @@ class Mark:
             self.task.result()
 
 
-class Late(Staging):
+class Late(Transfer):
     """As a GPU has it: copies are done in order, by another thread, some time after they were begun."""
 
     def __init__(self, device, size=SMALL):
@@ -100,7 +100,7 @@ class Watched:
 
     @contextmanager
     def __call__(self):
-        Noted.folder, threads.Staging = self.folder, Noted
+        Noted.folder, threads.Transfer = self.folder, Noted
         read, work = threads.read_inputs, threads.work
         seen = {"read": 0, "computed": 0}
 

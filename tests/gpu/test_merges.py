@@ -13,7 +13,7 @@ from covmerge.errors import ResourceError
 from covmerge.run.engine.devices import _BESIDE
 from covmerge.run.engine.inputs import Inputs
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.staging import Staging, pinned_bytes
+from covmerge.run.engine.transfer import Transfer, pinned_bytes
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
@@ -124,13 +124,13 @@ def test_the_command(tmp_path):
 
 
 def test_rows_arrive_as_they_are_while_another_stream_computes():
-    staging = Staging(GPU)
+    transfer = Transfer(GPU)
     busy = torch.randn(2048, 2048, device=GPU)
     for size in (1, 1000, 40 * 2**20 // 4 + 3):
         sent = []
         for seed in range(4):
             rows = torch.randn(size, generator=torch.Generator().manual_seed(seed))
-            there, arrival = staging.send(Inputs(rows.clone(), {}))
+            there, arrival = transfer.send(Inputs(rows.clone(), {}))
             busy = busy @ busy / 2048
             sent.append((rows, there.base, arrival))
         for rows, there, arrival in sent:

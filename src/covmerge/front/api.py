@@ -33,7 +33,8 @@ from covmerge.plan.recipe import Recipe, lay_over, parse_recipe, read_call
 from covmerge.plan.recipe.search import Template
 from covmerge.run.comparison import CompareJob, Comparison, Wanted
 from covmerge.run.engine.budget import MemoryPlan
-from covmerge.run.engine.options import RunOptions, run_options
+from covmerge.run.engine.executors import run_options
+from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, SpectraOf
 from covmerge.run.inspection.result import Inspection
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult

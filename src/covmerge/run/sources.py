@@ -20,7 +20,6 @@ from covmerge.files.checkpoints.open import Source, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.stores.store import stamp_of
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
 from covmerge.plan.moe.view import mixed
@@ -33,9 +32,9 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Mixture, Recipe, Slice, TokenizerRules
 from covmerge.plan.statistics import StatisticsFile
 from covmerge.plan.vocabulary.decide import Text, decide
+from covmerge.run.engine.executor import Opener
 from covmerge.run.engine.hashing import Contents, Hashes
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.processes import Opener
 from covmerge.run.experts import alike_by_place, check_tokenizers
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents
@@ -366,7 +365,7 @@ def open_checkpoints(
         models = {str(name): stacked(views.slices, name, model) for name, model in seen.items()}
         if adapters:
             assert start is not None
-            model = Model(start, describe_checkpoint(start))
+            model = Model.of(start)
             adapters = {n: over_base(adapter, model) for n, adapter in adapters.items()}
             models |= adapters
         yield OpenCheckpoints(

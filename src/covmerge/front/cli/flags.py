@@ -18,7 +18,8 @@ from covmerge.plan.recipe import Recipe, lay_over, load_recipe, parse_recipe, re
 from covmerge.plan.recipe.load import load_stages
 from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
-from covmerge.run.engine.options import RunOptions, run_options
+from covmerge.run.engine.executors import run_options
+from covmerge.run.engine.options import RunOptions
 
 # What a flag gives in pairs, with an example; values of some are those of a recipe, others text.
 _PAIRS = {
@@ -277,7 +278,7 @@ def shown_options(flags: Mapping[str, Any]) -> RunOptions:
     """Return the options of a run; its progress is shown on standard error.
 
     Raises:
-        InputError: as `covmerge.run.engine.run_options`.
+        InputError: as `covmerge.run.engine.executors.run_options`.
     """
     workers = flags.get("workers", "1")
     number = workers.isascii() and workers.isdigit()

@@ -49,8 +49,8 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
     with open_recipe(recipe) as opened:
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])
-        # This machine's speed, whose device need not be what a cluster's nodes have.
-        device = options.device if options.cluster is None else "cpu"
+        # This machine's speed, whose device need not be what other machines have.
+        device = options.device if options.elsewhere is None else "cpu"
         speed = measure_speed(recipe, plan, checkpoints.sources(), device, options.threads)
     room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
     if as_json:

@@ -127,7 +127,7 @@ Stages = Annotated[
 Device = Annotated[str, setting("device", RUN, "cpu|cuda[:i]|auto")]
 Threads = Annotated[int | None, setting("threads", RUN, "N", min=1)]
 Workers = Annotated[str, setting("workers", RUN, "N|auto")]
-Executor = Annotated[str | None, setting("executor", RUN, "threads|processes|ranks|ray")]
+Executor = Annotated[str | None, setting("executor", RUN, "NAME")]
 Address = Annotated[str | None, setting("address", RUN, "HOST:PORT|auto")]
 Patience = Annotated[float, setting("patience", RUN, "SECONDS")]
 MaxMemory = Annotated[str | None, setting("max_memory", RUN, "SIZE")]

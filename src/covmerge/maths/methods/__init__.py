@@ -1,52 +1,19 @@
 """Merging methods: one file per paper, each a short composition of the shared parts.
 
-To add one: a file here with a kernel decorated by `@register(...)`, its import below, its tests.
+To add one: a file here with a kernel decorated by `@register(...)`, and its tests. Every module of this
+folder is imported, and registers what it has.
 """
 
-from covmerge.maths.methods import (
-    ace,
-    actmat,
-    arcee_fusion,
-    aswudi,
-    auto,
-    auto_measured,
-    average,
-    cart,
-    consensus,
-    core_space,
-    ctm,
-    dare,
-    dc_merge,
-    della,
-    emr,
-    esm,
-    fisher,
-    free,
-    generalized_task_arithmetic,
-    iso,
-    karcher,
-    knots,
-    linear,
-    lot,
-    model_stock,
-    multislerp,
-    nearswap,
-    nuslerp,
-    passthrough,
-    ram,
-    regmean,
-    resmerge,
-    sce,
-    slerp,
-    ssr,
-    task_arithmetic,
-    ties,
-    tsv_m,
-    wudi,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from covmerge.maths.methods.ace_diagnostics import AVERAGED, GATE, RIDGE
 from covmerge.maths.methods.registry import Method, registry
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, JITTER, UNCHANGED
+
+_MODULES = [found.name for found in iter_modules(__path__) if found.name != "registry"]
+for _name in _MODULES:
+    import_module(f"{__name__}.{_name}")
 
 # The summaries of covmerge's own methods, in the order in which they are printed. Their totals are in every
 # covmerge.json, whatever the method; those of others where they were used.
@@ -93,49 +60,5 @@ registry.reserve(
 names = registry.names
 get = registry.get
 
-__all__ = [
-    "COMMON_SUMMARIES",
-    "Method",
-    "ace",
-    "actmat",
-    "arcee_fusion",
-    "aswudi",
-    "auto",
-    "auto_measured",
-    "average",
-    "cart",
-    "consensus",
-    "core_space",
-    "ctm",
-    "dare",
-    "dc_merge",
-    "della",
-    "emr",
-    "esm",
-    "fisher",
-    "free",
-    "generalized_task_arithmetic",
-    "get",
-    "iso",
-    "karcher",
-    "knots",
-    "linear",
-    "lot",
-    "model_stock",
-    "multislerp",
-    "names",
-    "nearswap",
-    "nuslerp",
-    "passthrough",
-    "ram",
-    "registry",
-    "regmean",
-    "resmerge",
-    "sce",
-    "slerp",
-    "ssr",
-    "task_arithmetic",
-    "ties",
-    "tsv_m",
-    "wudi",
-]
+__all__ = ["COMMON_SUMMARIES", "Method", "get", "names", "registry"]
+__all__ += _MODULES  # pyright: ignore[reportUnsupportedDunderAll] - each is an attribute

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
+from covmerge.maths.methods.registry import (
+    AnyRows,
+    EntryCost,
+    Groups,
+    Laws,
+    Parameters,
+    PerEntry,
+    TensorPass,
+    register,
+)
 
 _EPS = 1e-8
 _OUTLYING = 1.5  # interquartile ranges above the median
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    size = d_out * d_in
-    return Cost(60.0 * size, size * ((count + 6) * itemsize + 8))
 
 
 def _tensor_pass_bytes(parameters: Parameters) -> float:
@@ -51,7 +54,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         replicas=lambda parameters, count: None,
         replicas_text="its most important entries",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(copies=1), PerEntry(60, copies=6, bytes=8)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _tensor_pass_bytes),
     sees="weights",

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
-
-
-def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """One multiply-add an element and expert; nothing held beside inputs and result."""
-    del itemsize
-    return Cost(2.0 * count * d_out * d_in, 0)
+from covmerge.maths.methods.registry import EQUIVARIANT, MULTIPLY_ADD, Reference, register
 
 
 @register(
@@ -25,7 +18,7 @@ def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         equations="Table 1",
     ),
     laws=EQUIVARIANT.copies_give(1.0, "the expert"),
-    cost=elementwise_cost,
+    cost=MULTIPLY_ADD,
     factored="both",
     unit="element",
     stands_alone=True,

@@ -8,16 +8,16 @@ import torch
 from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.masks import at_least
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import AXIS_BOUND, Parameters, Reference, register
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The plain sum, three temporaries, and the votes.
-    size = d_out * d_in
-    return Cost(8.0 * count * size, 5 * size * itemsize)
+from covmerge.maths.methods.registry import (
+    AXIS_BOUND,
+    EntryCost,
+    Parameters,
+    PerEntry,
+    Reference,
+    register,
+)
 
 
 def _replicas(parameters: Parameters, count: int) -> float:
@@ -46,7 +46,8 @@ def _replicas(parameters: Parameters, count: int) -> float:
     laws=AXIS_BOUND.copies_give(
         _replicas, "αT times its update (weights 1); the base from λ(T − 1) ≥ 1 on"
     ),
-    cost=_cost,
+    # The plain sum, three temporaries, and the votes.
+    cost=EntryCost(PerEntry(8), PerEntry(copies=5)),
     unit="element",
     published_tuning="λ per expert and α, on labelled validation data",
 )

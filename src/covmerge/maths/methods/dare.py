@@ -13,17 +13,25 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.masks import at_least
 from covmerge.maths.methods.elect import (
+    ELECT_COST,
     CombineParameter,
     Density,
     Scale,
     TrimParameter,
-    elect_cost,
     merge_agreeing,
     ranked_density,
     thresholds_of,
     trim_unit,
 )
-from covmerge.maths.methods.registry import AXIS_BOUND, GlobalPass, Parameters, Reference, register
+from covmerge.maths.methods.registry import (
+    AXIS_BOUND,
+    EntryCost,
+    GlobalPass,
+    Parameters,
+    PerEntry,
+    Reference,
+    register,
+)
 
 _REFERENCE = Reference(
     title="Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free "
@@ -48,20 +56,14 @@ def sparsified(group: LinearGroup, *, drop: float, rescale: bool, seed: int) -> 
         yield mask.to(update.device, update.dtype).mul_(factor).mul_(update)
 
 
-def _draw_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Random numbers, what they keep, and the sparsified update of one expert."""
-    size = d_out * d_in
-    return Cost(40.0 * count * size, size * (4 + 4 + itemsize))
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The last expert's update is alive while the next one's is made.
-    previous = Cost(2.0 * count * d_out * d_in, d_out * d_in * itemsize)
-    return _draw_cost(d_out, d_in, count, itemsize) + previous
+# Random numbers, what they keep, and the sparsified update of one expert.
+_DRAW_COST = EntryCost(PerEntry(40), PerEntry(copies=1, bytes=4 + 4))
+# The last expert's update is alive while the next one's is made.
+_COST = EntryCost(PerEntry(42), PerEntry(copies=2, bytes=4 + 4))
 
 
 def _ties_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    draw, elect = (cost(d_out, d_in, count, itemsize) for cost in (_draw_cost, elect_cost))
+    draw, elect = (cost(d_out, d_in, count, itemsize) for cost in (_DRAW_COST, ELECT_COST))
     sparse = count * d_out * d_in * itemsize
     return Cost(draw.flops + elect.flops, sparse + max(draw.workspace, elect.workspace))
 
@@ -71,7 +73,7 @@ def _ties_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + λ Σ w_t Δ̃_t,  Δ̃_t = (1 − m_t) ⊙ Δ_t / (1 − p),  m_t ~ Bernoulli(p)",
     reference=_REFERENCE,
     laws=_LAWS,
-    cost=_cost,
+    cost=_COST,
     unit="element",
     published_tuning="p and λ, on labelled validation data",
 )

@@ -11,13 +11,13 @@ from torch import Tensor
 from covmerge.base.errors import RecipeError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.elect import Scale, elect_cost, merge_agreeing
+from covmerge.maths.methods.elect import ELECT_COST, Scale, merge_agreeing
 from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    elect = elect_cost(d_out, d_in, count, itemsize)
+    elect = ELECT_COST(d_out, d_in, count, itemsize)
     # Magnitudes, their sorted copy and places while sorting; probabilities, random numbers and mask
     # while sampling.
     sample = size * (3 * itemsize + 2 * 8 + 4 + 1)

@@ -10,10 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.masks import drop_below
 from covmerge.maths.linalg.select import kth_magnitude, search, threshold_rank
-from covmerge.maths.methods.registry import AnyRows, Groups, Parameters, Unit
+from covmerge.maths.methods.registry import AnyRows, EntryCost, Groups, Parameters, PerEntry, Unit
 
 Density = Annotated[
     float, Field(gt=0, le=1, description="share of an expert's entries, the largest, that is kept")
@@ -29,10 +28,8 @@ CombineParameter = Annotated[
 ]
 
 
-def elect_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Two passes over the experts; elected signs, weights and three temporaries are alive."""
-    size = d_out * d_in
-    return Cost(16.0 * count * size, size * (5 * itemsize + 1))
+# Two passes over the experts; elected signs, weights and three temporaries are alive.
+ELECT_COST = EntryCost(PerEntry(16), PerEntry(copies=5, bytes=1))
 
 
 def trim_unit(parameters: Parameters) -> Unit:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, TensorDiagnostics
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, EntryCost, PerEntry, Reference, register
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,6 @@ class Masses(Diagnostics):
     kept_mass: tuple[float, ...] = ()
 
 
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The flags, two temporaries, a float64 copy while summing, and all masks.
-    size = d_out * d_in
-    return Cost(12.0 * count * size, size * (3 * itemsize + 8 + count))
-
-
 @register(
     "emr",
     equation="W̄ = W₀ + u,  u = s ⊙ max_t |Δ_t| over {t : sgn Δ_t = s},  s = sgn Σ w_t Δ_t;  "
@@ -47,7 +40,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         equations="Elect, Mask, Rescale",
     ),
     laws=AXIS_BOUND.copies_give(1.0, "the expert"),
-    cost=_cost,
+    # The flags, two temporaries, a float64 copy while summing, and all masks.
+    cost=EntryCost(PerEntry(12, bytes=1), PerEntry(copies=3, bytes=8)),
     unit="element",
     diagnostics=Masses,
     writes_masks=True,

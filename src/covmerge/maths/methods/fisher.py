@@ -9,13 +9,7 @@ from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import measured_values
-from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    entries = d_out * d_in
-    return Cost(5.0 * count * entries, 2 * entries * itemsize)
+from covmerge.maths.methods.registry import AXIS_BOUND, EntryCost, PerEntry, Reference, register
 
 
 @register(
@@ -29,7 +23,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         equations="Fisher merging, closed form",
     ),
     laws=AXIS_BOUND.copies_give(1.0, "the expert"),
-    cost=_cost,
+    cost=EntryCost(PerEntry(5), PerEntry(copies=2)),
     unit="element",
     data="fisher",
     published_tuning="the experts' coefficients, on labelled validation data",

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.random import mersenne_twister
 from covmerge.maths.methods.arithmetic import (
     ArithmeticParameter,
@@ -24,8 +23,10 @@ from covmerge.maths.methods.arithmetic import (
 )
 from covmerge.maths.methods.registry import (
     EQUIVARIANT,
+    EntryCost,
     Groups,
     Parameters,
+    PerEntry,
     Reference,
     TensorPass,
     Unit,
@@ -42,12 +43,6 @@ Share = Annotated[float, Field(ge=0)]
 def _unit(parameters: Parameters) -> Unit:
     """What is kept of a tensor depends on all of it."""
     return "element" if parameters["sparsify"] == "none" else "tensor"
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """What each expert keeps and three sums; magnitudes of one expert, and their order."""
-    size = d_out * d_in
-    return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
 
 
 def _kept_entries(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptEntries:
@@ -116,7 +111,8 @@ def _reads(parameters: Parameters) -> int:
         lambda parameters, count: parameters["scale"] * count,
         "λT times its update (weights 1, without sparsity, consensus and normalization)",
     ),
-    cost=_cost,
+    # What each expert keeps and three sums; magnitudes of one expert, and their order.
+    cost=EntryCost(PerEntry(60, copies=1), PerEntry(copies=4, bytes=2 * 8)),
     unit=_unit,
     sees="weights",
     tensor_pass=TensorPass(_kept_entries, _tensor_pass_bytes, readings=_reads),

@@ -12,23 +12,19 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
 from covmerge.maths.methods.registry import (
+    EntryCost,
     Groups,
     Laws,
     Parameters,
+    PerEntry,
     Reference,
     TensorPass,
     register,
 )
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    size = d_out * d_in
-    return Cost(100.0 * count * size, (2 * count + 3) * size * itemsize)
 
 
 def _stands_alone(parameters: Parameters) -> bool:
@@ -89,7 +85,7 @@ def _entry_bytes(parameters: Parameters) -> float:
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(100, copies=2), PerEntry(copies=3)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",

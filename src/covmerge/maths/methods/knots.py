@@ -12,7 +12,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import FLOAT64, Cost, joint_cost
 from covmerge.maths.linalg.joint import joint_directions
-from covmerge.maths.methods.elect import TrimParameter, elect_cost, ranked_density
+from covmerge.maths.methods.elect import ELECT_COST, TrimParameter, ranked_density
 from covmerge.maths.methods.inner import (
     InnerCombine,
     InnerDensity,
@@ -58,7 +58,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # Of the default: TIES, updates side by side along their inputs.
     rank = min(d_out, count * d_in)
     basis = joint_cost(d_out, d_in, count, itemsize)
-    within = elect_cost(rank, d_in, count, itemsize)
+    within = ELECT_COST(rank, d_in, count, itemsize)
     products = 2.0 * d_out * rank * d_in * (FLOAT64 * count + 1)
     # U in both dtypes and the components live on; one update and its components are in float64 at a time.
     held = d_out * rank * (8 + itemsize) + count * rank * d_in * itemsize

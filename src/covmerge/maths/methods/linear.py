@@ -10,7 +10,6 @@ from torch import Tensor
 
 from covmerge.base.errors import RecipeError
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import (
     ArithmeticParameter,
     Weight,
@@ -18,13 +17,14 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
     wide,
 )
-from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """One multiply-add an element and model; of inputs in another dtype copies are held."""
-    size = d_out * d_in
-    return Cost(2.0 * count * size, (count + 2) * size * itemsize)
+from covmerge.maths.methods.registry import (
+    EQUIVARIANT,
+    EntryCost,
+    Parameters,
+    PerEntry,
+    Reference,
+    register,
+)
 
 
 def _stands_alone(parameters: Parameters) -> bool:
@@ -44,7 +44,8 @@ def _stands_alone(parameters: Parameters) -> bool:
     laws=EQUIVARIANT.copies_give(
         lambda parameters, count: 1.0 if parameters["normalize"] else None, "the expert"
     ),
-    cost=_cost,
+    # Of inputs in another dtype copies are held.
+    cost=EntryCost(PerEntry(2, copies=1), PerEntry(copies=2)),
     unit="element",
     sees="weights",
     stands_alone=_stands_alone,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from covmerge.base.errors import TensorError
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import (
     ArithmeticParameter,
@@ -24,11 +23,16 @@ from covmerge.maths.methods.arithmetic import (
     weights_of,
 )
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
-from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(30.0 * count * d_out * d_in, (4 * count + 3) * d_out * d_in * itemsize)
+from covmerge.maths.methods.registry import (
+    AnyRows,
+    EntryCost,
+    Groups,
+    Laws,
+    Parameters,
+    PerEntry,
+    TensorPass,
+    register,
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(30, copies=4), PerEntry(copies=3)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",

@@ -8,15 +8,10 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.registry import EntryCost, Laws, PerEntry, register
 
 _NEAREST = 1e-6  # the least that a distance counts as
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(10.0 * d_out * d_in, (count + 4) * d_out * d_in * itemsize)
 
 
 @register(
@@ -29,7 +24,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas=lambda parameters, count: None,
         replicas_text="each entry moved by t at most",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(copies=1), PerEntry(10, copies=4)),
     unit="element",
     sees="weights",
     experts=(1, 1),

@@ -11,7 +11,6 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import (
     ArithmeticParameter,
@@ -24,9 +23,11 @@ from covmerge.maths.methods.arithmetic import (
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
 from covmerge.maths.methods.registry import (
     AnyRows,
+    EntryCost,
     Groups,
     Laws,
     Parameters,
+    PerEntry,
     TensorPass,
     Unit,
     register,
@@ -35,10 +36,6 @@ from covmerge.maths.methods.registry import (
 _SHORT = 1e-7  # a length below it is not divided by
 _STRAIGHT = 1e-16  # 1 − cos² up to which the way is a straight line
 _NO_SHARE = 1e-6  # weights whose sum is below it mean the middle
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(40.0 * d_out * d_in, (2 * count + 4) * d_out * d_in * itemsize)
 
 
 def _unit(parameters: Parameters) -> Unit:
@@ -71,7 +68,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(copies=2), PerEntry(40, copies=4)),
     unit=_unit,
     tensor_pass=TensorPass(
         _tensor_pass,

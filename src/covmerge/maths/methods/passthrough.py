@@ -8,20 +8,15 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import EQUIVARIANT, register
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(1.0 * d_out * d_in, (count + 1) * d_out * d_in * itemsize)
+from covmerge.maths.methods.registry import EQUIVARIANT, EntryCost, PerEntry, register
 
 
 @register(
     "passthrough",
     equation="W̄ = s W_1",
     laws=EQUIVARIANT.copies_give(1.0, "the expert"),
-    cost=_cost,
+    cost=EntryCost(PerEntry(copies=1), PerEntry(1, copies=1)),
     unit="element",
     sees="weights",
     stands_alone=True,

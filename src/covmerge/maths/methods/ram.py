@@ -11,23 +11,19 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.registry import (
     AnyRows,
+    EntryCost,
     Groups,
     Laws,
     Parameters,
+    PerEntry,
     Reference,
     TensorPass,
     Unit,
     register,
 )
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    size = d_out * d_in
-    return Cost(20.0 * count * size, size * (itemsize * (3 * count + 2) + 2 * count + 2 * 8))
 
 
 def _unit(parameters: Parameters) -> Unit:
@@ -66,7 +62,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         replicas=lambda parameters, count: nan,
         replicas_text="the expert's entries above ε",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(20, copies=3, bytes=2), PerEntry(copies=2, bytes=2 * 8)),
     unit=_unit,
     tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, together=True),
     sees="weights",

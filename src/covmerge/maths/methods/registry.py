@@ -22,8 +22,6 @@ from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
 Kernel = Callable[..., Merged | Tensor]
-# Groups of one shape, number of experts, dtype and device, and by keyword the parameters; None: the kernel
-# is to do this one.
 # (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
 CostModel = Callable[..., Cost]
 
@@ -180,10 +178,44 @@ def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(flops, 8 * (copies + 2 * (d_out * d_out + d_in * d_in)), flops)
 
 
-def generous_elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """The same of a method on tensors of any shape: a hundred operations an entry, copies in float64."""
-    entries = (count + 2) * d_out * d_in
-    return Cost(100.0 * entries, 2 * 8 * entries)
+@dataclass(frozen=True)
+class PerEntry:
+    """What an entry of an update costs.
+
+    Attributes:
+        flops: operations.
+        copies: numbers that are held beside inputs and result, in the dtype of the computation.
+        bytes: what is held in other dtypes.
+    """
+
+    flops: float = 0.0
+    copies: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class EntryCost:
+    """The cost model of a method that goes entry by entry.
+
+    Attributes:
+        each: of an entry of each expert.
+        once: of an entry, however many experts there are.
+    """
+
+    each: PerEntry = field(default_factory=PerEntry)
+    once: PerEntry = field(default_factory=PerEntry)
+
+    def __call__(self, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+        each, once = self.each, self.once
+        copies, other = count * each.copies + once.copies, count * each.bytes + once.bytes
+        flops = float(count * each.flops + once.flops)
+        return Cost(flops * d_out * d_in, (copies * itemsize + other) * d_out * d_in)
+
+
+# One multiply-add an entry and expert; nothing is held beside inputs and result.
+MULTIPLY_ADD = EntryCost(PerEntry(2))
+# The same bound of a method on tensors of any shape: a hundred operations an entry, copies in float64.
+GENEROUS_ENTRY_COST = EntryCost(PerEntry(100, bytes=16), PerEntry(200, bytes=32))
 
 
 def followed_by(cost: CostModel) -> tuple[str, ...]:
@@ -228,7 +260,7 @@ class Method(Declared):
         reference: the paper; None: there is none.
         laws: what the result satisfies; undeclared, it promises nothing.
         cost: FLOPs and workspace of one matrix, for the plan; where parameters change them, these are
-            its keyword arguments. Undeclared, `generous_cost`, or `generous_elementwise_cost` where
+            its keyword arguments. Undeclared, `generous_cost`, or `GENEROUS_ENTRY_COST` where
             tensors of any shape are taken.
         unit: what it must see at once, or a function of the parameters that says so. A `matrix`
             method merges the oriented matrices of linear layers; the others take tensors of any
@@ -236,8 +268,8 @@ class Method(Declared):
             axis is one row), or whole.
         others: what a matrix method does with tensors that are not matrices.
         data: the statistics of the experts' data that it needs.
-        global pass: what it must know of all tensors before the first is merged.
-        tensor pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
+        global_pass: what it must know of all tensors before the first is merged.
+        tensor_pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
             rows, with `LinearGroup.known`, where a tensor is large.
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.maths.methods.factored`); or a
@@ -306,7 +338,7 @@ class Method(Declared):
             )
         check_cost(self, self.cost)
         if self.cost is generous_cost and self.takes_any_shape:
-            object.__setattr__(self, "cost", generous_elementwise_cost)
+            object.__setattr__(self, "cost", GENEROUS_ENTRY_COST)
 
     @property
     def takes_any_shape(self) -> bool:

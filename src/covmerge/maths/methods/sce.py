@@ -13,14 +13,15 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.types import LinearGroup
-from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import exponent_of
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.gathered import Made, Whole, one_buffer
 from covmerge.maths.methods.registry import (
+    EntryCost,
     Groups,
     Laws,
     Parameters,
+    PerEntry,
     Reference,
     TensorPass,
     register,
@@ -29,11 +30,6 @@ from covmerge.maths.methods.registry import (
 # Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
 _WIDE, _FAR = (torch.float32, torch.float64), 20
 _NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the least divisor as well
-
-
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    size = d_out * d_in
-    return Cost(40.0 * count * size, size * (itemsize * (3 * count + 3) + 8))
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def _entry_bytes(parameters: Parameters) -> float:
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
-    cost=_cost,
+    cost=EntryCost(PerEntry(40, copies=3), PerEntry(copies=3, bytes=8)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
     sees="weights",

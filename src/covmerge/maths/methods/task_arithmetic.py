@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.methods.average import elementwise_cost
 from covmerge.maths.methods.closed_form import stack_weighted
-from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, MULTIPLY_ADD, Reference, register
 
 
 @register(
@@ -33,7 +32,7 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
     laws=EQUIVARIANT.copies_give(
         lambda parameters, count: parameters["scale"] * count, "λT times its update (weights 1)"
     ),
-    cost=elementwise_cost,
+    cost=MULTIPLY_ADD,
     factored="both",
     unit="element",
     published_tuning="λ, on labelled validation data",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.methods.elect import (
+    ELECT_COST,
     CombineParameter,
     Density,
     Scale,
     TrimParameter,
-    elect_cost,
     find_threshold,
     merge_agreeing,
     ranked_density,
@@ -45,7 +45,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     laws=AXIS_BOUND.copies_give(
         _replicas, "its trimmed update; λ times the whole update at density 1"
     ),
-    cost=elect_cost,
+    cost=ELECT_COST,
     unit=trim_unit,
     tensor_pass=TensorPass(find_threshold, lambda parameters: 0.0, readings=lambda parameters: 2),
     global_pass=GlobalPass(ranked_density, lambda group, parameters: group.updates),

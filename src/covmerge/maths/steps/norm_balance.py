@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import Strength, balanced
-from covmerge.maths.methods.average import elementwise_cost
-from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.methods.registry import MULTIPLY_ADD, Laws, Reference
 from covmerge.maths.steps.registry import register_step
 
 
@@ -20,7 +19,7 @@ from covmerge.maths.steps.registry import register_step
         equations="the balance of norms before its bases are found, as in the authors' code",
     ),
     laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
-    cost=elementwise_cost,
+    cost=MULTIPLY_ADD,
     unit="tensor",
     factored="both",
 )

@@ -13,6 +13,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.methods.registry import (
+    GENEROUS_ENTRY_COST,
     CostModel,
     Laws,
     Reference,
@@ -20,7 +21,6 @@ from covmerge.maths.methods.registry import (
     Unit,
     check_cost,
     generous_cost,
-    generous_elementwise_cost,
 )
 from covmerge.maths.registry import Declared, Parameters, Table
 
@@ -78,7 +78,7 @@ class Step(Declared):
             )
         check_cost(self, self.cost)
         if self.cost is generous_cost and self.unit != "matrix":
-            object.__setattr__(self, "cost", generous_elementwise_cost)
+            object.__setattr__(self, "cost", GENEROUS_ENTRY_COST)
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.methods.average import elementwise_cost
-from covmerge.maths.methods.registry import Laws
+from covmerge.maths.methods.registry import MULTIPLY_ADD, Laws
 from covmerge.maths.steps.registry import register_step
 
 # Of updates that cancel rounding leaves about this share; to enlarge it would be to merge noise.
@@ -23,7 +22,7 @@ _NOISE = 1e-4
     when="after",
     equation="W̄ − W₀ ← (W̄ − W₀) · scale · mean_t ‖Δ_t‖ / ‖W̄ − W₀‖",
     laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
-    cost=elementwise_cost,
+    cost=MULTIPLY_ADD,
     unit="tensor",
     factored="both",
 )

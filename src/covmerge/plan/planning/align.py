@@ -85,6 +85,11 @@ class Model:
     checkpoint: Checkpoint
     description: ModelDescription
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Model:
+        """Return a checkpoint with what its tensors are."""
+        return cls(checkpoint, describe_checkpoint(checkpoint))
+
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
         """Stored tensors by name."""
@@ -377,7 +382,7 @@ def model_in_memory(base: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> 
     if whole is base or is_quantised(base):
         return base
     model, fused = (
-        Model(base, describe_checkpoint(base)),
+        Model.of(base),
         base.headers.keys() - whole.headers.keys(),
     )
     held = ({*adapter.low_rank, *adapter.headers} for adapter in adapters)
@@ -389,7 +394,7 @@ def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | No
     whole = in_memory(base.checkpoint)
     if whole is base.checkpoint:
         return None
-    view = Model(whole, describe_checkpoint(whole))
+    view = Model.of(whole)
     divided = whole.headers.keys() - base.headers.keys()
     if divided.isdisjoint(names_in_base(view, {*adapter.low_rank, *adapter.headers})):
         return None

@@ -18,7 +18,6 @@ from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.files.quantised.view import scales_of_codes
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import svd_cost
 from covmerge.maths.methods import registry
@@ -43,13 +42,13 @@ from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
 from covmerge.plan.planning.operations import BASE, Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import Quantised, quantised
 from covmerge.plan.planning.rules import Rules
-from covmerge.plan.planning.types import GlobalPass, Plan
+from covmerge.plan.planning.types import Plan, PlannedPass
 from covmerge.plan.planning.varied import as_mergekit
 from covmerge.plan.planning.work import (
     TOGETHER_ELEMENTS,
     TensorPlan,
     WorkItem,
-    looked_over_at_once,
+    experts_at_once,
     parts_at_once,
 )
 from covmerge.plan.recipe import Recipe
@@ -90,8 +89,8 @@ def build_plans(
         raise InputError(
             "the recipe has no base, and what is measured are updates of one: give a base"
         )
-    base_model = Model(base, describe_checkpoint(base))
-    models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
+    base_model = Model.of(base)
+    models = {name: Model.of(expert) for name, expert in experts.items()}
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
     inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
@@ -305,7 +304,7 @@ def _chosen(draft: _Draft) -> Iterator[str]:
         yield f"{UNNAMED_NOTE}{draft.recipe.method}, as {draft.chosen}"
 
 
-def _global_passes(items: Sequence[WorkItem]) -> Iterator[GlobalPass]:
+def _global_passes(items: Sequence[WorkItem]) -> Iterator[PlannedPass]:
     together: dict[str, list[WorkItem]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
         tensor_items = list(neighbours)
@@ -317,7 +316,7 @@ def _global_passes(items: Sequence[WorkItem]) -> Iterator[GlobalPass]:
         assert action is not None
         density = _ranked_density(action)
         assert density is not None
-        yield GlobalPass(action, density, tuple(GlobalPass.counting(ranked)))
+        yield PlannedPass(action, density, tuple(PlannedPass.counting(ranked)))
 
 
 def _ranked_density(action: Merge) -> float | None:
@@ -584,7 +583,7 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
         held = entry_bytes > 0
-        at_a_time = 1 if first_pass.together else looked_over_at_once(numel, count, held=held)
+        at_a_time = 1 if first_pass.together else experts_at_once(numel, count, held=held)
         workspace = max(int(entry_bytes * numel * at_a_time), merging)
     return WorkItem(
         tensor,

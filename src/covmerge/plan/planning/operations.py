@@ -153,7 +153,7 @@ class Inspect:
         merged: the merged model's tensor; None: there is no such model.
         spectra: whether singular values are taken, which is most of the work.
         redo: a merge to do again where they are, to show its spectrum beside the merged model's.
-        attempt: a merge to try where they are, for what its method notices.
+        attempt: a merge to try where they are, for its diagnostics.
         quadratics: whether it is measured what any weighted sum of the updates would keep of each.
     """
 

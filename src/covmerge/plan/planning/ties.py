@@ -18,7 +18,6 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import language_parts
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
 from covmerge.files.tensors.shown import TIED, Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
@@ -45,11 +44,7 @@ def with_ties_undone(
     """
     first = next(iter(sources))
     adapters = {k: source for k, source in sources.items() if isinstance(source, AdapterCheckpoint)}
-    models = {
-        key: Model(source, describe_checkpoint(source))
-        for key, source in sources.items()
-        if key not in adapters
-    }
+    models = {key: Model.of(source) for key, source in sources.items() if key not in adapters}
     for key, model in models.items():
         _check_head(key, model)
     start = models[first]
@@ -80,9 +75,7 @@ def with_ties_undone(
         else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
     )
     view = _view(start, note)
-    found = _changed_apart(
-        Model(view, describe_checkpoint(view)), adapters, models, list(experts), form
-    )
+    found = _changed_apart(Model.of(view), adapters, models, list(experts), form)
     if found is not None:
         key, names = found
         raise InputError(
@@ -239,7 +232,7 @@ def _held_apart(
             form == "adapter" and any(o in adapter.low_rank for o in held.values())
         ):
             view = _view(base)
-            named = over_base(adapter, Model(view, describe_checkpoint(view)))
+            named = over_base(adapter, Model.of(view))
             first, *others = held
             apart = next((n for n in others if not _alike(named, held[first], held[n])), None)
             if apart is None:

@@ -33,7 +33,7 @@ _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 
 @dataclass(frozen=True)
-class GlobalPass:
+class PlannedPass:
     """What must be known of all tensors of a method before the first is merged.
 
     Attributes:
@@ -112,7 +112,7 @@ class Plan:
     items: tuple[WorkItem, ...]
     heads: Mapping[str, Mapping[str, TensorHeader]]
     family: str | None
-    global_passes: tuple[GlobalPass, ...] = ()
+    global_passes: tuple[PlannedPass, ...] = ()
     notes: tuple[str, ...] = ()
     tied: Mapping[str | None, Mapping[str, str]] = field(
         default_factory=dict[str | None, Mapping[str, str]]

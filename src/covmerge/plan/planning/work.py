@@ -20,7 +20,7 @@ _NARROW_ELEMENTS = 4 * 2**20
 # In a tensor pass so many parts are merged at once, at most, a core each; and experts are looked over at
 # once as long as they have so many elements together.
 _PARTS_AT_ONCE = 8
-_LOOKED_OVER_ELEMENTS = 2**25
+_AT_ONCE_ELEMENTS = 2**25
 # From so many of all experts on, a tensor pass over all of them costs less memory than their tensors.
 TOGETHER_ELEMENTS = 2**25
 
@@ -91,13 +91,13 @@ def parts_at_once(elements: int) -> int:
     return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
 
 
-def looked_over_at_once(elements: int, experts: int, *, held: bool) -> int:
+def experts_at_once(elements: int, experts: int, *, held: bool) -> int:
     """How many experts' tensors of so many elements a tensor pass reads at once; `held`: some of each."""
     if elements <= _NARROW_ELEMENTS:
         return 1
     if not held:
         return min(experts, _PARTS_AT_ONCE)
-    return max(1, min(experts, _LOOKED_OVER_ELEMENTS // elements))
+    return max(1, min(experts, _AT_ONCE_ELEMENTS // elements))
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class WorkItem:
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         at_once: rows that are merged at once, where what a row becomes does not depend on others;
             None: all of them.
-        tensor pass: a method that must know the whole reads it first, expert by expert; then rows are
-            read again, and merged `at_once`.
+        tensor_pass: whether a method that must know the whole reads it first, expert by expert; then rows
+            are read again, and merged `at_once`.
         pass_bytes: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.

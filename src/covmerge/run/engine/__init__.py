@@ -18,8 +18,9 @@ run        one run: global passes, then what is not finished, and the journal
 budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
 devices    which device a process computes on, and whether what is computed at once has room there
-staging    two pinned buffers through which what was read goes to a GPU while another item is computed
+transfer   two pinned buffers through which what was read goes to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
+executors  which executor does it: a table by name
 entries    items joined to tensors, tensors to totals; the methods' diagnostics, each as its own type
 thread_count  cores that there are, and threads that torch computes with
 """

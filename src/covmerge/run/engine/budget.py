@@ -16,7 +16,7 @@ from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.selection import counters_of
-from covmerge.run.engine.staging import pinned_bytes
+from covmerge.run.engine.transfer import pinned_bytes
 
 # What a process that has not started yet is taken to hold beside its item (Python, torch, the buffers of
 # BLAS): a guess, as of a small merge here.

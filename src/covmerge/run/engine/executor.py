@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from covmerge.base.errors import CovmergeError
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.work import WorkItem
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing
+from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
@@ -22,6 +22,8 @@ from covmerge.run.engine.selection import Selections
 
 # The items of one range of rows, one for each plan: their operands are read once.
 Batch = tuple[WorkItem, ...]
+# What opens the sources of a run in another process.
+Opener = Callable[[], AbstractContextManager[Sources]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Task:
 
 
 class Executor(Protocol):
-    """Carries work out."""
+    """Carries work out. By default this process hashes the sources and reads the finished output."""
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """Do all batches, and yield each item when its result has been written.
@@ -91,7 +93,7 @@ class Executor(Protocol):
         Args:
             contents: of all sources.
         """
-        ...
+        return InStep(contents)
 
     def read_files(
         self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
@@ -109,11 +111,10 @@ class Executor(Protocol):
         Raises:
             CovmergeError: as `file_check` raises.
         """
-        ...
+        return read_files(sizes, file_check, base)
 
     def close(self) -> None:
         """Let go of what lives on between two runs."""
-        ...
 
 
 def held_together(items: Sequence[WorkItem]) -> int:
@@ -139,10 +140,7 @@ def portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        for kind in _kinds(error):
-            with suppress(TypeError):
-                return kind(str(error))
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return error_named(*named_error(error))
     return error
 
 
@@ -154,10 +152,11 @@ def named_error(error: BaseException) -> tuple[str, str]:
         >>> named_error(NotFiniteError("w", None, "has NaN"))
         ('TensorError', "'w' of the base has NaN")
     """
-    for kind in _kinds(error):
-        with suppress(TypeError):
-            kind("")
-            return kind.__name__, str(error)
+    for kind in type(error).__mro__:
+        if issubclass(kind, CovmergeError) and kind.__module__ == CovmergeError.__module__:
+            with suppress(TypeError):
+                kind("")
+                return kind.__name__, str(error)
     return "RuntimeError", f"{type(error).__name__}: {error}"
 
 
@@ -168,14 +167,6 @@ def error_named(kind: str, message: str) -> Exception:
         with suppress(TypeError):
             return found(message)
     return RuntimeError(message)
-
-
-def _kinds(error: BaseException) -> list[type[CovmergeError]]:
-    return [
-        kind
-        for kind in type(error).__mro__
-        if issubclass(kind, CovmergeError) and kind.__module__ == CovmergeError.__module__
-    ]
 
 
 # The order of work: the largest first, and equal shares; nobody waits for a large item at the end.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 
-from covmerge.plan.planning.types import GlobalPass, Plan
+from covmerge.plan.planning.types import Plan, PlannedPass
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.executor import Batch, Done
 from covmerge.run.engine.selection import Selections, Thresholds
 
-_ItemsOf = Callable[[GlobalPass], Sequence[WorkItem]]
+_ItemsOf = Callable[[PlannedPass], Sequence[WorkItem]]
 # Does one pass over some rows, and adds to the selections.
 _Pass = Callable[[Sequence[Batch], Selections], Generator[Done]]
 
@@ -78,11 +78,11 @@ def _sizes(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterable[int]:
     return {item.key: item.read_bytes for one in global_passes for item in items_of(one)}.values()
 
 
-def _sample_of(global_pass: GlobalPass) -> Sequence[WorkItem]:
+def _sample_of(global_pass: PlannedPass) -> Sequence[WorkItem]:
     return global_pass.sample
 
 
-def _items_of(global_pass: GlobalPass) -> Sequence[WorkItem]:
+def _items_of(global_pass: PlannedPass) -> Sequence[WorkItem]:
     return global_pass.items
 
 
@@ -91,6 +91,6 @@ def _together(plans: Sequence[Plan], items_of: _ItemsOf) -> list[Batch]:
     by_rows: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
     for number, plan in enumerate(plans):
         for global_pass in plan.global_passes:
-            for item in GlobalPass.counting(items_of(global_pass), number):
+            for item in PlannedPass.counting(items_of(global_pass), number):
                 by_rows.setdefault(item.key, []).append(item)
     return [tuple(items) for items in by_rows.values()]

@@ -85,7 +85,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stored rows of one work item, on the CPU, or on the device already (`covmerge.run.engine.staging`).
+    """Stored rows of one work item, on the CPU, or on the device already (`covmerge.run.engine.transfer`).
 
     The computation empties `experts` as it goes, so that stored rows and their updates are not all
     alive together.

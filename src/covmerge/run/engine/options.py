@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Protocol
 
 import psutil
 import torch
 
-from covmerge.base.errors import InputError, RecipeError, ResourceError, did_you_mean
+from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
-from covmerge.base.sizes import parse_size
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
-from covmerge.run.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address, has_gpus
+from covmerge.run.engine.cluster import RayCluster
 from covmerge.run.engine.devices import (
-    AUTO_DEVICE,
     check_room,
     gpus_of,
-    is_one,
     named_device,
     own_device,
     precision_of_products,
     processor_of,
     usable_device,
 )
-from covmerge.run.engine.executor import Executor
-from covmerge.run.engine.processes import Opener, Processes
-from covmerge.run.engine.progress import Progress, Silent, as_progress
-from covmerge.run.engine.ranks.rank import Rank, find_rank
-from covmerge.run.engine.staging import pinned_bytes
+from covmerge.run.engine.executor import Executor, Opener
+from covmerge.run.engine.processes import Processes
+from covmerge.run.engine.progress import Progress, Silent
+from covmerge.run.engine.ranks.rank import Rank
 from covmerge.run.engine.threads import Threads
+from covmerge.run.engine.transfer import pinned_bytes
 from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
 
-# What a caller says of a run; the rest follows from its executor.
-_GIVEN = (
-    *("device", "threads", "workers", "max_memory", "patience"),
-    *("resume", "overwrite", "progress", "collecting"),
-)
-EXECUTORS = ("threads", "processes", "ranks", "ray")
+
+class Elsewhere(Protocol):
+    """Other machines that do the work of a run, and what this process answers for them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they compute."""
+        ...
+
+    @property
+    def client_holds(self) -> int:
+        """Bytes that giving out the work takes of this process."""
+        ...
+
+    def executor(self, opener: Opener, max_memory: int | None) -> Executor:
+        """Return what gives out the work; `opener` opens the sources there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,20 +58,20 @@ class RunOptions:
 
     Attributes:
         device: where the mathematics runs; `cuda`: each process takes another GPU of its machine; `auto`:
-            that where this machine has one, else the CPU; of a cluster, where a node has one.
+            that where this machine has one, else the CPU; of other machines, where one of them has one.
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
             work, the cores and the memory are worth. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
         rank: which of several processes this is that were all started to do this merge; None: the only.
-        cluster: the address of the Ray cluster that does the work; None: none does.
-        nodes_device: where the nodes of the cluster compute, if that is another name than `device`.
+        elsewhere: the other machines that do the work; None: none do.
         patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.
         progress: called for every finished piece of work; None: nothing is.
         collecting: called for every batch that the base is run on, where its inputs are made first.
+        cluster: address of a Ray cluster, which is put as `elsewhere`.
 
     Raises:
         InputError: `workers` is nothing of these.
@@ -73,16 +81,20 @@ class RunOptions:
     threads: int | None = None
     workers: Workers = 1
     rank: Rank | None = None
-    cluster: str | None = None
-    nodes_device: str | None = None
+    elsewhere: Elsewhere | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
     overwrite: bool = False
     progress: Progress | None = None
     collecting: Collecting | None = None
+    cluster: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cluster: str | None) -> None:
+        """Refuse what are no workers, and put an address as the machines there."""
+        if cluster is not None:
+            nodes = RayCluster(cluster, named_device(self.device))
+            object.__setattr__(self, "elsewhere", nodes)
         workers = self.workers
         if workers != AUTO and not (type(workers) is int and workers > 0):
             raise InputError(
@@ -103,10 +115,8 @@ class RunOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where items are computed. What a cluster computes on its nodes have, and check it there."""
-        if self.cluster is None:
-            return self.device_here
-        return named_device(self.nodes_device or self.device)
+        """Where items are computed. What other machines compute on they have, and check it there."""
+        return self.device_here if self.elsewhere is None else self.elsewhere.device
 
     @property
     def device_here(self) -> torch.device:
@@ -124,9 +134,9 @@ class RunOptions:
         return self.progress or Silent()
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
-        """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
-        if self.cluster is not None:
-            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
+        """Divide the memory; see `plan_memory`. What other machines do is held against theirs instead."""
+        if self.elsewhere is not None:
+            resident = psutil.Process().memory_info().rss + held + self.elsewhere.client_holds
             return MemoryPlan(resident, 0, 0, lanes=1)
         if self.workers == AUTO:
             return self._memory_of_chosen(plans, held, shared)
@@ -184,7 +194,7 @@ class RunOptions:
     @property
     def processor(self) -> str:
         """What computes: on another one of its kind sums may be rounded otherwise."""
-        return "a cluster's" if self.cluster is not None else processor_of(self.torch_device)
+        return "a cluster's" if self.elsewhere is not None else processor_of(self.torch_device)
 
     def threads_for(self, plan: Plan) -> int | None:
         """Return how many threads compute a large matrix of a plan: it decides how sums are rounded.
@@ -202,8 +212,8 @@ class RunOptions:
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return what carries the work out; `opener` says how other processes open the sources."""
-        if self.cluster is not None:
-            return Cluster(self.cluster, opener(), self.max_memory)
+        if self.elsewhere is not None:
+            return self.elsewhere.executor(opener(), self.max_memory)
         threads = Threads(
             in_flight=memory.own_in_flight,
             lanes=memory.lanes,
@@ -213,63 +223,3 @@ class RunOptions:
         if memory.workers == 1:
             return threads
         return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
-
-
-def run_options(settings: Mapping[str, Any]) -> RunOptions:
-    """Return the options that keyword arguments or flags ask for; those that are of no run are left out.
-
-    Without an `executor` it is threads, or processes where there are workers.
-
-    Raises:
-        InputError: a size or an executor that is none, an executor that does not go with the others, or
-            there is no cluster whose nodes could be asked for their devices.
-    """
-    options = {name: settings[name] for name in _GIVEN if name in settings}
-    for name, read in (("max_memory", parse_size), ("progress", as_progress)):
-        if options.get(name) is not None:
-            try:
-                options[name] = read(options[name])
-            except RecipeError as error:
-                raise RecipeError(f"{Hint(name)}: {error}") from error
-    threads: object = options.get("threads")
-    if threads is not None and not (isinstance(threads, int) and threads >= 1):
-        raise RecipeError(f"{Hint('threads')}: {threads!r} is no whole number above 0: give one")
-    if "device" in options:
-        options["device"] = str(options["device"])  # a torch.device too
-    return _with_executor(RunOptions(**options), settings.get("executor"), settings.get("address"))
-
-
-def _with_executor(options: RunOptions, name: str | None, address: str | None) -> RunOptions:
-    if name is not None and name not in EXECUTORS:
-        raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
-    if not options.patience > 0:
-        raise InputError(f"{Hint('patience', options.patience)}: give seconds above 0")
-    if name == "threads" and options.workers != 1:
-        raise InputError(
-            f"{Hint('executor', 'threads')} is one process: leave out {Hint('workers')}"
-        )
-    if name == "processes" and options.workers == 1:
-        options = replace(options, workers=AUTO)
-    if name == "ray" and options.workers != 1:
-        raise InputError(
-            f"{Hint('executor', 'ray')}: the cluster says how many work; leave out {Hint('workers')}"
-        )
-    if name == "ray" and is_one(named_device(options.device)):
-        raise InputError(
-            f"{Hint('device', options.device)}: a task of a cluster computes on the GPU that Ray gives "
-            f"it: give {Hint('device', 'cuda')}"
-        )
-    if name != "ray" and address is not None:
-        raise InputError(
-            f"{Hint('address', address)} is that of a Ray cluster: give {Hint('executor', 'ray')} too"
-        )
-    cluster = cluster_address(address) if name == "ray" else None
-    nodes_device = None
-    if cluster is not None and options.device == AUTO_DEVICE:  # not as this machine has it
-        nodes_device = "cuda" if has_gpus(cluster) else "cpu"
-    return replace(
-        options,
-        rank=find_rank() if name == "ranks" else None,
-        cluster=cluster,
-        nodes_device=nodes_device,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -23,14 +23,20 @@ from covmerge.base.settings import Form, Hint, hint_form, hints_in
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.devices import usable_device
-from covmerge.run.engine.executor import Batch, Done, Task, largest_first, moved_together, portable
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
+from covmerge.run.engine.executor import (
+    Batch,
+    Done,
+    Executor,
+    Opener,
+    Task,
+    largest_first,
+    moved_together,
+    portable,
+)
+from covmerge.run.engine.hashing import FileCheck
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
-
-# What opens the sources of a run in another process.
-Opener = Callable[[], AbstractContextManager[Sources]]
 
 # A batch and its number.
 _Load = tuple[int, Batch]
@@ -42,7 +48,7 @@ _SPAWN = get_context("spawn")  # a fork of a process with threads may hang
 _LOOK_AHEAD = 2 * 2**30
 
 
-class Processes:
+class Processes(Executor):
     """An executor. The processes start with the first work, and live until it is closed.
 
     Every item is computed with the number of threads that the executor of threads gives it, so that
@@ -100,16 +106,12 @@ class Processes:
             # Not before all have ended: a process starts with what is there.
             task.selections.absorb_counted(memoryview(counts))
 
-    def hashing(self, contents: Contents) -> Hashing:
-        """See `Executor.hashing`: here, as hashes of one machine need threads and no processes."""
-        return InStep(contents)
-
     def read_files(
         self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by this process; the others have done all that there is for them."""
         self.close()
-        return read_files(sizes, file_check, base)
+        return super().read_files(sizes, file_check, base)
 
     def close(self) -> None:
         """End the processes."""

@@ -92,7 +92,7 @@ def run(
     progress.start(global_pass_bytes(plans) + sum(map(moved_together, batches)))
     begun = time.perf_counter()
     try:
-        task = _ranked_density(work, Task(sources, context), executor, progress.advance)
+        task = _with_thresholds(work, Task(sources, context), executor, progress.advance)
         ranked = time.perf_counter()
         record = _Record(batches, task, journal, progress, follow)
         # Closed by hand: an error here must not leave threads at work.
@@ -115,7 +115,7 @@ def run_part(
     Raises:
         CovmergeError: as `run`.
     """
-    task = _ranked_density([(plan, output)], Task(sources, context), executor, _untold)
+    task = _with_thresholds([(plan, output)], Task(sources, context), executor, _untold)
     with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
         for _ in finished:
             pass
@@ -129,7 +129,7 @@ def _batches(plans: Sequence[Plan]) -> list[Batch]:
     return list(zip(*(plan.items for plan in plans), strict=True))
 
 
-def _ranked_density(
+def _with_thresholds(
     work: Sequence[tuple[Plan, Output]],
     task: Task,
     executor: Executor,

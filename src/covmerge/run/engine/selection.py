@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.maths.linalg.select import MagnitudeSelect, threshold_rank
 from covmerge.plan.planning.operations import Count
-from covmerge.plan.planning.types import GlobalPass, Plan
+from covmerge.plan.planning.types import Plan, PlannedPass
 
 # Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
 # 1.2 % off, of an encoder of 22M up to 3.5 %.
@@ -35,7 +35,7 @@ class Selections:
 
     def __init__(
         self,
-        global_passes: Sequence[Sequence[GlobalPass]],
+        global_passes: Sequence[Sequence[PlannedPass]],
         dtype: torch.dtype,
         guesses: Sequence[Thresholds],
     ) -> None:

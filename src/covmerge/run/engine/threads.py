@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
@@ -13,27 +13,24 @@ import torch
 
 from covmerge.base.memory import HeapTrimmer, give_back
 from covmerge.base.threads import ThreadPool
-from covmerge.base.types import Json
-from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.forms import Result
 from covmerge.run.engine.budget import Budget
 from covmerge.run.engine.devices import naming_where_full
-from covmerge.run.engine.executor import Batch, Done, Span, Task, held_together
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
+from covmerge.run.engine.executor import Batch, Done, Executor, Span, Task, held_together
 from covmerge.run.engine.inputs import Inputs, read_inputs
-from covmerge.run.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.run.engine.thread_count import use_threads
+from covmerge.run.engine.transfer import Arrival, Transfer, goes_ahead
 from covmerge.run.engine.worker import work
 
 
-class Threads:
-    """An executor.
+class Threads(Executor):
+    """An executor, whose threads end with every run.
 
     Args:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
-        ahead: what is read goes to the device while another item is computed (`engine.staging`).
+        ahead: what is read goes to the device while another item is computed (`engine.transfer`).
         kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
     """
 
@@ -76,25 +73,12 @@ class Threads:
             task,
             self._in_flight,
             self._lanes,
-            Staging(task.context.device) if self._ahead else None,
+            Transfer(task.context.device) if self._ahead else None,
             HeapTrimmer(self._kept_above),
             alone or nullcontext(),
         )
         with pipeline.running() as finished:
             yield finished
-
-    def hashing(self, contents: Contents) -> Hashing:
-        """See `Executor.hashing`: here, in step with the reader."""
-        return InStep(contents)
-
-    def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
-    ) -> Mapping[str, Json]:
-        """See `Executor.read_files`: by this process."""
-        return read_files(sizes, file_check, base)
-
-    def close(self) -> None:
-        """See `Executor.close`; the threads end with every run."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +101,12 @@ class _Pipeline:
         task: Task,
         in_flight: int,
         lanes: int,
-        staging: Staging | None,
+        transfer: Transfer | None,
         trimmer: HeapTrimmer,
         alone: AbstractContextManager[object],
     ) -> None:
         self._batches = batches
-        self._staging = staging
+        self._transfer = transfer
         self._trimmer = trimmer
         self._alone = alone
         self._task = task
@@ -185,9 +169,9 @@ class _Pipeline:
         arrival: Arrival | None = None
         with _span("read") as taken:
             inputs = read_inputs(batch, self._task.sources)
-            if self._staging is not None and goes_ahead(batch):
+            if self._transfer is not None and goes_ahead(batch):
                 with naming_where_full(batch[0], self._task.context.device):
-                    inputs, arrival = self._staging.send(inputs)
+                    inputs, arrival = self._transfer.send(inputs)
         return _Read(index, batch, inputs, taken[0], arrival)
 
     def _compute_all(self) -> None:

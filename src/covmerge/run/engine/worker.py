@@ -23,7 +23,7 @@ from covmerge.maths.methods.factored import MergedFactors
 from covmerge.maths.methods.registry import Known
 from covmerge.plan.planning.forms import BaseRows, Result, as_output
 from covmerge.plan.planning.operations import Count, Inspect, Merge
-from covmerge.plan.planning.work import WorkItem, looked_over_at_once, parts_at_once
+from covmerge.plan.planning.work import WorkItem, experts_at_once, parts_at_once
 from covmerge.run.engine.devices import naming_where_full
 from covmerge.run.engine.executor import Batch, Done, Span, Task
 from covmerge.run.engine.inputs import (
@@ -66,7 +66,7 @@ def tensor_pass(
             return inspect(groups, shape, parameters)
 
     held = method.tensor_pass.entry_bytes(merge.parameters) > 0
-    together = looked_over_at_once(prod(shape), len(experts), held=held)
+    together = experts_at_once(prod(shape), len(experts), held=held)
     return dict(zip(experts, in_lanes(of, experts, together), strict=True))
 
 

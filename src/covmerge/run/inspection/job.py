@@ -20,7 +20,6 @@ from covmerge.base.settings import PREFERRED, UNNAMED, Hint, choose
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.quantised.view import open_plain
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums, sums_from_json
@@ -110,8 +109,8 @@ class InspectJob:
             ResourceError: a matrix of all experts does not fit the memory.
         """
         options = self.options
-        base = _model(checkpoints.base)
-        models = {name: _model(expert) for name, expert in checkpoints.experts.items()}
+        base = Model.of(checkpoints.base)
+        models = {name: Model.of(expert) for name, expert in checkpoints.experts.items()}
         findings, fitting = check_headers(self.recipe, base, models)
         checkpoints.materialize()
         folders = {name: model.checkpoint.folder for name, model in models.items()}
@@ -180,7 +179,7 @@ class InspectJob:
         before: Merge | None,
     ) -> Plan:
         """Return the plan that inspects what a plan merges, and what it was merged to."""
-        result = None if merged is None else _model(merged)
+        result = None if merged is None else Model.of(merged)
         found = {} if result is None else self._operands_of(result, base)
         models = len(plan.recipe.experts) + (merged is not None)
         inspected = {
@@ -295,10 +294,6 @@ class InspectJob:
 def _taking_part(expert: Expert) -> Expert:
     """The same expert in all tensors: it is inspected also where its weight is 0."""
     return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
-
-
-def _model(checkpoint: Checkpoint) -> Model:
-    return Model(checkpoint, describe_checkpoint(checkpoint))
 
 
 def _layers(

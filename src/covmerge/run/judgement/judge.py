@@ -20,7 +20,6 @@ from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
@@ -289,7 +288,7 @@ def judge(
             if unfit:
                 yield unfit
             if foreign:
-                yield from find_swaps(foreign, _model(base), _model(expert))
+                yield from find_swaps(foreign, Model.of(base), Model.of(expert))
             tables = None if unfit else replaced_tables(layers, name)
             if tables:
                 yield tables
@@ -371,7 +370,3 @@ def _way_on(stopping: Sequence[Finding], experts: int) -> str:
         return f"{stopped}. No expert differs from the base: pass models that were trained from it"
     names = list(dict.fromkeys(str(fault.name) for fault in stopping))
     return f"{stopped}; if this is meant, go on with {Hint('allow', names)}"
-
-
-def _model(checkpoint: Checkpoint) -> Model:
-    return Model(checkpoint, describe_checkpoint(checkpoint))

@@ -113,21 +113,21 @@ def _writer(packed: Packed) -> _Writer | None:
     """Return what packs a tensor as one that is read so; None: it is read and not written."""
     match packed:
         case Scaled() if packed.bits == BYTE and packed.whole is None:
-            return lambda headers, settings, _: of_scaled(
+            return lambda headers, settings, _maps: of_scaled(
                 packed, headers, powers=settings.get("scale_fmt") == "ue8m0"
             )
         case Words() if packed.zeros is None:
-            return lambda headers, *_: of_words(packed, headers)
+            return lambda headers, _settings, _maps: of_words(packed, headers)
         case EightBit():
-            return lambda headers, *_: of_eight_bit(packed, headers)
+            return lambda headers, _settings, _maps: of_eight_bit(packed, headers)
         case FourBit():
-            return lambda headers, _, maps: of_four_bit(packed, headers, maps)
+            return lambda headers, _settings, maps: of_four_bit(packed, headers, maps)
         case Grouped():
-            return lambda headers, settings, _: of_grouped(
+            return lambda headers, settings, _maps: of_grouped(
                 packed, headers, symmetric=_is_symmetric(settings)
             )
         case Experts():
-            return lambda headers, *_: of_experts(packed, headers)
+            return lambda headers, _settings, _maps: of_experts(packed, headers)
         case _:
             return None
 

@@ -5,6 +5,6 @@ executor    the executor: items, the sources' files and the output's as tasks
 """
 
 from covmerge.run.engine.cluster.connection import cluster_address, has_gpus
-from covmerge.run.engine.cluster.executor import CLIENT_HOLDS, Cluster
+from covmerge.run.engine.cluster.executor import RayCluster
 
-__all__ = ["CLIENT_HOLDS", "Cluster", "cluster_address", "has_gpus"]
+__all__ = ["RayCluster", "cluster_address", "has_gpus"]

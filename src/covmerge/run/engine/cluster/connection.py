@@ -16,9 +16,8 @@ import torch
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Form, Hint
 from covmerge.base.version import __version__
-from covmerge.run.engine.executor import Task
+from covmerge.run.engine.executor import Opener, Task
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.processes import Opener
 
 _ANSWERS_IN = 10  # seconds
 

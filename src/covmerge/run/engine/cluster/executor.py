@@ -25,10 +25,18 @@ from covmerge.plan.recipe import format_size
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.connection import WORKER_CACHE, Opening, Setup, connect, ray_module
 from covmerge.run.engine.devices import check_room, usable_device
-from covmerge.run.engine.executor import Batch, Done, Task, largest_first, moved_together, portable
+from covmerge.run.engine.executor import (
+    Batch,
+    Done,
+    Executor,
+    Opener,
+    Task,
+    largest_first,
+    moved_together,
+    portable,
+)
 from covmerge.run.engine.hashing import Contents, FileCheck, Hashes, Hashing, in_order, to_share
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.processes import Opener
 from covmerge.run.engine.worker import check_there, cores_of, serve
 
 # Files of the output and of the sources, read as tasks of a Ray cluster, a file each.
@@ -196,7 +204,6 @@ def _hash(key: str, opening: list[Any], place: tuple[str, str]) -> str | BaseExc
         return portable(error)
 
 
-CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
 # Small items go to one task together, as far as every core has several: to start one takes a millisecond.
 _LOAD_BYTES = 64 * 2**20
 _LOADS_A_CORE = 8
@@ -208,7 +215,7 @@ _WAIT = 0.2  # seconds between two reads of what another machine wrote
 _Load = Sequence[tuple[int, Batch]]
 
 
-class Cluster:
+class Cluster(Executor):
     """An executor. Its process keeps the journal, and reads back what other machines have written.
 
     A task whose process or node is lost is done again by Ray. One that counts returns its counters, and
@@ -342,6 +349,25 @@ class Cluster:
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The nodes of a Ray cluster; see `Elsewhere`.
+
+    Attributes:
+        address: of the cluster, as `ray.init` takes it.
+        device: where its nodes compute.
+        client_holds: what Ray takes in the process that gives out the work.
+    """
+
+    address: str
+    device: torch.device
+    client_holds: int = 256 * 2**20
+
+    def executor(self, opener: Opener, max_memory: int | None) -> Cluster:
+        """Return what gives its nodes the work."""
+        return Cluster(self.address, opener, max_memory)
 
 
 @dataclass(frozen=True)

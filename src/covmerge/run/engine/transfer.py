@@ -57,7 +57,7 @@ class _Buffer:
     read: Arrival
 
 
-class Staging:
+class Transfer:
     """Sends inputs to a device. One thread sends, and another computes on the device's current stream.
 
     Args:

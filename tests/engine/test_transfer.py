@@ -9,11 +9,11 @@ import covmerge
 from covmerge.base.types import LowRank, Measured
 from covmerge.errors import TensorError
 from covmerge.run.engine import options, threads
-from covmerge.run.engine import staging as of_staging
+from covmerge.run.engine import transfer as of_transfer
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.inputs import Inputs
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.engine.staging import Staging, pinned_bytes
+from covmerge.run.engine.transfer import Transfer, pinned_bytes
 from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_two_adapters
 from tests.engine.layers import models, plan, saved
@@ -24,32 +24,32 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 
 @contextmanager
-def sent_by(staging):
+def sent_by(transfer):
     """Merges whose rows are sent ahead on the CPU; what has sent them."""
     used = []
 
     def made(device):
-        used.append(staging(device, SMALL))
+        used.append(transfer(device, SMALL))
         return used[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "pinned_bytes", lambda device: 1)
-        patch.setattr(threads, "Staging", made)
+        patch.setattr(threads, "Transfer", made)
         yield used
     assert used
     for own in used:
-        if staging is Late:
+        if transfer is Late:
             own.stream.shutdown()
 
 
-by_each = pytest.mark.parametrize("staging", [Staging, Late])
+by_each = pytest.mark.parametrize("transfer", [Transfer, Late])
 
 
 @by_each
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str
 )
-def test_inputs_arrive_as_they_were_read(staging, dtype):
+def test_inputs_arrive_as_they_were_read(transfer, dtype):
     def drawn(*shape):
         return (10 * torch.randn(shape)).to(dtype)
 
@@ -65,7 +65,7 @@ def test_inputs_arrive_as_they_were_read(staging, dtype):
         },
         {"gram": {"a": Measured(drawn(50, 50), rows=3, total=1.0)}},
     )
-    way = staging(CPU, SMALL)
+    way = transfer(CPU, SMALL)
     sent, arrival = way.send(inputs)
     scalar, _ = way.send(Inputs(drawn(), {}))
     arrival.synchronize()
@@ -89,17 +89,17 @@ def test_inputs_arrive_as_they_were_read(staging, dtype):
 )
 @by_each
 def test_a_merge_whose_rows_are_sent_ahead_has_the_same_bytes(
-    staging, method, given, tmp_path, monkeypatch
+    transfer, method, given, tmp_path, monkeypatch
 ):
     """Items counted before and merged; what is copied stays where it is."""
     sources = saved(tmp_path, *models(dtype=torch.bfloat16))
     rules = [{"match": "*embed*", "use": "base"}]
     given = {"rules": rules, "threads": 1, **given}
     covmerge.merge(*sources, method, tmp_path / "plain", **given)
-    with sent_by(staging) as used:
+    with sent_by(transfer) as used:
         covmerge.merge(*sources, method, tmp_path / "sent", **given)
     assert contents(tmp_path / "sent") == contents(tmp_path / "plain")
-    assert all(own.pieces > 16 for own in used if staging is Late)
+    assert all(own.pieces > 16 for own in used if transfer is Late)
 
 
 @of_adapters
@@ -113,17 +113,17 @@ def test_factors_of_adapters_are_sent_ahead(tmp_path):
 
 
 @by_each
-def test_an_error_names_the_tensor(staging):
+def test_an_error_names_the_tensor(transfer):
     name = "model.layers.2.self_attn.v_proj.weight"
     unlike = [("e1", name, lambda weight: weight * float("nan"))]
-    with sent_by(staging), pytest.raises(TensorError, match=rf"{name}.*first at \[0, 0\]"):
+    with sent_by(transfer), pytest.raises(TensorError, match=rf"{name}.*first at \[0, 0\]"):
         covmerge.merge(*models(unlike=unlike), "ace", threads=1)
 
 
 def test_rows_are_sent_ahead_where_there_is_room(monkeypatch):
     """Not at all on a CPU; on a GPU where what is in flight fits beside what is computed."""
     made = plan(*models())
-    assert pinned_bytes(CPU) == 0 and pinned_bytes(CUDA) == 2 * of_staging._BYTES
+    assert pinned_bytes(CPU) == 0 and pinned_bytes(CUDA) == 2 * of_transfer._BYTES
     assert not RunOptions().memory([made]).ahead
     monkeypatch.setattr(options, "usable_device", torch.device)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
