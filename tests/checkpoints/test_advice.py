@@ -13,6 +13,8 @@ from peft import (
     PsoftConfig,
     get_peft_model,
 )
+from peft.tuners.lora import LoraLayer
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from transformers import AutoModelForCausalLM
@@ -703,6 +705,41 @@ def test_a_base_that_random_numbers_changed(tmp_path):
     for source in (tmp_path / "b", merged):
         found = covmerge.merge(right, {"a": source}, "average").tensors
         torch.testing.assert_close(found, merged)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["swapped", "scaled"])
+def test_an_adapter_that_its_configuration_does_not_scale(how, tmp_path):
+    """peft 0.21.2: hotswap_adapter and set_scale leave peft_config as it was, and saving goes by it."""
+    llama().save_pretrained(tmp_path / "base")
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    for name, alpha in (("first", 2), ("second", 16)):
+        config = LoraConfig(
+            r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False
+        )
+        get_peft_model(base(), config).save_pretrained(tmp_path / name)
+    model = PeftModel.from_pretrained(base(), tmp_path / "first")
+    given = (base().state_dict(), {"a": tmp_path / "first"}, "average")
+    factor = 1.0
+    assert covmerge.merge(given[0], {"a": model}, given[2]).tensors
+    if how == "swapped":
+        hotswap_adapter(model, str(tmp_path / "second"), "default")
+        given = (base().state_dict(), {"a": tmp_path / "second"}, "average")
+    else:
+        factor = 0.25
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.set_scale("default", factor)
+    said = advice(
+        "pass the folder of the adapter, with a weight where it is to count for more or less"
+    )
+    refused(said, model, given[0])
+    found = covmerge.merge(*given, weights={"a": factor}).tensors
+    right = model.merge_and_unload().state_dict()
+    torch.testing.assert_close(found, {name: right[name] for name in found})
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

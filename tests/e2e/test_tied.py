@@ -57,6 +57,12 @@ FAMILIES = {
         | {"decoder_start_token_id": 0},
         *("q", "shared", "lm_head"),
     ),
+    "mt5": (
+        "MT5ForConditionalGeneration",
+        {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+        | {"decoder_start_token_id": 0},
+        *("q", "shared", "lm_head"),
+    ),
     "bert": ("BertForMaskedLM", {**TEXT}, "query", "word_embeddings", "decoder"),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
@@ -285,6 +291,34 @@ def test_a_model_that_is_another_when_untied(tmp_path):
     set_in(tmp_path / "base", tie_word_embeddings=False, scale_decoder_outputs=False)
     covmerge.merge(*given, tmp_path / "out")
     assert_computes(loaded(tmp_path / "out", "t5"), wanted)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_a_head_of_its_own_that_a_config_calls_tied(tmp_path, kind):
+    """transformers 5.23.0 writes so of every T5, Flan-T5 too; 4.57.1 wrote false, as the base has it."""
+    base, again, expert = (tmp_path / name for name in ("base", "again", "expert"))
+    built(kind).save_pretrained(base)
+    weights = load_file(base / "model.safetensors")
+    weights[HEAD] = torch.randn(weights["shared.weight"].shape)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text("utf-8"))
+    config.pop("scale_decoder_outputs", None)
+    (base / "config.json").write_text(json.dumps(config), "utf-8")
+    set_in(base, tie_word_embeddings=False)
+    loaded(base, kind).save_pretrained(again)
+    tuned = moved(loaded(base, kind), 0.01)
+    tuned.save_pretrained(expert)
+    assert is_tied(expert) and HEAD in load_file(expert / "model.safetensors")
+    wanted = logits(tuned)
+    report = str(covmerge.inspect(base, {"x": expert}).table())
+    assert "tie_word_embeddings" not in report
+    for start in (base, again):
+        out = tmp_path / f"over-{start.name}"
+        covmerge.merge(start, {"x": expert}, "average", out)
+        assert_computes(loaded(out, kind), wanted)
+        assert covmerge.verify(out).ok
+    merged = covmerge.merge(base, {"x": tuned}, "average")
+    torch.testing.assert_close(merged.tensors[HEAD], tuned.lm_head.weight.data)
 
 
 def test_what_is_tied_whatever_the_config_says(tmp_path):

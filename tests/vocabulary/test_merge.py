@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -96,6 +97,30 @@ def test_rows_follow_their_tokens(models, tmp_path):
             given = given if "base" in have else given / len(have)
             rows = [row(n, token) if n in have else given for n in WORDS if n != "base"]
             torch.testing.assert_close(found[table][number], sum(rows) / 3)
+
+
+def test_texts_that_are_cut_otherwise_are_told(models, tmp_path):
+    """The output has one way of cutting, of tokenizers 0.23.3; another spelling of it is no other."""
+    said = "the output cuts texts as the base does"
+    assert not any(said in note for note in plan_recipe(recipe(models))[0].notes)
+    changes = {
+        "x": lambda t: t.update(normalizer={"type": "Lowercase"}),
+        "y": lambda t: t["model"].update(merges=t["model"]["merges"][::-1]),
+        "same": lambda t: t["model"].update(merges=[" ".join(m) for m in t["model"]["merges"]]),
+    }
+    for name, change in changes.items():
+        shutil.copytree(models / "llama" / "t0", tmp_path / name)
+        file = tmp_path / name / "tokenizer.json"
+        content = json.loads(file.read_text("utf-8"))
+        assert len(content["model"]["merges"]) > 1 and isinstance(
+            content["model"]["merges"][0], list
+        )
+        change(content)
+        file.write_text(json.dumps(content), "utf-8")
+    experts = {name: str(tmp_path / name) for name in changes}
+    notes = plan_recipe(recipe(models, experts))[0].notes
+    (note,) = [note for note in notes if said in note]
+    assert "'x' (normalizer)" in note and "'y' (merges)" in note and "same" not in note
 
 
 def test_ids_are_those_of_the_base_then_in_the_order_of_the_experts(models, tmp_path):

@@ -163,8 +163,15 @@ def test_a_union_says_that_pieces_of_words_were_added(tmp_path):
     pytest.importorskip("sentencepiece")
     save(tmp_path / "a", llama, "llama", 340, LLAMA)
     save(tmp_path / "b", llama, "llama_other", 340, LLAMA)
-    notes = json.loads((merged(tmp_path, "union") / "covmerge.json").read_text())["notes"]
+    out = merged(tmp_path, "union")
+    notes = json.loads((out / "covmerge.json").read_text())["notes"]
     assert any("of the added tokens are pieces of other models' words" in note for note in notes)
+    (note,) = [note for note in notes if "mark of a space" in note]
+    unseen = re.findall("'(▁[^']+)'", note)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert unseen and all(piece in tokenizer.get_vocab() for piece in unseen)
+    for piece in unseen:
+        assert piece not in tokenizer.tokenize("x" + piece.replace("▁", " "))
 
 
 @pytest.mark.parametrize(("source", "there"), [("a", True), ("b", False), ("union", False)])

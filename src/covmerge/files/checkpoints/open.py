@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -173,6 +174,24 @@ def _is_of_peft(module: nn.Module) -> bool:
     return "peft" in kinds or getattr(module, "_hf_peft_config_loaded", False) is True
 
 
+def _check_scales(module: Any, name: str, config: Any) -> None:
+    """Refuse a LoRA with another scale than its configuration says: what PEFT saves has the latter."""
+    if getattr(config, "peft_type", None) != "LORA":
+        return
+    for path, layer in module.named_modules():
+        held = [getattr(layer, field, None) for field in ("scaling", "lora_alpha", "r")]
+        if not all(isinstance(one, dict) and name in one for one in held):
+            continue
+        scale, alpha, rank = (float(one[name]) for one in held)
+        said = alpha / (sqrt(rank) if config.use_rslora else rank)
+        if not isclose(scale, said, rel_tol=1e-6):
+            raise CheckpointError(
+                f"the {type(module).__name__} scales the adapter of '{path}' by {scale:g}, and its "
+                f"configuration says {said:g}, as after hotswap_adapter or set_scale: pass the folder of "
+                "the adapter, with a weight where it is to count for more or less"
+            )
+
+
 def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     """Return the adapter of a module as PEFT would save it."""
     named: Mapping[str, object] = module.peft_config
@@ -182,6 +201,7 @@ def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
             "(get_peft_model_state_dict(model, adapter_name=NAME), model.peft_config[NAME])"
         )
     ((name, config),) = named.items()
+    _check_scales(module, name, config)
     peft: Any = import_module("peft")
     tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
     prefix = "base_model.model."  # which transformers adds as it saves

@@ -221,7 +221,7 @@ def describe(
     outside, blocks = _outside(headers, skeleton), in_rows_of_blocks(headers)
     tied = _tied(headers, skeleton) if skeleton else dict(shared)
     lacks_head = _lacking(headers, skeleton, tied) if skeleton else None
-    if config is not None and config.get("tie_word_embeddings") is False:
+    if config is not None and has_own_head(config):
         # transformers ties T5's output all the same, and unties it when the stored values differ.
         outputs = {name for name, (kind, _) in found.items() if kind.role is Role.OUTPUT}
         tied = {name: to for name, to in tied.items() if name not in outputs}
@@ -258,6 +258,24 @@ def describe(
         source="skeleton" if skeleton else "names",
         notes=tuple(notes),
     )
+
+
+# transformers 5 writes `"tie_word_embeddings": true` of these whatever they are.
+_ALWAYS_SAID_TIED = ("mt5", "udop", "umt5")
+
+
+def has_own_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that a head that is stored is no copy of the embedding.
+
+    Example:
+        >>> has_own_head({"model_type": "t5", "tie_word_embeddings": True, "scale_decoder_outputs": False})
+        True
+    """
+    # What a tied T5 scales its outputs by is 1 of one with a head of its own: of the two keys, this holds.
+    if config.get("tie_word_embeddings") is False or config.get("scale_decoder_outputs") is False:
+        return True
+    release = str(config.get("transformers_version"))
+    return config.get("model_type") in _ALWAYS_SAID_TIED and release.startswith("5.")
 
 
 def conv1d_names(description: ModelDescription) -> frozenset[str] | None:

@@ -25,7 +25,17 @@ from covmerge.plan.vocabulary.rows import (
     tables_of,
     vocabulary,
 )
-from covmerge.plan.vocabulary.tokens import Added, Reader, Tokenizer, hashes_of, read_files
+from covmerge.plan.vocabulary.tokens import (
+    Added,
+    Reader,
+    Tokenizer,
+    cut_apart,
+    hashes_of,
+    read_files,
+)
+
+# What tokenizers write for a space: as an added token it is looked for in the text itself.
+_SPACES = ("\u0120", "\u2581")
 
 
 @dataclass(frozen=True)
@@ -177,6 +187,14 @@ def _vocabulary(
             f"too, so that texts may be read otherwise than by {_called(owner)}; `source: base`, or of one "
             "expert, leaves a model's reading as it is"
         )
+    unseen = [piece for piece in pieces if piece.startswith(_SPACES)]
+    if unseen:
+        notes.append(
+            f"{len(unseen)} of these pieces begin with a tokenizer's mark of a space "
+            f"({some(unseen, 3, quoted=True)}), which no text has: they are never found, and their rows "
+            "not used"
+        )
+    notes += _cutting(owner, sources)
     folder = folders[owner]
     if folder is None or found[owner] is None:
         raise InputError(f"{_called(owner)} has no tokenizer: name another `source` in `tokenizer`")
@@ -193,6 +211,18 @@ def _vocabulary(
         generation=_generation(folder) if of_another else None,
     )
     return Text(decided, tables, files, (*row_notes, *notes))
+
+
+def _cutting(owner: str | None, sources: Mapping[str | None, Source]) -> Iterator[str]:
+    """Say whose texts are cut otherwise than they were in training."""
+    chosen = sources[owner].tokenizer
+    apart = {key: cut_apart(chosen, one.tokenizer) for key, one in sources.items()}
+    named = [f"{_called(key)} ({some(parts, 3)})" for key, parts in apart.items() if parts]
+    if named:
+        yield (
+            f"the output cuts texts as {_called(owner)} does; trained on texts that were cut otherwise: "
+            + some(named, 3)
+        )
 
 
 def _of_first(

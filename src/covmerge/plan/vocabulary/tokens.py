@@ -98,7 +98,7 @@ def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
             continue
         if TOKENIZER in files:
             # That file goes before the others, but says nothing of tokens that it lacks.
-            known = _of_json(folder, files[TOKENIZER]) if known is None else known
+            known = _vocab_of_json(folder, files[TOKENIZER]) if known is None else known
             if token in known or token not in ids:
                 continue
         read = "none" if token not in ids else str(ids[token])
@@ -109,16 +109,20 @@ def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
         )
 
 
-def _of_json(folder: Path, content: bytes) -> Mapping[str, int]:
+def _vocab_of_json(folder: Path, content: bytes) -> Mapping[str, int]:
+    return _parsed(folder, content).get_vocab(with_added_tokens=True)
+
+
+def _parsed(folder: Path, content: bytes) -> Any:
+    """The library tokenizers' tokenizer of a tokenizer.json."""
     tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
     try:
         with panics_as_errors():
-            made = tokenizers.Tokenizer.from_str(content.decode())
+            return tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # it has no class of errors of its own
         raise InputError(
             f"{folder / TOKENIZER} is no tokenizer to the library tokenizers: save the model anew"
         ) from error
-    return made.get_vocab(with_added_tokens=True)
 
 
 def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
@@ -258,6 +262,49 @@ class Tokenizer:
         tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
         made = tokenizers.Tokenizer.from_str(json.dumps(content))
         return content if made.get_vocab(with_added_tokens=True) == ids else None
+
+
+def cut_apart(one: Tokenizer, other: Tokenizer) -> list[str]:
+    """Return by what two tokenizers cut a text otherwise, as tokenizer.json calls it.
+
+    Nothing is known of one without that file. Of merges and scores those of pieces that both have count.
+    """
+    if TOKENIZER not in one.files or TOKENIZER not in other.files or one.hashes == other.hashes:
+        return []
+    # Other releases leave out what has its default, or write merges as texts: this writes all, in one way.
+    ours, theirs = (
+        json.loads(_parsed(t.folder, t.files[TOKENIZER]).to_str()) for t in (one, other)
+    )
+    found = [
+        part
+        for part in ("normalizer", "pre_tokenizer")
+        if _without_offsets(ours[part]) != _without_offsets(theirs[part])
+    ]
+    models = ours["model"], theirs["model"]
+    listed = ("vocab", "merges")
+    kinds = [{key: value for key, value in m.items() if key not in listed} for m in models]
+    pieces = [dict(m["vocab"]) for m in models]  # piece -> number, or score
+    shared = pieces[0].keys() & pieces[1].keys()
+    merges = [[(a, b) for a, b in m.get("merges", ()) if {a, b, a + b} <= shared] for m in models]
+    if kinds[0] != kinds[1]:
+        found.append("model")
+    elif merges[0] != merges[1]:
+        found.append("merges")
+    elif isinstance(models[0]["vocab"], list) and any(
+        pieces[0][piece] != pieces[1][piece] for piece in shared
+    ):
+        found.append("scores")
+    return found
+
+
+def _without_offsets(part: Any) -> Any:
+    """A part of a tokenizer.json without what decides on offsets alone."""
+    if isinstance(part, list):
+        return [_without_offsets(one) for one in cast("list[Any]", part)]
+    if isinstance(part, dict):
+        fields = cast("dict[str, Any]", part).items()
+        return {key: _without_offsets(value) for key, value in fields if key != "trim_offsets"}
+    return part
 
 
 class Reader:

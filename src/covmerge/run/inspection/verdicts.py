@@ -13,6 +13,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some, spread
+from covmerge.files.tensors.describe import has_own_head
 from covmerge.plan.planning.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.recipe import Recipe
@@ -130,7 +131,8 @@ def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
     key = "tie_word_embeddings"
     if None in (config.get(key), other.get(key)):
         return
-    if config[key] != other[key] and base.checkpoint.untied is None:  # else a note says it
+    alike = has_own_head(config) == has_own_head(other)
+    if not alike and base.checkpoint.untied is None:  # else a note says it
         yield Finding(
             Severity.WARNING,
             f"{key} is {other[key]} in its config.json and {config[key]} in the base's: the merged "
