@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import covmerge
-from covmerge.base.errors import InputError
+from covmerge.base.errors import InputError, TensorError
 from covmerge.plan.moe.architectures import ARCHITECTURES
 from covmerge.plan.recipe import load_recipe
 from tests.advised import advice
@@ -209,6 +209,20 @@ def test_an_expert_is_shared_and_experts_are_scaled(
             shared_gate=drawn[number, 2:] if gated else None,
         )
     agrees(out, dense)
+
+
+def test_a_scale_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
+    experts_of("llama", tmp_path, head_dim=8)
+    for name in ("base", *NAMES):
+        file = tmp_path / name / "model.safetensors"
+        half = {own: tensor.half() for own, tensor in load_file(file).items()}
+        save_file(half, file, metadata={"format": "pt"})
+    said = advice(
+        "{} times its scale of {} exceeds {}: write a smaller one under moe.residual_scale"
+    )
+    with pytest.raises(TensorError, match=said):
+        made(tmp_path, recipe_of(tmp_path, "mixtral", residual_scale={"code": 1e9}))
+    made(tmp_path, recipe_of(tmp_path, "mixtral", residual_scale={"code": 2.0}))
 
 
 @pytest.mark.parametrize(("architecture", "kind"), DENSE)

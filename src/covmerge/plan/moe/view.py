@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError
+from covmerge.base.errors import InputError, TensorError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, copy_rows, find_header, refuse_adapter
@@ -70,7 +70,13 @@ class MixtureView(View):
     def _scaled(self, factor: float, header: TensorHeader, rows: range | None) -> Tensor:
         stored = self._as_stored(header, rows)
         wide = stored if stored.dtype.itemsize > 1 else stored.float()  # torch multiplies no others
-        return (wide * factor).to(stored.dtype)
+        scaled = (wide * factor).to(stored.dtype)
+        if not scaled.float().isfinite().all() and wide.isfinite().all():
+            raise TensorError(
+                f"'{header.name}' times its scale of {factor:g} exceeds {stored.dtype}: write a smaller "
+                "one under moe.residual_scale"
+            )
+        return scaled
 
     def _zero(self, header: TensorHeader, rows: range | None) -> Tensor:
         return copy_rows(torch.zeros(header.shape, dtype=header.dtype), rows)
