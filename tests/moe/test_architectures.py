@@ -217,9 +217,7 @@ def test_a_scale_that_a_dtype_cannot_hold(tmp_path: Path) -> None:
         file = tmp_path / name / "model.safetensors"
         half = {own: tensor.half() for own, tensor in load_file(file).items()}
         save_file(half, file, metadata={"format": "pt"})
-    said = advice(
-        "{} times its scale of {} exceeds {}: write a smaller one under moe.residual_scale"
-    )
+    said = advice("times its scale of {} exceeds {}: write a smaller one under moe.residual_scale")
     with pytest.raises(TensorError, match=said):
         made(tmp_path, recipe_of(tmp_path, "mixtral", residual_scale={"code": 1e9}))
     made(tmp_path, recipe_of(tmp_path, "mixtral", residual_scale={"code": 2.0}))
