@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.advised import advice
 from tests.cli.runs import covmerge, words
 from tests.e2e.following import noted, told
+from tests.moe.test_architectures import DENSE, NAMES, experts_of
 from tests.moe.test_mixture import models  # pyright: ignore[reportUnusedImport]
 
 __all__ = ["models"]  # a fixture
@@ -35,29 +36,144 @@ OURS = {
     "rules": [{"match": "*", "use": "base"}],
 }
 READING = OURS | {"moe": {"gates": "update"}}
+THIRD = {"source_model": "chat", "positive_prompts": ["w9"]}
+QWEN = RIGHT | {"architecture": "qwen", "shared_experts": [THIRD]}
+THREE = OURS | {"experts": OURS["experts"] | {"chat": "chat"}}
+GIVEN = {"gates": "random", "architecture": "qwen2_moe", "shared": {"expert": "chat"}}
+OLMO, YOUTU = ({name: f"{kind}/{name}" for name in NAMES} for kind in ("olmo2", "youtu"))
 STACK = {"slices": [{"base": [0, 2], "experts": {"code": [0, 2], "math": [0, 2]}}]}
 MIXTURES = {
-    "shared experts": (
-        RIGHT | {"shared_experts": [{"source_model": "chat"}]},
-        advice("covmerge writes Mixtral, which has no shared experts: leave it out"),
-        RIGHT,
+    "two shared experts": (
+        QWEN | {"shared_experts": [THIRD, THIRD]},
+        advice("covmerge shares one expert: leave the others out"),
+        QWEN,
+    ),
+    "a shared expert whose gate nobody tells": (
+        RIGHT | {"architecture": "qwen", "shared_experts": [{"source_model": "chat"}]},
+        advice(
+            "the shared expert has a gate, by its positive_prompts or at random, with `architecture: "
+            "qwen`, and none with `architecture: deepseek`; this is {}: change one of them"
+        ),
+        QWEN,
+        RIGHT | {"architecture": "deepseek", "shared_experts": [{"source_model": "chat"}]},
+    ),
+    "no shared expert": (
+        RIGHT | {"architecture": "qwen moe"},
+        advice("qwen needs a shared expert: add one under shared_experts"),
+        QWEN,
+    ),
+    "their architecture": (
+        RIGHT | {"architecture": "gpt"},
+        advice(
+            "architecture is {}; mergekit-moe has mixtral, deepseek, qwen and qwen3: write one of them"
+        ),
+        RIGHT | {"architecture": "mixtral"},
+        RIGHT | {"architecture": "deepseek"},
     ),
     "noise": (
         RIGHT | {"experts": [FIRST | {"noise_scale": 0.1}, SECOND]},
         advice("covmerge adds no noise to weights: leave it out"),
         RIGHT,
     ),
-    "a scale": (
-        RIGHT | {"experts": [FIRST | {"residual_scale": 0.1}, SECOND]},
-        advice("covmerge takes the experts' weights as they are: leave it out"),
-        RIGHT,
-    ),
-    "hidden states": (
-        RIGHT | {"gate_mode": "hidden"},
-        advice("gate_mode is {}{}; covmerge has {}: write one of them"),
+    "their gates": (
+        RIGHT | {"gate_mode": "deep"},
+        advice("gate_mode is {}; covmerge has {}: write one of them"),
         RIGHT | {"gate_mode": "random"},
         RIGHT | {"gate_mode": "uniform_random"},
+        RIGHT | {"gate_mode": "hidden"},
+        RIGHT | {"gate_mode": "hidden_avg"},
+        RIGHT | {"gate_mode": "hidden_last"},
         RIGHT,
+    ),
+    "prompts without end": (
+        RIGHT | {"gate_mode": "hidden"} | prompts(["w1 " * 30_000, "w2", "w3"], ["w5"]),
+        advice(
+            "{} prompts of up to {} tokens are too much to run at once: write shorter or fewer ones, or "
+            "use `gates: cheap_embed`"
+        ),
+        RIGHT | {"gate_mode": "hidden"},
+        RIGHT,
+    ),
+    "OLMoE": (
+        OURS | {"moe": {"gates": "random", "architecture": "olmoe"}},
+        advice(
+            "it norms q and k over all heads, and what attention and MLP read, as no dense model does: "
+            "write flex_olmo, with an OLMo 2 base"
+        ),
+        OURS
+        | {
+            "base": "olmo2/base",
+            "experts": OLMO,
+            "moe": {"gates": "random", "architecture": "flex_olmo"},
+        },
+    ),
+    "DeepSeek-V2": (
+        OURS | {"moe": {"gates": "random", "architecture": "deepseek_v2"}},
+        advice(
+            "in transformers the weights of a token's experts do not add up to 1 there: write deepseek_v3, "
+            "with a Youtu base"
+        ),
+        OURS
+        | {
+            "base": "youtu/base",
+            "experts": YOUTU,
+            "moe": {"gates": "random", "architecture": "deepseek_v3"},
+        },
+    ),
+    "DeepSeek-MoE": (
+        OURS | {"moe": {"gates": "random", "architecture": "deepseek"}},
+        advice(
+            "transformers has it in no release: write qwen2_moe, with a Llama base and a shared expert, or "
+            "mixtral without one"
+        ),
+        OURS | {"moe": {"gates": "random", "architecture": "qwen2_moe"}},
+        OURS,
+    ),
+    "a shared expert in Mixtral": (
+        THREE | {"moe": {"gates": "random", "shared": {"expert": "chat"}}},
+        advice("{} has no shared expert: leave out moe.shared, or write `architecture: {}`"),
+        THREE | {"moe": {"gates": "random"}},
+        THREE | {"moe": GIVEN},
+    ),
+    "prompts of a shared expert": (
+        THREE | {"moe": GIVEN | {"prompts": {"chat": {"positive": ["w1"]}}}},
+        advice(
+            "moe.prompts has prompts of '{}', which is shared without a gate: leave them out, or write "
+            "`gated: true`"
+        ),
+        THREE | {"moe": GIVEN},
+        THREE
+        | {
+            "moe": GIVEN
+            | {
+                "prompts": {"chat": {"positive": ["w1"]}},
+                "shared": {"expert": "chat", "gated": True},
+            }
+        },
+    ),
+    "a gate that updates do not make": (
+        THREE | {"moe": GIVEN | {"gates": "update", "shared": {"expert": "chat", "gated": True}}},
+        advice(
+            "gates: update compares experts, and a shared one has none to be compared with: leave "
+            "out `gated`"
+        ),
+        THREE | {"moe": GIVEN | {"gates": "update"}},
+    ),
+    "a gate that DeepSeek has not": (
+        OURS
+        | {
+            "base": "youtu/base",
+            "experts": YOUTU,
+            "moe": GIVEN
+            | {"architecture": "deepseek_v3", "shared": {"expert": "chat", "gated": True}},
+        },
+        advice("the shared expert of {} has no gate: leave out `gated`"),
+        OURS
+        | {
+            "base": "youtu/base",
+            "experts": YOUTU,
+            "moe": GIVEN | {"architecture": "deepseek_v3"},
+        },
     ),
     "an expert twice": (
         RIGHT | {"experts": [FIRST, SECOND, SECOND]},
@@ -113,7 +229,7 @@ MIXTURES = {
     "no tokenizer": (
         RIGHT | {"base_model": "untold"},
         advice(
-            "which `gates: cheap_embed` needs: put its files beside the weights, or use `gates: random`"
+            "which gates of prompts need: put its files beside the weights, or use `gates: random`"
         ),
         RIGHT,
         RIGHT | {"gate_mode": "random", "base_model": "untold"},
@@ -129,6 +245,8 @@ def here(models, tmp_path, monkeypatch):
     tensors = load_file(base["model.safetensors"])
     rows = {name: tensors[name][:60] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     broken = {"model.layers.0.mlp.up_proj.weight": torch.full((24, 16), torch.nan)}
+    for kind, architecture in (("olmo2", "flex_olmo"), ("youtu", "deepseek_v3")):
+        experts_of(kind, tmp_path / kind, **DENSE[architecture, kind])
     changed = {
         "broken": ({}, tensors | broken),
         "three": ({"num_hidden_layers": 3}, tensors),

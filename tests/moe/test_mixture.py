@@ -178,9 +178,10 @@ def test_prompts_that_hardly_differ_are_warned_of(models: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gate_mode": "hidden"}, "gate_mode is 'hidden'"),
-        ({"shared_experts": [{"source_model": "x"}]}, "shared_experts"),
-        ({"architecture": "qwen"}, "architecture is 'qwen'"),
+        ({"gate_mode": "deep"}, "gate_mode is 'deep'"),
+        ({"architecture": "mixtral", "shared_experts": [{"source_model": "x"}]}, "is neither"),
+        ({"shared_experts": [{"source_model": "x"}], "gate_mode": "random"}, "is either"),
+        ({"architecture": "gpt"}, "architecture is 'gpt'"),
         ({"gatemode": "random"}, "unknown key 'gatemode'"),
         ({"experts_per_token": 4}, "experts_per_token is 4, and there are 3 experts"),
     ],
@@ -249,3 +250,65 @@ def test_an_update_of_nothing_reads_nothing(models: Path, tmp_path: Path) -> Non
     found = load_file(made(models, tmp_path, recipe) / "model.safetensors")
     gate = found["model.layers.1.block_sparse_moe.gate.weight"].double()
     assert gate.square().sum(1).sqrt().tolist() == pytest.approx([0.0, 1.0])
+
+
+@pytest.mark.parametrize("mode", ["hidden", "hidden_avg"])
+def test_gates_are_what_the_base_makes_of_prompts(mode: str, models: Path, tmp_path: Path) -> None:
+    """The residual stream before each layer; a prompt alone gives what it gives beside a longer one."""
+    import transformers
+
+    out = made(models, tmp_path, theirs(models, gate_mode=mode))
+    found = load_file(out / "model.safetensors")
+    loader: Any = transformers.AutoModelForCausalLM
+    base = loader.from_pretrained(models / "base", dtype=torch.float64)
+    # BOS is token 0, which stands before a shorter prompt too; w0 is token 3.
+    shown = [([[0, 4, 5, 6], [0, 0, 0, 7]], [[0, 12]]), ([[0, 8, 9]], []), ([[0, 10, 11, 4]], [])]
+
+    def states(prompts: list[list[int]]) -> torch.Tensor:
+        seen = torch.tensor([[1] * len(one) for one in prompts])
+        if len(prompts) > 1:
+            seen[1, :2] = 0
+        with torch.no_grad():
+            run = base(torch.tensor(prompts), attention_mask=seen, output_hidden_states=True)
+        each = torch.stack(run.hidden_states[:-1])
+        return (each[:, :, -1] if mode == "hidden" else each.mean(2)).mean(1)
+
+    for index, (positive, negative) in enumerate(shown):
+        row = states(positive) - (states(negative) if negative else 0)
+        row = row / row.square().sum(-1, keepdim=True).sqrt()
+        for layer in range(2):
+            gate = found[f"model.layers.{layer}.block_sparse_moe.gate.weight"][index].double()
+            torch.testing.assert_close(gate, row[layer], rtol=0.05, atol=0.02)  # of bfloat16
+    for deep in ([], ["--deep"]):
+        ran = CliRunner().invoke(app, ["verify", *deep, str(out)])
+        assert ran.exit_code == 0, ran.output
+
+
+def test_prompts_that_say_nothing_to_the_base_are_refused(models: Path, tmp_path: Path) -> None:
+    recipe = theirs(models, gate_mode="hidden")
+    recipe["experts"][0]["negative_prompts"] = recipe["experts"][0]["positive_prompts"]
+    with pytest.raises(InputError, match="the gate of the prompt 'w1 w2 w3' is zero"):
+        made(models, tmp_path, recipe)
+
+
+def test_their_file_with_a_shared_expert(models: Path, tmp_path: Path) -> None:
+    """Weights as they are but for the scale they are given, and a gate of its prompts."""
+    shared = {"source_model": str(models / "chat"), "positive_prompts": ["w20"]}
+    recipe = theirs(models, architecture="qwen", shared_experts=[shared])
+    del recipe["experts"][2]
+    recipe["experts"][0]["residual_scale"] = 0.25
+    found = load_file(made(models, tmp_path, recipe) / "model.safetensors")
+    stem = "model.layers.1.mlp"
+    wanted = [("code", "experts.0", 0.25), ("math", "experts.1", 1.0), ("chat", "shared_expert", 1)]
+    for name, own, scale in wanted:
+        dense = load_file(models / name / "model.safetensors")
+        assert torch.equal(
+            found[f"{stem}.{own}.down_proj.weight"], dense[f"{stem}.down_proj.weight"] * scale
+        )
+        assert torch.equal(found[f"{stem}.{own}.up_proj.weight"], dense[f"{stem}.up_proj.weight"])
+    rows = load_file(models / "base/model.safetensors")["model.embed_tokens.weight"].double()
+    row = rows[[0, 23]].sum(0)
+    gate = found[f"{stem}.shared_expert_gate.weight"][0].double()
+    torch.testing.assert_close(gate, row / (row @ row).sqrt(), rtol=1e-5, atol=1e-6)
+    assert covmerge.verify(tmp_path / "out").ok
+    assert CliRunner().invoke(app, ["verify", "--deep", str(tmp_path / "out")]).exit_code == 0

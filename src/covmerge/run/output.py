@@ -26,7 +26,7 @@ from covmerge.files.stores.store import Store, WritableStore, remove_others
 from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
-from covmerge.plan.moe.gates import warnings_of_updates
+from covmerge.plan.moe.gates import late_warnings
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
@@ -267,10 +267,10 @@ class OutputFiles:
 
     def _router_notes(self) -> Sequence[str]:
         moe = self._checkpoints.views.moe
-        if moe is None or not moe.by_updates:
+        if moe is None or not moe.late:
             return ()
         with closing(open_store(str(self._store), self._store)) as output:
-            return warnings_of_updates(dequantised(output), moe.architecture)
+            return late_warnings(dequantised(output), moe)
 
     def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
         yield from bases_that_differ(list(self._checkpoints.adapters.values()))

@@ -14,33 +14,39 @@ EMBEDDING = "model.embed_tokens.weight"
 MLP = re.compile(r"(?P<layer>model\.layers\.\d+)\.mlp\.(?P<part>\w+)\.weight")
 
 
+SHARED = -1  # in place of a routed expert's number
+
+
 @dataclass(frozen=True)
 class Architecture:
     """An architecture.
 
     Attributes:
-        bases: model types of the dense models that it can hold.
+        bases: model types of the dense models that it can hold, and what their configs may not say, as the
+            mixture has not the like.
         block: what its layers call the mixture.
         parts: by matrix of a dense MLP, its name in an expert.
         settings: what config.json says beside the base's.
         count: its key for the number of experts.
         widths: its keys for the width of an expert.
-        refused: what a base's config may not say, as the mixture has not the like.
         dropped: keys of the base's config that it has not.
-        shared: what its blocks call an expert of every token, the base's MLP; None: there is none. Its
-            gate is zero, so that half of its output is added, and the routed experts' `down_proj` are
-            halved: experts that equal the base make the base.
+        norm: what a layer calls the norm before its MLP; None: there is none.
+        bias: what its blocks call what is added to the products before experts are chosen; it is zero.
+        shared: what its blocks call the expert of every token; None: there is none.
+        shared_gate: what they call its gate, of which the sigmoid weighs it; None: it is added as it is.
     """
 
-    bases: tuple[str, ...]
+    bases: Mapping[str, tuple[str, ...]]
     block: str
     parts: Mapping[str, str]
     settings: Mapping[str, Any]
     count: str
     widths: tuple[str, ...] = ("intermediate_size",)
-    refused: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    norm: str | None = "post_attention_layernorm"
+    bias: str | None = None
     shared: str | None = None
+    shared_gate: str | None = None
 
     def gate(self, layer: str) -> str:
         """Name of a layer's router."""
@@ -50,30 +56,30 @@ class Architecture:
         """Whether a tensor of the mixture is a router."""
         return name.endswith(f".{self.block}.gate.weight")
 
+    def is_shared_gate(self, name: str) -> bool:
+        """Whether a tensor of the mixture is the gate of a shared expert."""
+        return self.shared_gate is not None and name.endswith(f".{self.block}.{self.shared_gate}")
+
     def expert(self, layer: str, index: int, part: str) -> str:
-        """Name of a matrix of an expert."""
-        return f"{layer}.{self.block}.experts.{index}.{self.parts[part]}.weight"
-
-    def shared_gate(self, layer: str) -> str:
-        """Name of the gate of the shared expert."""
-        return f"{layer}.{self.block}.{self.shared}_gate.weight"
-
-    def shared_expert(self, layer: str, part: str) -> str:
-        """Name of a matrix of the shared expert."""
-        return f"{layer}.{self.block}.{self.shared}.{self.parts[part]}.weight"
+        """Name of a matrix of an expert, by its number, or of the shared one."""
+        own = self.shared if index == SHARED else f"experts.{index}"
+        return f"{layer}.{self.block}.{own}.{self.parts[part]}.weight"
 
     def of_base(self, name: str) -> str | None:
         """What of the mixture is made with the base, and not merged; None: a tensor is none of it."""
         if self.is_gate(name):
             return "a router"
-        if self.shared is not None and f".{self.block}.{self.shared}" in name:
-            return "the shared expert"
-        return None
+        if self.bias is not None and name.endswith(f".{self.block}.{self.bias}"):
+            return "what a router adds"
+        return "the gate of the shared expert" if self.is_shared_gate(name) else None
 
     def index(self, name: str) -> int | None:
-        """Which expert a tensor of the mixture belongs to; None: to none."""
+        """Which expert a tensor of the mixture belongs to: its number, or SHARED; None: to none."""
         found = re.search(rf"\.{self.block}\.experts\.(\d+)\.", name)
-        return None if found is None else int(found[1])
+        if found is not None:
+            return int(found[1])
+        shared = self.shared is not None and f".{self.block}.{self.shared}." in name
+        return SHARED if shared else None
 
     def config(self, base: Mapping[str, Any], experts: int, per_token: int) -> dict[str, Any]:
         """Return config.json of the mixture.
@@ -81,7 +87,7 @@ class Architecture:
         Raises:
             InputError: the base is of another architecture, or has what the mixture cannot have.
         """
-        kind = base.get("model_type")
+        kind = str(base.get("model_type"))
         if kind not in self.bases:
             bases = " or ".join(self.bases)
             said = f"the base is of the architecture {kind!r}, and this mixture is made of {bases}"
@@ -89,20 +95,21 @@ class Architecture:
             if right:
                 raise InputError(f"{said}: write `architecture: {right[0]}` under moe")
             raise InputError(f"{said}: choose a base of one of them")
-        for key in self.refused:
-            if base.get(key):
+        copied = _said(base) | {
+            key: value
+            for key, value in base.items()
+            if not (key in ("num_key_value_heads", "head_dim") and value is None)
+        }
+        for key in self.bases[kind]:
+            if copied.get(key):
                 own = self.settings["model_type"]
                 raise InputError(
                     f"the base's config.json says {key}, which {own} has not: choose a base without"
                 )
-        copied = _said(base) | {
-            key: value
-            for key, value in base.items()
-            if key not in self.dropped and not (key == "num_key_value_heads" and value is None)
-        }
+        kept = {key: value for key, value in copied.items() if key not in self.dropped}
         sizes = dict.fromkeys(self.widths, copied["intermediate_size"])
         counts = {self.count: experts, "num_experts_per_tok": per_token}
-        return {**copied, **self.settings, **sizes, **counts}
+        return {**kept, **self.settings, **sizes, **counts}
 
 
 # What transformers assumes of a dense config that does not say it; of a mixture it assumes other values.
@@ -112,12 +119,14 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "intermediate_size": 11008,
             "max_position_embeddings": 2048,
             "sliding_window": None,
+            "qkv_bias": False,
         },
         "mistral": {
             "intermediate_size": 14336,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
             "num_key_value_heads": 8,
+            "qkv_bias": False,
         },
         "qwen2": {
             "intermediate_size": 22016,
@@ -129,6 +138,17 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
             "head_dim": 128,
+        },
+        "olmo2": {
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+        },
+        "youtu": {
+            "intermediate_size": 6144,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
         },
     }
 )
@@ -145,6 +165,7 @@ def _said(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SAME = MappingProxyType({part: part for part in ("gate_proj", "down_proj", "up_proj")})
+_BIASES = ("attention_bias", "mlp_bias")
 # Of the Qwens, which may have dense layers too, and weights that do not add up to 1.
 _EVERY_LAYER: dict[str, Any] = {
     "decoder_sparse_step": 1,
@@ -154,35 +175,86 @@ _EVERY_LAYER: dict[str, Any] = {
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "mixtral": Architecture(
-            bases=("llama", "mistral"),
+            bases={"llama": _BIASES, "mistral": ()},
             block="block_sparse_moe",
             parts={"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
             settings={"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
             count="num_local_experts",
-            refused=("attention_bias", "mlp_bias"),
-            dropped=("attention_bias", "mlp_bias", "pretraining_tp"),
+            dropped=(*_BIASES, "pretraining_tp", "qkv_bias"),
         ),
         "qwen2_moe": Architecture(
-            bases=("qwen2",),
+            bases={
+                "qwen2": ("use_sliding_window",),
+                "llama": _BIASES,
+                "mistral": ("sliding_window",),
+            },
             block="mlp",
             parts=_SAME,
             settings=_EVERY_LAYER
             | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
             count="num_experts",
             widths=("moe_intermediate_size", "shared_expert_intermediate_size"),
-            refused=("use_sliding_window",),
+            dropped=(*_BIASES, "pretraining_tp"),
             shared="shared_expert",
+            shared_gate="shared_expert_gate.weight",
         ),
         "qwen3_moe": Architecture(
-            bases=("qwen3",),
+            bases={"qwen3": ("use_sliding_window",)},
             block="mlp",
             parts=_SAME,
             settings=_EVERY_LAYER
             | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
             count="num_experts",
             widths=("moe_intermediate_size",),
-            refused=("use_sliding_window",),
             dropped=("layer_types", "max_window_layers"),
         ),
+        "flex_olmo": Architecture(
+            bases={"olmo2": ()},
+            block="mlp",
+            parts=_SAME,
+            settings={
+                "model_type": "flex_olmo",
+                "architectures": ["FlexOlmoForCausalLM"],
+                "norm_topk_prob": True,
+            },
+            count="num_experts",
+            norm=None,
+        ),
+        "deepseek_v3": Architecture(
+            bases={"youtu": ()},
+            block="mlp",
+            parts=_SAME,
+            # One group of experts, every layer a mixture, and no layers that foretell further tokens.
+            settings={
+                "model_type": "deepseek_v3",
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "first_k_dense_replace": 0,
+                "moe_layer_freq": 1,
+                "n_group": 1,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "num_nextn_predict_layers": 0,
+                "routed_scaling_factor": 1.0,
+                "scoring_func": "sigmoid",
+                "topk_group": 1,
+                "topk_method": "noaux_tc",
+            },
+            count="n_routed_experts",
+            widths=("moe_intermediate_size",),
+            dropped=("embedding_initializer_range",),
+            bias="gate.e_score_correction_bias",
+            shared="shared_experts",
+        ),
+    }
+)
+# Why dense models do not become these, and what they become.
+FORMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "olmoe": "it norms q and k over all heads, and what attention and MLP read, as no dense model "
+        "does: write flex_olmo, with an OLMo 2 base",
+        "deepseek_v2": "in transformers the weights of a token's experts do not add up to 1 there: write "
+        "deepseek_v3, with a Youtu base",
+        "deepseek": "transformers has it in no release: write qwen2_moe, with a Llama base and a shared "
+        "expert, or mixtral without one",
     }
 )

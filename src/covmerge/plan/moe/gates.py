@@ -12,9 +12,9 @@ from torch import Tensor
 
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING
-from covmerge.plan.moe.prompts import rows_of_prompts
+from covmerge.plan.moe.prompts import HiddenStates, last_states, mean_embeddings, mean_states
 from covmerge.plan.moe.updates import OfUpdates
-from covmerge.plan.recipe.sections import Mixture
+from covmerge.plan.recipe.sections import Mixture, Prompts
 
 _NEARLY_DEPENDENT = 5.0  # condition number above which mergekit-moe warns too
 
@@ -25,7 +25,7 @@ class Gates:
 
     Attributes:
         shape: of each: experts, and size of the hidden states.
-        of: the router of a layer, float32.
+        of: the router of a layer, float32, and below it the row of a shared expert that has one.
         notes: what there is to say of them.
     """
 
@@ -44,16 +44,24 @@ class _Asked:
     layers: int
 
     @property
-    def hidden(self) -> int:
-        return self.sources[None].headers[EMBEDDING].shape[1]
+    def routed(self) -> list[str]:
+        return self.moe.routed(self.experts)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.experts), self.hidden
+        return len(self.routed), self.sources[None].headers[EMBEDDING].shape[1]
 
     @property
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.moe.seed)
+    def prompts(self) -> list[Prompts]:
+        """Of the routed experts, and of a shared one that has a gate."""
+        shared = self.moe.shared
+        names = [*self.routed, *([shared.expert] if shared is not None and shared.gated else ())]
+        return [self.moe.prompts[name] for name in names]
+
+    def drawn(self, draw: Callable[..., Tensor]) -> Tensor:
+        """Numbers for all experts of all layers; for a shared one too, as mergekit-moe draws them."""
+        shape = (self.layers, len(self.experts), self.shape[1])
+        return draw(shape, generator=torch.Generator().manual_seed(self.moe.seed))
 
 
 def gates_of(
@@ -74,49 +82,59 @@ def gates_of(
 
 
 def _normal(asked: _Asked) -> Gates:
-    return _known(torch.randn((asked.layers, *asked.shape), generator=asked.generator))
+    return _known(asked, asked.drawn(torch.randn))
 
 
 def _uniform(asked: _Asked) -> Gates:
-    bound = asked.hidden**-0.5
-    unit = torch.rand((asked.layers, *asked.shape), generator=asked.generator)
-    return _known(unit * 2 * bound - bound)
+    bound = asked.shape[1] ** -0.5
+    return _known(asked, asked.drawn(torch.rand) * 2 * bound - bound)
 
 
-def _prompted(asked: _Asked) -> Gates:
-    rows = rows_of_prompts(asked.moe.prompts, asked.experts, asked.sources[None])
-    return _known(rows.expand((asked.layers, *asked.shape)))
+def _embedded(asked: _Asked) -> Gates:
+    rows = mean_embeddings(asked.prompts, asked.sources[None])
+    return _known(asked, rows.expand((asked.layers, *rows.shape)))
+
+
+def _last(asked: _Asked) -> Gates:
+    return Gates(asked.shape, HiddenStates(asked.prompts, asked.sources[None], last_states))
+
+
+def _mean(asked: _Asked) -> Gates:
+    return Gates(asked.shape, HiddenStates(asked.prompts, asked.sources[None], mean_states))
 
 
 def _of_updates(asked: _Asked) -> Gates:
-    return Gates(asked.shape, OfUpdates(asked.sources, asked.experts))
+    norm = ARCHITECTURES[asked.moe.architecture].norm
+    return Gates(asked.shape, OfUpdates(asked.sources, asked.routed, norm))
 
 
 _WAYS: Mapping[str, Callable[[_Asked], Gates]] = MappingProxyType(
     {
-        "cheap_embed": _prompted,
+        "cheap_embed": _embedded,
+        "hidden": _last,
+        "hidden_avg": _mean,
         "random": _normal,
         "uniform_random": _uniform,
         "update": _of_updates,
     }
 )
+_OTHER_PROMPTS = "write prompts that differ more, or add what the experts share as negative prompts"
+_OTHER_EXPERTS = "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
 
 
-def _known(gates: Tensor) -> Gates:
+def _known(asked: _Asked, gates: Tensor) -> Gates:
     """Gates `(layers, experts, hidden)` that are there before any expert is read."""
-    _, experts, hidden = gates.shape
-    notes = warnings_of(
-        gates, "write prompts that differ more, or add what the experts share as negative prompts"
-    )
-    return Gates((experts, hidden), gates.__getitem__, notes)
+    notes = warnings_of(gates[:, : asked.shape[0]], _OTHER_PROMPTS)
+    return Gates(asked.shape, gates.__getitem__, notes)
 
 
-def warnings_of_updates(output: Checkpoint, architecture: str) -> list[str]:
-    """Return a warning on the routers of an output that were made of updates, and are known by now."""
-    names = [name for name in output.headers if ARCHITECTURES[architecture].is_gate(name)]
+def late_warnings(output: Checkpoint, moe: Mixture) -> list[str]:
+    """Return a warning on the routers of an output that were made as they were read."""
+    architecture = ARCHITECTURES[moe.architecture]
+    names = [name for name in output.headers if architecture.is_gate(name)]
     if not names:  # a format with other names
         return []
-    advice = "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
+    advice = _OTHER_EXPERTS if moe.gates == "update" else _OTHER_PROMPTS
     return warnings_of(torch.stack([output.read(name).float() for name in names]), advice)
 
 

@@ -1,9 +1,12 @@
-"""Gates `cheap_embed`: the mean embedding of the tokens of prompts, as mergekit-moe has it."""
+"""Gates of prompts, as mergekit-moe has them: by embeddings of their tokens, or the base's states."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -14,36 +17,106 @@ from covmerge.base.text import shown
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.moe.architectures import EMBEDDING
 from covmerge.plan.recipe.sections import Prompts
+from covmerge.plan.statistics.examples import Batch
+from covmerge.plan.statistics.model import RunningModel, load_model
 from covmerge.plan.vocabulary.tokens import load_tokenizer, read_files
 
+_MOST_TOKENS = 1 << 16  # of prompts that are run at once; their states are kept for all layers
 
-def rows_of_prompts(
-    prompts: Mapping[str, Prompts], experts: Sequence[str], base: Checkpoint
-) -> Tensor:
-    """Return the router `(experts, hidden)` of every layer, float32.
+
+def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
+    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32.
 
     Args:
-        prompts: by expert.
-        experts: their names, in order.
+        prompts: of each expert.
         base: the dense base.
 
     Raises:
         InputError: the base has no tokenizer, or a prompt is nothing to it.
     """
-    encode = _encoder(base)
+    encoder = _Encoder.of(base)
     rows: list[Tensor] = []
-    for name in experts:
-        said = prompts[name]
-        row = _unit(_sum(base, [encode(text) for text in said.positive]))
+    for said in prompts:
+        row = _unit(_sum(base, [encoder(text) for text in said.positive]))
         if said.negative:
-            row = _unit(row - _unit(_sum(base, [encode(text) for text in said.negative])))
-        if not row.any():
-            raise InputError(
-                f"expert '{name}': the gate of its prompts is zero: write positive prompts of other tokens "
-                "than the negative ones"
-            )
-        rows.append(row)
+            row = row - _unit(_sum(base, [encoder(text) for text in said.negative]))
+        rows.append(_checked(_unit(row), said))
     return torch.stack(rows)
+
+
+def last_states(states: Tensor) -> Tensor:
+    """Return the states `(layers, prompts, hidden)` at the last token, of those at all tokens."""
+    return states[:, :, -1]
+
+
+def mean_states(states: Tensor) -> Tensor:
+    """Return their mean over tokens; padding counts, as in mergekit-moe."""
+    return states.sum(2) / states.shape[2]
+
+
+class HiddenStates:
+    """Routers by the residual stream before each layer of the base, which is run when one is first read.
+
+        row_t = h(positive prompts of t) − h(negative prompts of t), of length 1
+
+    h is the mean over prompts. As in mergekit-moe, the base runs in bfloat16, on the prompts of one kind at
+    once, padded on the left.
+
+    Args:
+        prompts: of each expert.
+        base: the dense base.
+        chosen: of the states `(layers, prompts, tokens, hidden)`, those of a prompt.
+
+    Raises:
+        InputError: the base has no tokenizer, or a prompt is nothing to it.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompts], base: Checkpoint, chosen: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._base, self._prompts, self._chosen = base, prompts, chosen
+        self._lock = Lock()  # the base is run once, whoever reads
+        encoder = _Encoder.of(base)
+        self._batches = [[encoder.batch(p) for p in (s.positive, s.negative) if p] for s in prompts]
+
+    def __call__(self, layer: int) -> Tensor:
+        """Return the router of a layer `(experts, hidden)`, float32.
+
+        Raises:
+            InputError: the base cannot be run, or the prompts say nothing.
+        """
+        with self._lock:
+            return self._rows[layer]
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """`(layers, experts, hidden)`, float32."""
+        model = load_model(self._base, "cpu", head=False, dtype=torch.bfloat16, attention="sdpa")
+        model.backbone.config.output_hidden_states = True
+        rows: list[Tensor] = []
+        for said, batches in zip(self._prompts, self._batches, strict=True):
+            row, *negative = (self._states(model, batch) for batch in batches)
+            for other in negative:
+                row = row - other
+            length: Tensor = cast("Any", row).norm(dim=-1, keepdim=True)
+            rows.append(_checked((row / length.clamp(min=1e-8)).float(), said))
+        return torch.stack(rows, 1)
+
+    def _states(self, model: RunningModel, batch: Batch) -> Tensor:
+        """Mean over prompts of their states `(layers, hidden)`, bfloat16."""
+        with torch.no_grad():
+            found: tuple[Tensor, ...] = model.run(batch).hidden_states[:-1]
+        states = self._chosen(torch.stack(found))
+        return states.sum(1) / states.shape[1]
+
+
+def _checked(row: Tensor, said: Prompts) -> Tensor:
+    if not row.any():
+        raise InputError(
+            f"the gate of the prompt {shown(said.positive[0])} is zero: write positive prompts of other "
+            "tokens than the negative ones"
+        )
+    return row
 
 
 def _unit(row: Tensor) -> Tensor:
@@ -60,25 +133,50 @@ def _sum(base: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
     return total
 
 
-def _encoder(base: Checkpoint) -> Callable[[str], list[int]]:
-    """Return what gives a prompt's tokens: BOS before it, and nothing else, as mergekit-moe has it."""
-    folder = base.companions()
-    if folder is None or not read_files(folder):
-        raise InputError(
-            f"{base.source} has no tokenizer, which `gates: cheap_embed` needs: put its files beside the "
-            "weights, or use `gates: random`"
-        )
-    tokenizer = load_tokenizer(folder)
-    rows = base.headers[EMBEDDING].shape[0]
+@dataclass(frozen=True)
+class _Encoder:
+    """Gives a prompt's tokens: BOS before it, and nothing else, as mergekit-moe has it."""
 
-    def encode(text: str) -> list[int]:
-        found = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)
-        ids: list[int] = list(found["input_ids"])
-        if not ids or max(ids) >= rows:
+    tokenizer: Any
+    where: str
+    rows: int
+
+    @classmethod
+    def of(cls, base: Checkpoint) -> _Encoder:
+        folder = base.companions()
+        if folder is None or not read_files(folder):
             raise InputError(
-                f"{folder}: its tokenizer makes {ids[:5]} of the prompt {shown(text)}, and the base has "
-                f"{rows} embeddings: change the prompt, or correct the tokenizer"
+                f"{base.source} has no tokenizer, which gates of prompts need: put its files beside the "
+                "weights, or use `gates: random`"
+            )
+        return cls(load_tokenizer(folder), str(folder), base.headers[EMBEDDING].shape[0])
+
+    def __call__(self, text: str) -> list[int]:
+        found = self.tokenizer((self.tokenizer.bos_token or "") + text, add_special_tokens=False)
+        ids: list[int] = list(found["input_ids"])
+        if not ids or max(ids) >= self.rows:
+            raise InputError(
+                f"{self.where}: its tokenizer makes {ids[:5]} of the prompt {shown(text)}, and the base "
+                f"has {self.rows} embeddings: change the prompt, or correct the tokenizer"
             )
         return ids
 
-    return encode
+    def batch(self, prompts: Sequence[str]) -> Batch:
+        """Return prompts as the base is run on them, padded on the left with BOS.
+
+        Raises:
+            InputError: they are too long, or nothing to the base.
+        """
+        encoded = [self(text) for text in prompts]
+        longest = max(map(len, encoded))
+        if longest * len(encoded) > _MOST_TOKENS:
+            raise InputError(
+                f"{len(encoded)} prompts of up to {longest:,} tokens are too much to run at once: write "
+                "shorter or fewer ones, or use `gates: cheap_embed`"
+            )
+        known = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        pad = next((number for number in known if number is not None), 0)
+        missing = [longest - len(ids) for ids in encoded]
+        tokens = [[pad] * n + ids for n, ids in zip(missing, encoded, strict=True)]
+        seen = [[0] * n + [1] * (longest - n) for n in missing]
+        return {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(seen)}

@@ -26,16 +26,22 @@ class OfUpdates:
         row_t = ±v_t, v_t the leading eigenvector of G_t = Σ Δ_tᵀΔ_t over gate_proj and up_proj  (float64)
 
     SMILE (arXiv:2408.10174, section 4) routes by ‖V_kᵀx‖, of which a linear router can have k = 1 and one
-    sign: that for which the base's mean embedding, scaled by the norm before the MLP, has vᵀx ≥ 0. An
-    update of zero reads nothing, and its row is zero.
+    sign: that for which the base's mean embedding, scaled by the norm before the MLP (if any), has vᵀx ≥ 0.
+    An update of zero reads nothing, and its row is zero.
 
     Args:
         sources: the dense base (None) and the experts.
         experts: names of all, in order.
+        before: what a layer calls the norm before its MLP; None: there is none.
     """
 
-    def __init__(self, sources: Mapping[str | None, Checkpoint], experts: Sequence[str]) -> None:
-        self._base = sources[None]
+    def __init__(
+        self,
+        sources: Mapping[str | None, Checkpoint],
+        experts: Sequence[str],
+        before: str | None,
+    ) -> None:
+        self._base, self._before = sources[None], before
         self._experts = [(name, sources.get(name)) for name in experts]
         self._found: dict[int, Tensor] = {}
         self._lock = Lock()  # one G_t is alive at once, whoever reads
@@ -52,8 +58,9 @@ class OfUpdates:
             return self._found[layer]
 
     def _rows(self, layer: str) -> Iterator[Tensor]:
-        scale = self._base.read(f"{layer}.post_attention_layernorm.weight").double()
-        typical = self._mean * scale
+        typical = self._mean
+        if self._before is not None:
+            typical = typical * self._base.read(f"{layer}.{self._before}.weight").double()
         for name, expert in self._experts:
             # An output is verified beside its base alone, and its routers are not read then.
             assert expert is not None

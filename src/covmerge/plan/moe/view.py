@@ -10,13 +10,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError
+from covmerge.base.errors import InputError, TensorError
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, copy_rows, find_header, refuse_adapter
 from covmerge.files.checkpoints.config_counts import layer_count
 from covmerge.files.checkpoints.view import View
-from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING, MLP, Architecture
+from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING, MLP, SHARED, Architecture
 from covmerge.plan.moe.gates import Gates, gates_of
 from covmerge.plan.recipe.sections import Mixture
 
@@ -30,7 +30,8 @@ class MixtureView(View):
         stored: the checkpoint.
         architecture: of the mixture.
         gates: the routers.
-        per_token: experts that a token is given to.
+        moe: of the recipe.
+        factors: by the number of an expert, what its `down_proj` is multiplied by.
         noted: whether it says what there is to say of the routers.
 
     Raises:
@@ -42,14 +43,16 @@ class MixtureView(View):
         stored: Checkpoint,
         architecture: Architecture,
         gates: Gates,
-        per_token: int,
+        moe: Mixture,
+        factors: Mapping[int, float],
         *,
         noted: bool = False,
     ) -> None:
         super().__init__(stored, None, *(gates.notes if noted else ()))
-        self._gates = gates
+        self._gates, self._factors = gates, factors
+        self._gated = moe.shared is not None and moe.shared.gated
         if stored.config is not None:
-            self.config = architecture.config(stored.config, gates.shape[0], per_token)
+            self.config = architecture.config(stored.config, gates.shape[0], moe.experts_per_token)
         self._tensors = {name: (header, read) for name, header, read in self._mixed(architecture)}
         self.headers = MappingProxyType(
             {name: replace(header, name=name) for name, (header, _) in self._tensors.items()}
@@ -64,20 +67,30 @@ class MixtureView(View):
     def _as_stored(self, header: TensorHeader, rows: range | None) -> Tensor:
         return self._stored.read(header.name, rows)
 
-    def _halved(self, header: TensorHeader, rows: range | None) -> Tensor:
+    def _scaled(self, factor: float, header: TensorHeader, rows: range | None) -> Tensor:
         stored = self._as_stored(header, rows)
-        wide = stored if stored.dtype.itemsize > 1 else stored.float()  # torch divides no others
-        return (wide / 2).to(stored.dtype)
+        wide = stored if stored.dtype.itemsize > 1 else stored.float()  # torch multiplies no others
+        scaled = (wide * factor).to(stored.dtype)
+        if not scaled.float().isfinite().all() and wide.isfinite().all():
+            raise TensorError(
+                f"'{header.name}' times its scale of {factor:g} exceeds {stored.dtype}: write a smaller "
+                "one under moe.residual_scale"
+            )
+        return scaled
 
     def _zero(self, header: TensorHeader, rows: range | None) -> Tensor:
         return copy_rows(torch.zeros(header.shape, dtype=header.dtype), rows)
 
     def _router(self, layer: int, header: TensorHeader, rows: range | None) -> Tensor:
-        return copy_rows(self._gates.of(layer).to(header.dtype), rows)
+        routers = self._gates.of(layer)[: self._gates.shape[0]]
+        return copy_rows(routers.to(header.dtype), rows)
+
+    def _shared_gate(self, layer: int, header: TensorHeader, rows: range | None) -> Tensor:
+        return copy_rows(self._gates.of(layer)[self._gates.shape[0] :].to(header.dtype), rows)
 
     def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, TensorHeader, _Read]]:
         """Name of each tensor, the header of what is stored or made, and what reads that."""
-        count, hidden = self._gates.shape
+        count, _ = self._gates.shape
         for name, header in self._stored.headers.items():
             found = MLP.fullmatch(name)
             if ".mlp." in name and (found is None or found["part"] not in architecture.parts):
@@ -90,21 +103,43 @@ class MixtureView(View):
                 continue
             layer, part = found["layer"], found["part"]
             if part == next(iter(architecture.parts)):
-                number = int(layer.rpartition(".")[2])
-                gate = replace(header, shape=(count, hidden))
-                yield architecture.gate(layer), gate, partial(self._router, number)
-                if architecture.shared is not None:
-                    yield (
-                        architecture.shared_gate(layer),
-                        replace(header, shape=(1, hidden)),
-                        self._zero,
-                    )
-            read = self._as_stored
-            if architecture.shared is not None:
-                yield architecture.shared_expert(layer, part), header, read
-                read = self._halved if part == "down_proj" else read
-            for index in range(count):
+                yield from self._routing(architecture, layer, header)
+            for index in (*range(count), *(() if architecture.shared is None else (SHARED,))):
+                factor = self._factors[index] if part == "down_proj" else 1.0
+                read = self._as_stored if factor == 1.0 else partial(self._scaled, factor)
                 yield architecture.expert(layer, index, part), header, read
+
+    def _routing(
+        self, architecture: Architecture, layer: str, header: TensorHeader
+    ) -> Iterator[tuple[str, TensorHeader, _Read]]:
+        """The same of what tells which experts a token of a layer is given to."""
+        count, hidden = self._gates.shape
+        number = int(layer.rpartition(".")[2])
+        router = replace(header, shape=(count, hidden))
+        yield architecture.gate(layer), router, partial(self._router, number)
+        block = f"{layer}.{architecture.block}"
+        if architecture.bias is not None:
+            yield f"{block}.{architecture.bias}", replace(header, shape=(count,)), self._zero
+        if architecture.shared_gate is not None:
+            read = partial(self._shared_gate, number) if self._gated else self._zero
+            yield f"{block}.{architecture.shared_gate}", replace(header, shape=(1, hidden)), read
+
+
+def _factors(moe: Mixture, architecture: Architecture, experts: Sequence[str]) -> dict[int, float]:
+    """By the number of an expert, what its `down_proj` is multiplied by.
+
+    By default experts that equal the base make the base: the routed ones' weights add up to 1, and a shared
+    one counts as much. A gate of zero gives it ½ already, as other gates do in the middle.
+    """
+    routed = 1.0 if architecture.shared is None else 0.5
+    scales = [moe.residual_scale.get(name, routed) for name in moe.routed(experts)]
+    found = dict(enumerate(scales))
+    if architecture.shared is not None:
+        gated = moe.shared is not None and moe.shared.gated
+        default = 1.0 if gated else 0.5
+        scale = moe.residual_scale.get(moe.shared.expert, default) if moe.shared else default
+        found[SHARED] = scale if gated or architecture.shared_gate is None else 2 * scale
+    return found
 
 
 def mixed(
@@ -138,7 +173,8 @@ def mixed(
             "correct config.json"
         )
     gates = gates_of(moe, sources, experts, layers)
+    factors = _factors(moe, architecture, experts)
     return {
-        name: MixtureView(source, architecture, gates, moe.experts_per_token, noted=name is None)
+        name: MixtureView(source, architecture, gates, moe, factors, noted=name is None)
         for name, source in sources.items()
     }

@@ -91,7 +91,7 @@ class Rules:
         kept = self.layers.of_base(header.name)
         if kept is not None:
             return Decision(Copy(), f"base ({kept} of the mixture)")
-        if self.layers.routed(header.name) is not None:
+        if self.layers.of_expert(header.name):
             method = registry.get("passthrough")
             settings = Settings(method, {}, self._family).at(header.name, 0.0)
             return Decision(

@@ -8,7 +8,7 @@ from typing import Any
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.tensors.names import layer_name, relative_depth, relative_depths
 from covmerge.files.tensors.shown import Stacked, comes_before
-from covmerge.plan.moe.architectures import ARCHITECTURES
+from covmerge.plan.moe.architectures import ARCHITECTURES, SHARED
 from covmerge.plan.recipe import Mixture, Slice
 
 
@@ -41,6 +41,7 @@ class Layers:
     def __init__(
         self, slices: Sequence[Slice], names: Iterable[str], moe: Mixture | None = None
     ) -> None:
+        self._moe = moe
         self._mixture = None if moe is None else ARCHITECTURES[moe.architecture]
         self._slices = slices
         self._places = [(piece, place) for piece in slices for place in range(piece.length)]
@@ -58,18 +59,30 @@ class Layers:
 
     def experts(self, name: str, experts: Iterable[str]) -> list[str]:
         """Return the experts that take part in a tensor, in the order of its slice."""
-        routed = self.routed(name)
-        if routed is not None:
-            return [list(experts)[routed]]
+        index = self._index(name)
+        if index is not None and self._moe is not None:
+            shared = self._moe.shared
+            own = None if shared is None or index != SHARED else shared.expert
+            return [self._moe.routed(experts)[index] if own is None else own]
         return list(self._slice(name).experts if self._slices else experts)
 
-    def routed(self, name: str) -> int | None:
-        """Return the number of the expert whose MLP a tensor of a mixture is part of; None: of none."""
-        return None if self._mixture is None else self._mixture.index(name)
+    def of_expert(self, name: str) -> bool:
+        """Whether a tensor of a mixture is part of one expert's MLP, as it is."""
+        return self._index(name) is not None
 
     def of_base(self, name: str) -> str | None:
         """What of the mixture that the experts become is made with the base, not merged; None: no such."""
-        return None if self._mixture is None else self._mixture.of_base(name)
+        if self._mixture is None or self._index(name) is not None:
+            return None
+        shared = self._mixture.index(name) == SHARED
+        return "the shared expert" if shared else self._mixture.of_base(name)
+
+    def _index(self, name: str) -> int | None:
+        """The number of the expert whose MLP a tensor is part of, SHARED among them; None: of none's."""
+        if self._mixture is None or self._moe is None:
+            return None
+        index = self._mixture.index(name)
+        return None if index == SHARED and self._moe.shared is None else index
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""

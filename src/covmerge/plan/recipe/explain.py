@@ -21,7 +21,15 @@ from covmerge.plan.recipe.schema import (
     TensorRules,
     subtract,
 )
-from covmerge.plan.recipe.sections import RUN, Mixture, Prompts, Run, TokenizerRules, TokenRow
+from covmerge.plan.recipe.sections import (
+    RUN,
+    Mixture,
+    Prompts,
+    Run,
+    Shared,
+    TokenizerRules,
+    TokenRow,
+)
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 
 _MARKS = ("[key]", "[number]", "[varied]")
@@ -135,6 +143,8 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Mixture
         case ("moe", "prompts", _):
             return Prompts
+        case ("moe", "shared"):
+            return Shared
         case ("tokenizer",):
             return TokenizerRules
         case ("tokenizer", "tokens", _):

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from itertools import pairwise
 from math import cos, pi, sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.text import shown
 from covmerge.files.checkpoints.trainer import SavedStep, Window, last_steps
+from covmerge.plan.moe.architectures import ARCHITECTURES, FORMLESS
 from covmerge.plan.recipe.parts import StrictModel
 
 # What a recipe says of a mixture of experts.
 
 Prompt = Annotated[str, Field(min_length=1, max_length=100_000)]
-GateMode = Literal["random", "uniform_random", "cheap_embed", "update"]
+GateMode = Literal["random", "uniform_random", "cheap_embed", "hidden", "hidden_avg", "update"]
+_PROMPTED = ("cheap_embed", "hidden", "hidden_avg")
+_LATE = ("update", "hidden", "hidden_avg")
 
 
 class Prompts(StrictModel):
@@ -35,32 +38,64 @@ class Prompts(StrictModel):
     )
 
 
+class Shared(StrictModel):
+    """The expert that every token goes through."""
+
+    expert: str = Field(description="Its name among the experts. It is not routed.")
+    gated: bool = Field(
+        default=False,
+        description="Whether it is weighed by a gate of its own (`qwen2_moe`), made as the routers are.",
+    )
+
+
 class Mixture(StrictModel):
     """The experts become the routed experts of one mixture-of-experts model."""
 
-    architecture: Literal["mixtral", "qwen2_moe", "qwen3_moe"] = Field(
+    architecture: Literal["mixtral", "qwen2_moe", "qwen3_moe", "flex_olmo", "deepseek_v3"] = Field(
         default="mixtral",
         description="Of the output: `mixtral`, from a Llama or Mistral base; `qwen2_moe`, from a "
-        "Qwen2 base, whose MLP is the shared expert; `qwen3_moe`, from a Qwen3 base.",
+        "Qwen2, Llama or Mistral base, with a shared expert; `qwen3_moe`, from a Qwen3 base; `flex_olmo`, "
+        "from an OLMo 2 base; `deepseek_v3`, from a Youtu base, with a shared expert.",
     )
     gates: GateMode = Field(
         description="How the routers are made: `cheap_embed`: by the mean token embedding of each expert's "
-        "prompts; `update`: by what its update reads of a layer's inputs, without prompts; `random`: "
+        "prompts; `hidden`, `hidden_avg`: by the base's hidden states at their last token, or at all; "
+        "`update`: by what its update reads of a layer's inputs, without prompts; `random`: "
         "normal numbers; `uniform_random`: as torch.nn.Linear is initialised.",
     )
     prompts: dict[str, Prompts] = Field(
         default_factory=dict[str, Prompts],
-        description="Prompts of each expert, which `cheap_embed` needs.",
+        description="Prompts of each expert, which `cheap_embed`, `hidden` and `hidden_avg` need.",
     )
     experts_per_token: int = Field(
         default=2, ge=1, description="How many experts each token is given to."
     )
+    shared: Shared | None = Field(
+        default=None,
+        description="Which expert is shared, in an architecture with one. By default the base.",
+    )
+    residual_scale: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict[str, float],
+        description="By expert, what its output is multiplied by. By default 1; beside a shared expert "
+        "both count 1/2.",
+    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of random gates.")
 
+    @field_validator("architecture", mode="before")
+    @classmethod
+    def _has_a_form(cls, given: object) -> object:
+        if isinstance(given, str) and given in FORMLESS:
+            raise ValueError(f"no dense model becomes {given}: {FORMLESS[given]}")
+        return given
+
     @property
-    def by_updates(self) -> bool:
-        """Whether the routers are made of the experts' updates, so that a base alone does not tell them."""
-        return self.gates == "update"
+    def late(self) -> bool:
+        """Whether routers are made as they are read, as they take the experts, or a run of the base."""
+        return self.gates in _LATE
+
+    def routed(self, experts: Iterable[str]) -> list[str]:
+        """Return the experts that are routed, in their order."""
+        return [name for name in experts if self.shared is None or name != self.shared.expert]
 
     def check(self, experts: Mapping[str, Any]) -> None:
         """Refuse what does not fit the experts of the recipe.
@@ -68,25 +103,57 @@ class Mixture(StrictModel):
         Raises:
             ValueError: too few experts, or prompts that are missing, alike, or of no expert.
         """
-        if not 2 <= len(experts) <= 1024:
-            raise ValueError(f"a mixture has 2 to 1024 experts, and the recipe has {len(experts)}")
-        if self.experts_per_token > len(experts):
+        named = {"prompts": [*self.prompts], "residual_scale": [*self.residual_scale]}
+        if self.shared is not None:
+            named["shared"] = [self.shared.expert]
+            self._check_shared(self.shared)
+        for key, names in named.items():
+            for name in names:
+                if name not in experts:
+                    raise ValueError(f"moe.{key} names '{name}', and there is no such expert")
+        routed = self.routed(experts)
+        if not 2 <= len(routed) <= 1024:
+            raise ValueError(f"a mixture has 2 to 1024 experts, and the recipe has {len(routed)}")
+        if self.experts_per_token > len(routed):
             raise ValueError(
-                f"experts_per_token is {self.experts_per_token}, and there are {len(experts)} experts"
+                f"experts_per_token is {self.experts_per_token}, and there are {len(routed)} experts"
             )
-        for name in self.prompts:
-            if name not in experts:
-                raise ValueError(f"moe.prompts names '{name}', and there is no such expert")
-        if self.gates != "cheap_embed":
+        if self.gates not in _PROMPTED:
             return
-        for name in experts:
+        gated = experts if self.shared is not None and self.shared.gated else routed
+        for name in gated:
             if name not in self.prompts:
                 raise ValueError(
-                    f"gates: cheap_embed needs prompts of every expert, and '{name}' has none: add them "
+                    f"gates: {self.gates} needs prompts of every expert, and '{name}' has none: add them "
                     "under moe.prompts (mergekit-moe: positive_prompts), or use gates: random"
                 )
-        if len({(p.positive, p.negative) for p in self.prompts.values()}) == 1:
+        if len({(self.prompts[n].positive, self.prompts[n].negative) for n in routed}) == 1:
             raise ValueError("all experts have the same prompts, so no gate could tell them apart")
+
+    def _check_shared(self, shared: Shared) -> None:
+        form = ARCHITECTURES[self.architecture]
+        if form.shared is None:
+            able = " or ".join(name for name, other in ARCHITECTURES.items() if other.shared)
+            raise ValueError(
+                f"{self.architecture} has no shared expert: leave out moe.shared, or write "
+                f"`architecture: {able}`"
+            )
+        if not shared.gated:
+            if shared.expert in self.prompts:
+                raise ValueError(
+                    f"moe.prompts has prompts of '{shared.expert}', which is shared without a gate: leave "
+                    "them out, or write `gated: true`"
+                )
+            return
+        if form.shared_gate is None:
+            raise ValueError(
+                f"the shared expert of {self.architecture} has no gate: leave out `gated`"
+            )
+        if self.gates == "update":
+            raise ValueError(
+                "gates: update compares experts, and a shared one has none to be compared with: leave "
+                "out `gated`"
+            )
 
 
 # `run`: the last checkpoints of one training run, averaged; written as an ordinary recipe.

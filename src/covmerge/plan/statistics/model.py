@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class RunningModel:
     Attributes:
         checkpoint: where its weights are stored.
         skeleton: which parameter each stored tensor is.
-        whole: the model with its head, in float32, not training.
+        whole: the model with its head, not training.
         backbone: the model below the head.
     """
 
@@ -294,6 +294,8 @@ def load_model(
     head: bool,
     writing: bool = False,
     by_block: bool = False,
+    dtype: torch.dtype = torch.float32,
+    attention: Literal["eager", "sdpa"] = "eager",
 ) -> RunningModel:
     """Load an expert with the class that its config names.
 
@@ -303,6 +305,8 @@ def load_model(
         head: whether its head must be there too.
         writing: whether that of a language model must, because it is to write.
         by_block: whether what `unread` names has placeholders in place of values, for `Blocks`.
+        dtype: in which it runs.
+        attention: transformers' name of what computes it.
 
     Raises:
         InputError: transformers is missing, the model is of no class of it, its weights are
@@ -327,7 +331,7 @@ def load_model(
     try:
         skeleton = build_skeleton(checkpoint.headers, config)
         later = unread(skeleton, checkpoint.headers) if by_block else {}
-        model, missing = _load(transformers, skeleton, checkpoint, later)
+        model, missing = _load(transformers, skeleton, checkpoint, later, dtype, attention)
     except SkeletonUnavailable as reason:
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
@@ -360,7 +364,12 @@ def _under(module: Any, model: Any) -> list[str]:
 
 
 def _load(
-    transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint, later: Collection[str]
+    transformers: Any,
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    later: Collection[str],
+    dtype: torch.dtype,
+    attention: str,
 ) -> tuple[Any, set[str]]:
     """Return the model, with placeholders for what is read later, and the parameters not stored."""
     model_class = getattr(transformers, skeleton.architecture)
@@ -379,9 +388,9 @@ def _load(
             **given,
             local_files_only=True,
             output_loading_info=True,
-            dtype=torch.float32,
+            dtype=dtype,
             # What a config asks for here may be code of the Hub's.
-            attn_implementation="eager",
+            attn_implementation=attention,
         )
     found = cast("Mapping[str, Any]", info)
     return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}

@@ -288,12 +288,16 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _of_experts(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Routers of a mixture that are made of updates, which the base alone does not tell."""
+    """Routers of a mixture that the base as it is stored does not tell."""
     recorded = manifest["recipe"].get("moe")
-    if recorded is None or not (moe := Mixture.model_validate(recorded)).by_updates:
+    if recorded is None or not (moe := Mixture.model_validate(recorded)).late:
         return frozenset()
     architecture = ARCHITECTURES[moe.architecture]
-    return frozenset(name for name in manifest["tensors"] if architecture.is_gate(name))
+    return frozenset(
+        name
+        for name in manifest["tensors"]
+        if architecture.is_gate(name) or architecture.is_shared_gate(name)
+    )
 
 
 def _masks(store: Store, experts: list[str]) -> Check:

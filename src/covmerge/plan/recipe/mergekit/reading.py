@@ -14,6 +14,8 @@ from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, unquoted
 
 _MARKS = ("merge_method", "models", "modules", "base_model")  # covmerge's recipes have none of them
 
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
 
 def is_mergekit(keys: Collection[str]) -> bool:
     """Return whether these are the keys of a mergekit recipe."""
@@ -79,6 +81,16 @@ class Part:
             )
         entries = cast("Sequence[object]", found)
         return [self._below(entry, key, number) for number, entry in enumerate(entries)]
+
+    def dtype(self, key: str) -> str | None:
+        """Return the name of the dtype under a key; None: it has none."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        name = str(value).removeprefix("torch.")
+        if name not in _DTYPES:
+            self.refuse(f"{key} is {shown(value)}; it is one of {', '.join(_DTYPES)}", key)
+        return name
 
     def _below(self, value: object, *keys: str | int) -> Part:
         if value is None:
