@@ -408,7 +408,7 @@ def test_zero3_of_deepspeed(tmp_path: Path) -> None:
         ({"fp32_flat_groups": [torch.zeros(4)]}, "parameters of 21 numbers a rank, and"),
         ({"fp32_flat_groups": [torch.zeros(21).half()]}, "not in float32, or share their bytes"),
         ({"fp32_flat_groups": [torch.zeros(1000)] * 99}, "not in float32, or share their bytes"),
-        ({"fp32_flat_groups": [3]}, "holds no flat tensor where ZeRO-3 has one"),
+        ({"fp32_flat_groups": [3]}, "holds no flat tensor where ZeRO has one"),
     ):
         torch.save({"optimizer_state_dict": content["optimizer_state_dict"] | change}, optim)
         with pytest.raises(CheckpointError, match=message):
@@ -418,6 +418,80 @@ def test_zero3_of_deepspeed(tmp_path: Path) -> None:
         open_checkpoint(folder)
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(CheckpointError, match="holds no weights"):
+        open_checkpoint(folder)
+
+
+def zero2(folder: Path, world: int, *trained: dict[str, torch.Tensor], pads: int = 0) -> Path:
+    """As DeepSpeed 0.19.8 saves stages 1 and 2: a vector for each group, and one file of the model."""
+    step = folder / "global_step2"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step2")
+    frozen, buffer = torch.randn(3, 3).to(torch.bfloat16), torch.arange(4)
+    half = {n: t.to(torch.bfloat16) for group in trained for n, t in group.items()}
+    state = {
+        "module": {**half, "f": frozen, "table": buffer, "head": half["w"]},
+        "buffer_names": ["table"],
+        "param_shapes": [{n: t.shape for n, t in group.items()} for group in trained],
+        "frozen_param_shapes": {"f": frozen.shape},
+        "frozen_param_fragments": {"f": frozen},
+        "shared_params": {"head": "w"},
+    }
+    torch.save(state, step / "mp_rank_00_model_states.pt")
+    vectors: list[tuple[torch.Tensor, ...]] = []
+    for group in trained:
+        parts = [torch.nn.functional.pad(tensor.flatten(), (0, pads)) for tensor in group.values()]
+        flat = torch.cat(parts)
+        vectors.append(torch.nn.functional.pad(flat, (0, -flat.numel() % (2 * world))).chunk(world))
+    for rank in range(world):
+        optimizer = {
+            "zero_stage": 2,
+            "partition_count": [world] * len(trained),
+            "single_partition_of_fp32_groups": [vector[rank].clone() for vector in vectors],
+            "param_alignment_paddings": [[pads] * len(group) for group in trained],
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer}, step / name)
+    return folder
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_earlier_stages_of_deepspeed(tmp_path: Path, world: int, pads: int) -> None:
+    groups = {"w": MATRIX, "x": torch.randn(2, 3, 4)}, {"b": torch.arange(2.0)}
+    folder = zero2(tmp_path / "run" / "checkpoint-2", world, *groups, pads=pads)
+    state = loaded(folder / "global_step2", "mp_rank_00_model_states.pt")
+    frozen, table = state["module"]["f"], state["module"]["table"]
+    right = {**groups[0], **groups[1], "f": frozen, "table": table, "head": MATRIX}
+    equals(folder, right)
+    equals(folder / "global_step2", right)
+    (folder / "trainer_state.json").write_text("{}")
+    (step,) = last_steps("run", None, tmp_path)
+    assert "global_step2" not in step.own
+    own = folder / "global_step2"
+    optim = own / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(optim, weights_only=True)["optimizer_state_dict"]
+    parts = content["single_partition_of_fp32_groups"]
+    for change, message in (
+        (
+            {"partition_count": [4, 4]},
+            rf"is of \[4, 4\] ranks, and the folder has files of {world}",
+        ),
+        (
+            {"single_partition_of_fp32_groups": parts[:1]},
+            "has 2 groups of parameters, and the ranks",
+        ),
+        (
+            {"single_partition_of_fp32_groups": [torch.cat([part] * 2) for part in parts]},
+            "names parameters of .* numbers, and the ranks have",
+        ),
+        ({"single_partition_of_fp32_groups": [part.half() for part in parts]}, "not in float32"),
+        ({"param_alignment_paddings": [[0]]}, "has parameters without paddings, or the reverse"),
+    ):
+        torch.save({"optimizer_state_dict": content | change}, optim)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(folder)
+    optim.unlink()
+    with pytest.raises(CheckpointError, match=r"rank_0_mp_rank_00_optim|holds no weights"):
         open_checkpoint(folder)
 
 

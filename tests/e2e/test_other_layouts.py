@@ -10,6 +10,7 @@ import transformers
 from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 from torch.nn import utils
+from torch.nn.utils import prune
 from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
@@ -108,6 +109,49 @@ def test_weight_norm_over_the_plain_weight(norm, dim):
     plain = covmerge.merge(expert.state_dict(), {"a": base.state_dict()}, "average").tensors
     for name, tensor in base.state_dict().items():
         torch.testing.assert_close(plain[name], tensor)
+
+
+PARAMETRIZED = {
+    "orthogonal": (
+        lambda layer: utils.parametrizations.orthogonal(layer),
+        lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
+    ),
+    "spectral_norm": (
+        lambda layer: utils.parametrizations.spectral_norm(layer),
+        lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
+    ),
+    "older spectral_norm": (utils.spectral_norm, utils.remove_spectral_norm),
+    "pruned": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETRIZED)
+@pytest.mark.parametrize("tensors", [{}, {"missing": "base", "extra": "ignore"}])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_is_never_left_to_the_base(name, tensors):
+    """Whatever is allowed: the layer would be lost, and the rest merged as if nothing were."""
+    torch.manual_seed(0)
+    make, undo = PARAMETRIZED[name]
+    base = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 30))
+    utils.parametrizations.orthogonal(base[0])
+    utils.parametrize.remove_parametrizations(base[0], "weight")
+    base[0].weight.data = base[0].weight.data.contiguous()
+    expert = deepcopy(base)
+    make(expert[0])
+    with torch.no_grad():
+        expert[1].weight += 0.01
+    said = advice(
+        "pass the expert with plain weights, as remove_parametrizations, remove_spectral_norm or"
+    )
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge(base, {"a": expert}, "average", tensors=tensors)
+    undo(expert[0])
+    found = covmerge.merge(base, {"a": expert}, "average", allow=["not-a-fine-tune"]).tensors
+    for key, tensor in expert.state_dict().items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
 
 
 D = 8

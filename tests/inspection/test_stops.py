@@ -102,6 +102,15 @@ def test_an_expert_that_was_never_trained(models):
     assert "equals the base in every tensor" in stopped(models, "unchanged-expert")
 
 
+def test_an_adapter_beside_the_base_itself(models):
+    """The model is read: the reason says what was not."""
+    shutil.rmtree(models / "b")
+    shutil.copytree(models / "base", models / "b")
+    shutil.copy(models / "a" / "model.safetensors", models / "b" / "adapter_model.safetensors")
+    text = stopped(models, "unchanged-expert")
+    assert "model.safetensors was read, and not adapter_model.safetensors)" in text
+
+
 def test_all_experts_equal_the_base(models):
     for name in NAMES:
         shutil.rmtree(models / name)

@@ -374,17 +374,39 @@ def test_a_part_of_the_experts_is_kept_plain(tmp_path):
         check(tmp_path, tmp_path / f"out{number}")
 
 
+def test_a_folder_of_several_gguf_files(tmp_path):
+    """As repositories have them, one a type."""
+    files = [save_llama(llama(0), tmp_path / f"model-{k}.gguf", k) for k in ("F16", "Q8_0")]
+    said = advice(
+        "holds {}, and no name tells which of them is the model: pass the one to merge, or a folder that"
+    )
+    with pytest.raises(InputError, match=said):
+        open_plain(tmp_path)
+    assert open_plain(files[0]).headers
+    files[1].unlink()
+    assert open_plain(tmp_path).headers
+
+
 def test_parts_of_a_gguf_file(tmp_path):
     path = save_llama(llama(0), tmp_path / "whole.gguf", "F16")
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    tensor = reader.tensors[0]
-    writer.add_tensor(tensor.name, tensor.data)
-    for step in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{step}_to_file")()
+    (tmp_path / "parts").mkdir()
+    how = {"split_max_tensors": 4, "small_first_shard": True}  # one without tensors, as llama.cpp's
+    writer = gguf.GGUFWriter(tmp_path / "parts" / "part.gguf", "llama", **how)
+    writer.add_name("tiny")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file(tmp_path / "parts" / "part.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     said = advice("is one of {} parts: join them first (llama.cpp's gguf-split --merge)")
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert len(parts) == 4
+    for part in parts:
+        with pytest.raises(InputError, match=said):
+            open_plain(part)
+    said = advice("holds {}, parts of one file: join them first (llama.cpp's gguf-split --merge)")
     with pytest.raises(InputError, match=said):
-        open_plain(tmp_path / "part.gguf")
+        open_plain(tmp_path / "parts")
     assert open_plain(path).headers  # as it is when they are joined

@@ -13,7 +13,7 @@ from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.hf_slices import open_slices
 from covmerge.files.checkpoints.pieces import PiecedFiles
 from covmerge.files.checkpoints.torch_file import NotLoadedError, PickledTensors, TorchFile
-from covmerge.files.checkpoints.zero3 import open_zero3
+from covmerge.files.checkpoints.zero import open_zero
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
 from covmerge.files.stores.store import Store, StoredFile
 
@@ -57,7 +57,7 @@ FILE_FORMATS = (  # of folders the first that is found is taken
     FileFormat(find=open_slices),
     FileFormat(find=open_distributed),
     FileFormat(find=open_ranks),
-    FileFormat(find=open_zero3),
+    FileFormat(find=open_zero),
 )
 WEIGHT_SUFFIXES = tuple(suffix for kind in FILE_FORMATS for suffix in kind.suffixes)
 MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind.suffixes)

@@ -294,6 +294,18 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
             f"model of its own: pass the last, {where}/checkpoint-{steps[-1]}, or average the last with "
             f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
         )
+    others = sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and not is_of_training(n))
+    parts = [n for n in others if n.endswith(MODEL_SUFFIXES) and _SHARD.search(n)]
+    if parts:
+        raise CheckpointError(
+            f"{where} holds {_some(parts)}, parts of one file: join them first "
+            "(llama.cpp's gguf-split --merge)"
+        )
+    if others:
+        raise CheckpointError(
+            f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
+            "to merge, or a folder that has it alone"
+        )
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"

@@ -118,7 +118,7 @@ class _Header:
         version, self._tensors, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
         if version not in _VERSIONS:
             self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
-        if not 0 < self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
+        if not 0 <= self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
             self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
         self.alignment, self.start = _ALIGNMENT, 0
         self.places: dict[str, int] = {}
@@ -147,6 +147,8 @@ class _Header:
 
     def entries(self) -> list[_Entry]:
         """Return its tensors, in the order of the data."""
+        if not self._tensors:  # as of the first of several parts
+            self._refuse("has no tensors")
         package = _package()
         entries = [self._entry() for _ in range(self._tensors)]
         start = -(-self._place // self.alignment) * self.alignment

@@ -237,6 +237,7 @@ def align(
         _check_packing(base, expert_name, expert)
         _check_folded(expert_name, expert)
         _check_weight_norms(base, expert_name, expert)
+        _check_parametrized(expert_name, expert, missing)
     # Before an advice that lets them pass.
     placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, placed, (*extra_heads, *refused), ignored, missing)
@@ -601,6 +602,23 @@ def _check_weight_norms(base: Model, expert_name: str, expert: Model) -> None:
             f"({base.checkpoint.source}) has lengths and directions, a weight norm: pass the base with "
             "plain weights, as torch.nn.utils' remove_parametrizations or remove_weight_norm leaves them"
         )
+
+
+def _check_parametrized(expert_name: str, expert: Model, missing: Sequence[str]) -> None:
+    """Refuse weights that the expert's code computes of other tensors, which would be the base's."""
+    for name in missing:
+        module, _, leaf = name.rpartition(".")
+        stems = (
+            f"{module}.parametrizations.{leaf}.",
+            f"{name}_orig",
+        )  # the second: torch's pruning too
+        found = next((stored for stored in expert.headers if stored.startswith(stems)), None)
+        if found is not None:
+            raise TensorError(
+                f"expert '{expert_name}' ({expert.checkpoint.source}) has no '{name}', which its code "
+                f"computes of '{found}' and others: pass the expert with plain weights, as "
+                "remove_parametrizations, remove_spectral_norm or prune.remove of torch.nn.utils leave them"
+            )
 
 
 def _check_missing(

@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import hypot
+from math import hypot, sqrt
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError
@@ -35,6 +36,8 @@ from covmerge.run.sources import OpenCheckpoints
 STRANGER = 0.5
 # ‖Δ‖ over ‖W_0‖ beyond which the direction says nothing: weights times three go along the base too.
 SCALED = 2.0
+_HALF_DIGIT = 2.0**-24  # what rounding to float32 loses of a number, at most
+_SHOWS = 1e-3  # of an update, from which its loss is worth knowing
 UNEVEN = 10.0  # ratio of update norms from which the largest expert decides plain sums
 
 
@@ -95,13 +98,16 @@ def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
     )
 
 
-def untouched(layers: Sequence[Layer], expert: str, own: str | None) -> Iterator[Finding]:
+def untouched(
+    layers: Sequence[Layer], expert: str, own: str | None, notes: Sequence[str]
+) -> Iterator[Finding]:
     """Say what an expert left as it is in the base: all of it, whole blocks, or tensors.
 
     Args:
         layers: what is merged.
         expert: its name.
         own: what the output has of it beside that, which may be all that was trained; None: nothing.
+        notes: on how it was opened, such as what was not read of it.
     """
     same = [layer for layer in layers if not layer.norm(expert)]
     tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
@@ -110,9 +116,10 @@ def untouched(layers: Sequence[Layer], expert: str, own: str | None) -> Iterator
         yield Finding(Severity.WARNING, text, expert)
         return
     if len(same) == len(layers):
+        unread = f" ({'; '.join(notes)})" if notes else ""
         yield Finding(
             Severity.FAULT,
-            "equals the base in every tensor: was it trained, or saved?",
+            f"equals the base in every tensor{unread}: was it trained, or saved?",
             expert,
             name=UNCHANGED,
         )
@@ -292,7 +299,7 @@ def judge(
             tables = None if unfit else replaced_tables(layers, name)
             if tables:
                 yield tables
-        yield from untouched(layers, name, owned.get(name))
+        yield from untouched(layers, name, owned.get(name), expert.notes)
     different = uneven(layers, list(experts))
     if different:
         yield different
@@ -329,12 +336,17 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += left_for_nan(plan, checkpoints.experts)
         findings += packed_in_memory(plan, checkpoints.base)
         findings += _without_method(plan)
+        findings += _coarse(plan, layers)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:
-        raise InputError(
-            "\n".join((*map(_named, stopping), _way_on(stopping, len(checkpoints.experts))))
-        )
+        way = _way_on(stopping, len(checkpoints.experts))
+        if any(fault.name == UNCHANGED for fault in stopping) and _in_float64(plan):
+            way += (
+                ". In float32 updates of less than 6e-8 of a weight are 0: if these are, compute in "
+                f"float64 ({Hint('dtype', 'float64')})"
+            )
+        raise InputError("\n".join((*map(_named, stopping), way)))
     warnings = (str(finding) for finding in findings if finding.severity is Severity.WARNING)
     allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
     notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
@@ -356,6 +368,30 @@ def _without_method(plan: Plan) -> Iterator[Finding]:
                 f"{counted(len(merged), 'tensor')} are averaged. If {some(matrices, 1, quoted=True)} are "
                 f"such, add rules such as {json.dumps(rule)}",
             )
+
+
+def _in_float64(plan: Plan) -> set[str]:
+    """Tensors that are merged to float64, where the computation has fewer digits."""
+    merged = {tensor.name for tensor in plan.tensors if tensor.output.dtype is torch.float64}
+    return set() if plan.compute_dtype is torch.float64 else merged
+
+
+def _coarse(plan: Plan, layers: Sequence[Layer]) -> Iterator[Finding]:
+    """Warn where weights in float64 are merged in float32, and that shows in an update."""
+    fine = _in_float64(plan)
+    lost = {
+        (layer.tensor, expert): _HALF_DIGIT * hypot(1, sqrt(layer.base) / layer.norm(expert))
+        for layer in layers
+        for expert in layer.squares
+        if layer.tensor in fine and layer.norm(expert)
+    }
+    if lost and (most := max(lost.values())) >= _SHOWS:
+        name, expert = max(lost, key=lambda key: lost[key])
+        yield Finding(
+            Severity.WARNING,
+            f"weights in float64 are merged in float32, which loses {most:.2%} of the update of '{expert}' "
+            f"in '{name}': compute in float64 ({Hint('dtype', 'float64')})",
+        )
 
 
 def _named(fault: Finding) -> str:

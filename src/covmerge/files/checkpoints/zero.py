@@ -1,19 +1,21 @@
-"""Folders of DeepSpeed's ZeRO-3, which has every parameter divided among the ranks.
+"""Folders of DeepSpeed's ZeRO, in which the ranks have parts of the parameters in float32.
 
     latest                                      names the folder of the last step, global_step500
     global_step500/                             has of each rank
         zero_pp_rank_0_mp_rank_00_model_states.pt       shapes, buffers, parts of frozen parameters
         bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt  parts of the others, in float32
 
-A parameter is flattened, padded to a multiple of the ranks and cut into equal parts. A rank has its parts
-one after another in `fp32_flat_groups`. The files are read as records (`unpickler.py`): nothing is run.
+In stage 3 a parameter is flattened, padded to a multiple of the ranks and cut into equal parts. A rank
+has its parts one after another in `fp32_flat_groups`. In stages 1 and 2 the parameters of a group lie one
+after another in a vector, which is cut into `single_partition_of_fp32_groups`; one file for all ranks,
+mp_rank_00_model_states.pt, has the rest. The files are read as records (`unpickler.py`): nothing is run.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -34,20 +36,21 @@ from covmerge.files.stores.store import Store, StoredFile, child, stamp_of
 _LATEST = "latest"
 _STEP = re.compile(r"global_step[0-9]+", re.ASCII)
 _FILE = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<parallel>[0-9]{1,6})_"
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<parallel>[0-9]{1,6})_"
     r"(?P<kind>model|optim)_states\.pt",
     re.ASCII,
 )
 _NEXT = (
     "gather it with the checkpoint's own script: python zero_to_fp32.py FOLDER NEW, and pass NEW"
 )
+_DIVIDED, _VECTORS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 _AT_ONCE = 4
 _MAX_TAG = 200
 
 _Group = Sequence[tuple[int, LaidPart]]  # a rank's flat tensors, and where each begins
 
 
-def open_zero3(store: Store, names: Collection[str]) -> PiecedFiles | None:
+def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
     """Open such a folder, or one that has one; None where it is none.
 
     Raises:
@@ -63,10 +66,17 @@ def open_zero3(store: Store, names: Collection[str]) -> PiecedFiles | None:
             f"{where} is of a training with tensor parallelism ({matches[0].string}), whose parts are of "
             "other shapes: load it where it was trained, and save the model there"
         )
-    held = {(match["kind"], int(match["rank"])): match.string for match in matches}
+    held = {(match["kind"], int(match["rank"] or 0)): match.string for match in matches}
     world = 1 + max(rank for _, rank in held)
+    divided = _is_divided(
+        matches
+    )  # the model's parameters, and not only what the optimizer has of them
+    states_of = {"model": world if divided else 1, "optim": world}
     missing = [
-        (kind, n) for kind in ("model", "optim") for n in range(world) if (kind, n) not in held
+        (kind, n)
+        for kind, ranks in states_of.items()
+        for n in range(ranks)
+        if (kind, n) not in held
     ]
     if missing:
         kind, rank = missing[0]
@@ -75,24 +85,30 @@ def open_zero3(store: Store, names: Collection[str]) -> PiecedFiles | None:
             "every rank has a part of the model"
         )
     models, optims = (
-        [child(store, held[kind, rank]) for rank in range(world)] for kind in ("model", "optim")
+        [child(store, held[kind, rank]) for rank in range(ranks)]
+        for kind, ranks in states_of.items()
     )
     with ThreadPool(_AT_ONCE) as pool:
         records = list(pool.map(load_records, [file.path for file in (*models, *optims)]))
     states = [_mapping(one, str(file)) for one, file in zip(records, models, strict=False)]
+    key = _DIVIDED if divided else _VECTORS
     groups = [
-        _flat_groups(one, file, world) for one, file in zip(records[world:], optims, strict=True)
+        _flat_groups(one, file, world, key)
+        for one, file in zip(records[len(models) :], optims, strict=True)
     ]
-    tensors = [
-        *_buffers(states[0], models[0]),
-        *_frozen(states, models),
-        *_trained(states, models, groups),
-    ]
+    tensors = [*_whole(states[0], models[0], "module", listed(states[0].get("buffer_names")))]
+    if divided:
+        tensors += [*_frozen(states, models), *_trained(states, models, groups)]
+    else:
+        frozen = _shapes(states[0].get("frozen_param_shapes") or {}, str(models[0]))
+        tensors += _whole(states[0], models[0], "frozen_param_fragments", frozen)
+        paddings = _state(records[1], optims[0]).get("param_alignment_paddings")
+        tensors += _in_vectors(states[0], models[0], groups, paddings)
     tensors += _shared(states[0], tensors, models[0])
     if len({one.header.name for one in tensors}) < len(tensors) or len(tensors) > MAX_TENSORS:
         raise CheckpointError(f"{where} has two tensors of one name, or far too many: {_NEXT}")
     note = (
-        f"{where}: the parameters of {counted(world, 'rank')} of DeepSpeed's ZeRO-3 were put "
+        f"{where}: the parameters of {counted(world, 'rank')} of DeepSpeed's ZeRO were put "
         "together, those that were trained from the optimizer's weights in float32"
     )
     return PiecedFiles(where, [*models, *optims], tensors, note)
@@ -120,30 +136,42 @@ def _step_folder(store: Store, names: Collection[str]) -> tuple[Store, list[re.M
 
 
 def _of_ranks(names: Collection[str]) -> list[re.Match[str]]:
-    """The files of ZeRO-3: of its earlier stages model_states has no rank in its name."""
+    """The files of the ranks, and of stages 1 and 2 the one that all have together."""
     matches = [match for name in names if (match := _FILE.fullmatch(name))]
-    return matches if any(match["kind"] == "model" for match in matches) else []
+    if _is_divided(matches):
+        return [match for match in matches if match["rank"]]
+    kinds = {match["kind"] for match in matches if match["rank"] or match["kind"] == "model"}
+    return matches if kinds == {"model", "optim"} else []
 
 
-def _flat_groups(record: object, file: StoredFile, world: int) -> _Group:
+def _is_divided(matches: Sequence[re.Match[str]]) -> bool:
+    return any(match["kind"] == "model" and match["rank"] for match in matches)
+
+
+def _state(record: object, file: StoredFile) -> Mapping[object, object]:
+    return _mapping(_mapping(record, str(file)).get("optimizer_state_dict"), str(file))
+
+
+def _flat_groups(record: object, file: StoredFile, world: int, key: str) -> _Group:
     """The flat tensors of a rank's trained parameters, one after another."""
     where = str(file)
-    state = _mapping(_mapping(record, where).get("optimizer_state_dict"), where)
-    if state.get("partition_count") != world:
+    state = _state(record, file)
+    counts = state.get("partition_count")
+    if not {*(listed(counts) or (counts,))} <= {world}:
         raise CheckpointError(
-            f"{where} is of {shorten(state.get('partition_count'))} ranks, and the folder has files of "
+            f"{where} is of {shorten(counts)} ranks, and the folder has files of "
             f"{world}: files are missing, or of different checkpoints, fetch them again"
         )
     found: list[tuple[int, LaidPart]] = []
     reached = 0
-    for index, one in enumerate(listed(state.get("fp32_flat_groups"))):
-        laid = _laid(one, f"{where}: fp32_flat_groups[{index}]")
-        found.append((reached, _part(file, f"fp32_flat_groups[{index}]", laid)))
+    for index, one in enumerate(listed(state.get(key))):
+        laid = _laid(one, f"{where}: {key}[{index}]")
+        found.append((reached, _part(file, f"{key}[{index}]", laid)))
         reached += laid.shape[0]
     size, *_ = file.stamp()
     if 4 * reached > size or any(part.laid.dtype != torch.float32 for _, part in found):
         raise CheckpointError(
-            f"{where} has {reached} numbers in fp32_flat_groups, and {size} bytes: they are not in "
+            f"{where} has {reached} numbers in {key}, and {size} bytes: they are not in "
             f"float32, or share their bytes, {_NEXT}"
         )
     return found
@@ -213,10 +241,50 @@ def _frozen(
         yield Pieced(TensorHeader(name, shape, dtype), pieces, flat=True)
 
 
-def _buffers(state: Mapping[object, object], file: StoredFile) -> Iterator[Pieced]:
-    """Buffers, which every rank has whole: those of rank 0, as DeepSpeed's own script takes them."""
-    module = _mapping(state.get("module"), f"{file}: module")
-    for name in listed(state.get("buffer_names")):
+def _in_vectors(
+    state: Mapping[object, object], file: StoredFile, groups: Sequence[_Group], paddings: object
+) -> Iterator[Pieced]:
+    """The trained parameters of stages 1 and 2, which lie one after another in a vector for each group."""
+    shapes = [_shapes(one, str(file)) for one in listed(state.get("param_shapes"))]
+    counts = {len(group) for group in groups} | {len(shapes)}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{file} has {len(shapes)} groups of parameters, and the ranks have {counts}: {_NEXT}"
+        )
+    for index, group in enumerate(shapes):
+        vector: list[tuple[int, LaidPart]] = []
+        held, start = 0, 0
+        for _, part in (rank[index] for rank in groups):
+            vector.append((held, part))
+            held += part.laid.shape[0]
+        after = _after(paddings, index, group, file)
+        for place, (name, shape) in enumerate(group.items()):
+            size = math.prod(shape)
+            pieces = list(_cut(vector, start, size, 0, size))
+            yield Pieced(TensorHeader(name, shape, torch.float32), pieces, flat=True)
+            start += size + after[place]
+        if not 0 <= held - start < 2 * len(groups):  # DeepSpeed pads a vector to twice the ranks
+            raise CheckpointError(
+                f"{file} names parameters of {start} numbers, and the ranks have {held} of them: {_NEXT}"
+            )
+
+
+def _after(paddings: object, index: int, group: Collection[str], file: StoredFile) -> Sequence[int]:
+    """What lies after each parameter of a group."""
+    if not listed(paddings):
+        return (0,) * len(group)
+    found = numbers(listed(paddings)[index]) if index < len(listed(paddings)) else None
+    if found is None or len(found) != len(group):
+        raise CheckpointError(f"{file} has parameters without paddings, or the reverse: {_NEXT}")
+    return found
+
+
+def _whole(
+    state: Mapping[object, object], file: StoredFile, key: str, names: Iterable[object]
+) -> Iterator[Pieced]:
+    """Tensors that every rank has whole: those of rank 0, as DeepSpeed's own script takes them."""
+    module = _mapping(state.get(key) or {}, f"{file}: {key}")
+    for name in names:
         value = module.get(name)
         if isinstance(name, str) and value is None:
             continue  # not persistent
@@ -248,7 +316,7 @@ def _part(file: StoredFile, name: str, laid: Laid) -> LaidPart:
 
 def _laid(value: object, where: str, axes: int | None = 1) -> Laid:
     if not isinstance(value, Laid) or (axes is not None and len(value.shape) != axes):
-        raise CheckpointError(f"{where} holds no flat tensor where ZeRO-3 has one: {_NEXT}")
+        raise CheckpointError(f"{where} holds no flat tensor where ZeRO has one: {_NEXT}")
     return value
 
 
@@ -266,5 +334,5 @@ def _shapes(value: object, where: str) -> dict[str, tuple[int, ...]]:
 
 def _mapping(value: object, where: str) -> Mapping[object, object]:
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where} holds no dict where ZeRO-3 has one: {_NEXT}")
+        raise CheckpointError(f"{where} holds no dict where ZeRO has one: {_NEXT}")
     return cast("Mapping[object, object]", value)
