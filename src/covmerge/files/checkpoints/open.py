@@ -179,7 +179,7 @@ def _check_scales(module: Any, name: str, config: Any) -> None:
     if getattr(config, "peft_type", None) != "LORA":
         return
     for path, layer in module.named_modules():
-        held = [getattr(layer, field, None) for field in ("scaling", "lora_alpha", "r")]
+        held: list[Any] = [getattr(layer, field, None) for field in ("scaling", "lora_alpha", "r")]
         if not all(isinstance(one, dict) and name in one for one in held):
             continue
         scale, alpha, rank = (float(one[name]) for one in held)
