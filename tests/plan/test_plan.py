@@ -301,10 +301,11 @@ class TestWork:
         monkeypatch.setattr("covmerge.base.memory.free_memory", lambda _: Memory(free))
         plan = plan_for(state(), {"a": state()})
         largest = max(held_together([own]) + own.write_bytes for own in plan.items)
-        free = largest + 1000
+        workspace = max(own.workspace for own in plan.items)
+        free = largest + workspace // 2
         with pytest.raises(ResourceError) as told:
             plan_memory([plan], None, device=CPU, held=held)
-        needed = max(own.workspace for own in plan.items) + largest
+        needed = workspace + largest
         output = f"{format_size(held)} for the output, " if held else ""
         assert str(told.value).startswith(
             f"the merge needs {format_size(needed + held)} beside what the process has, and "
