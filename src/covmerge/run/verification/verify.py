@@ -356,7 +356,8 @@ class _Values:
         entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
         self._entries = entries
         self._allowed: Collection[str] = manifest["recipe"].get("allow", ())
-        self._given_by: Sequence[str] = (manifest.get("vocabulary") or {}).get("given_by", ())
+        decided: Mapping[str, Any] = manifest.get("vocabulary") or {}
+        self._given_by: Sequence[str] = decided.get("given_by", ())
         self._missing = missing
         self._apart = apart
         if base is not None:
