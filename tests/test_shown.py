@@ -53,7 +53,7 @@ def test_a_result_says_itself_in_a_line(results, name):
 
 def test_what_the_lines_say(results):
     assert repr(results["tensors"]).endswith(
-        "a, b into <state dict> by average; 30 tensors in memory>"
+        "a, b on <state dict> by average; 30 tensors in memory>"
     )
     assert repr(results["folder"]).endswith("merged, verified>")
     assert "30 tensors" in repr(results["inspection"])
