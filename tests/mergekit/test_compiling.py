@@ -240,6 +240,15 @@ class TestParameters:
     def test_int8_mask_is_a_truth_value(self, value, said):
         assert said in refused(TIES + MODELS + f"parameters: {{weight: 1, int8_mask: {value}}}")
 
+    @pytest.mark.parametrize("method", ["linear", "karcher", "ram", "multislerp"])
+    def test_int8_mask_of_a_method_without_masks_changes_nothing(self, method):
+        weighed = method in ("linear", "multislerp")
+        base = "base_model: org/base\n" if method == "ram" else ""
+        text = f"merge_method: {method}\n{base}{FLOW}\nparameters: {{%s}}"
+        plain = "weight: 1" if weighed else ""
+        mask = f"{plain}{', ' if weighed else ''}int8_mask: true"
+        assert compiled(text % mask) == compiled(text % plain)
+
     def test_int8_mask_by_filters(self):
         plain = TIES + MODELS + "parameters: {weight: 1%s}"
         switch = ", int8_mask: [{filter: mlp, value: true}, {value: false}]"

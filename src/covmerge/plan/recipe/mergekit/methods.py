@@ -64,6 +64,10 @@ class TheirMethod:
     around: bool = False
     ordered: bool = False
 
+    def __post_init__(self) -> None:
+        """Take what recipes give to every method, and what changes no number under any."""
+        object.__setattr__(self, "shared", {**_INT8, **self.shared})
+
 
 def _delta(name: str) -> TheirMethod:
     settings = SETTINGS[name]
@@ -73,7 +77,6 @@ def _delta(name: str) -> TheirMethod:
     return TheirMethod(
         DELTA,
         shared={
-            **_INT8,
             "normalize": Parameter("normalize", settings.get("normalize", False)),
             "rescale": Parameter("rescale", settings.get("rescale", False)),
             "lambda": Parameter("scale", 1.0),
@@ -109,7 +112,7 @@ METHODS: Mapping[str, TheirMethod] = {
     "model_stock": TheirMethod(
         "model_stock", shared={"filter_wise": Parameter("filter_wise", False)}, experts=(2, None)
     ),
-    "sce": TheirMethod("sce", shared={**_INT8, "select_topk": Parameter("select_topk", 1.0)}),
+    "sce": TheirMethod("sce", shared={"select_topk": Parameter("select_topk", 1.0)}),
     "ram": TheirMethod("ram", shared={"epsilon": Parameter("epsilon", 1e-5)}),
     "ramplus_tl": TheirMethod(
         "ram",
