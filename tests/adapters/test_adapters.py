@@ -122,6 +122,17 @@ def test_llama_with_embedding_and_output(tmp_path: Path) -> None:
     assert torch.equal(adapter.read("lm_head.weight", range(3, 7)), whole[3:7])
 
 
+def test_tables_trained_whole_that_are_saved_with_their_copies(tmp_path: Path) -> None:
+    """Old: PEFT's two copies of each were heads of the expert, and kept beside the merge."""
+    config = lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    made = make(llama, config, tmp_path, save_embedding_layers=True)
+    names = load_file(tmp_path / WEIGHTS)
+    assert sum(".original_module." in name for name in names) == 2
+    layers = sum(".lora_A." in name for name in names)
+    adapter = assert_merges(made, updates=layers, replaced=2)
+    assert adapter.headers.keys() == {"lm_head.weight", "model.embed_tokens.weight"}
+
+
 def test_attention_and_convolutions(tmp_path: Path) -> None:
     """PEFT adds the update of out_proj twice, in training as in its merge."""
     config = lora(target_modules=["attn", "conv", "point"], rank_pattern={"conv": 2}, r=4)

@@ -58,6 +58,8 @@ _OWN = re.compile(
 _OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
 # A whole table under trained tokens, which PEFT saves where it was resized.
 _RESIZED = ".token_adapter.base_layer."
+# What PEFT saves beside a table that was trained whole, where it saves embeddings too: both of its copies.
+_COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
 _KINDS = {  # what is refused, by a part of its name
     "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
@@ -213,7 +215,9 @@ def read_names(
         if kind is not None and (part := kind.shared_part(name)):
             shared[part] = header
             continue
-        if config is not None and _OF_TRAINING.search(name):
+        if config is not None and (
+            _OF_TRAINING.search(name) or (_COPIES.search(name) and _COPIES.sub("", name) in stored)
+        ):
             continue
         module, part = _split(name, stored, config, where)
         if part:
