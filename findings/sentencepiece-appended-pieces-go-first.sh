@@ -11,7 +11,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 python3 -m venv venv
-venv/bin/pip install --quiet sentencepiece==0.2.3 protobuf
+venv/bin/pip install --quiet sentencepiece==0.2.3 protobuf==7.36.2
 venv/bin/python - <<'PY'
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as format

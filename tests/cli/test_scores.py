@@ -133,7 +133,7 @@ def test_base_and_experts(models):
         *("--out", models / "second", "--score", evaluator(models)),
     )
     assert scored(models) == ["base-folder", "b-folder", "a-folder", "average"]
-    assert "warning no merge is as good: base has 0.825, expert b has" in words(ran.stdout)
+    assert "note no merge is as good: base has 0.825, expert b has" in words(ran.stdout)
     *_, bounds, merges = (models / "out" / "scores.tex").read_text("utf-8").split(r"\midrule")
     assert r"\textbf" not in bounds and r"\textbf" in merges  # no merge is to beat an expert
 

@@ -27,6 +27,7 @@ RUN = "run: {folder: ./run}\n"
 TASK = f"{PAIR}method: task_arithmetic\n"
 LAYERS = "{base: [0, 2], experts: {a: [0, 2], b: [0, 2]}}"
 MODELS = ", ".join(f"{{model: ./{name}, parameters: {{weight: 1}}}}" for name in "ab")
+SLERP = "merge_method: slerp\nbase_model: ./base\nmodels: [{model: ./a}]\n%s\n"
 LINEAR = f"merge_method: linear\nmodels: [{MODELS}]\n"
 UNION = "tokenizer: {source: union, tokens: {x: %s}}\n"
 SLICE = "{sources: [{model: ./a, layer_range: %s}]}"
@@ -323,8 +324,13 @@ RECIPES = {
     ),
     "no value": (
         LINEAR.replace("parameters: {weight: 1}", "parameters: {}", 1),
-        advice(": say it there, as in `{model: ..., parameters: {"),
+        advice(": say it there, as in `{model: ..., "),
         LINEAR,
+    ),
+    "no value for all models": (
+        SLERP % "",
+        advice(": say it, as in `"),
+        SLERP % "parameters: {t: 1.0}",
     ),
 }
 

@@ -329,8 +329,9 @@ class LinearGroup:
     @property
     def given(self) -> tuple[Tensor, ...]:
         """All tensors that must not be modified."""
-        factors = (half for update in self.factors for half in (update.left, update.right))
-        return (*self.tensors, *factors, *(() if self.base is None else (self.base,)))
+        factors = [half for update in self.factors for half in (update.left, update.right)]
+        statistics = [one.value for one in self.expert_statistics]
+        return (*self.tensors, *factors, *statistics, *([] if self.base is None else [self.base]))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ def compare(
         score: a command with `{model}` in it, `lm-eval:TASKS`, `sentence-transformers:FILE`,
             `transformers:FILE`, or a function of a model's folder. It gives a number, or by task a number
             or one number for each example; more is better. Scores are kept in `out`, but not those of a
-            function.
+            function. A model that cannot be scored is in `scores.failed`, with a Python warning.
         bounds: score the base and each expert too.
         parameters: by method, for those that are not to run at their defaults.
         resume: take the models that lie in `out`, and score those that have no score.

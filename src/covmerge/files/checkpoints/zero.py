@@ -68,9 +68,8 @@ def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
         )
     held = {(match["kind"], int(match["rank"] or 0)): match.string for match in matches}
     world = 1 + max(rank for _, rank in held)
-    divided = _is_divided(
-        matches
-    )  # the model's parameters, and not only what the optimizer has of them
+    # Whether the model's parameters are, and not only what the optimizer has of them.
+    divided = _is_divided(matches)
     states_of = {"model": world if divided else 1, "optim": world}
     missing = [
         (kind, n)

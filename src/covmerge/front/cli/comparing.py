@@ -127,7 +127,7 @@ def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
         for row in scores.rows
         if row.bound and (value := values[row.label]) is not None and value > least
     ]
-    return [(WARNING, f"no merge is as good: {', '.join(above)}")] if above else []
+    return [(NOTE, f"no merge is as good: {', '.join(above)}")] if above else []
 
 
 def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:

@@ -608,10 +608,7 @@ def _check_parametrized(expert_name: str, expert: Model, missing: Sequence[str])
     """Refuse weights that the expert's code computes of other tensors, which would be the base's."""
     for name in missing:
         module, _, leaf = name.rpartition(".")
-        stems = (
-            f"{module}.parametrizations.{leaf}.",
-            f"{name}_orig",
-        )  # the second: torch's pruning too
+        stems = (f"{module}.parametrizations.{leaf}.", f"{name}_orig")  # of torch's pruning too
         found = next((stored for stored in expert.headers if stored.startswith(stems)), None)
         if found is not None:
             raise TensorError(

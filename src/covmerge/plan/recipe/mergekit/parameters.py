@@ -27,6 +27,8 @@ def setting(
     default: object,
     whose: str,
     read: Read = as_finite,
+    *,
+    of_model: bool = False,
 ) -> Any:
     """Return a parameter's value: a plain one, or one by depth or by name.
 
@@ -38,6 +40,7 @@ def setting(
         default: what holds where nothing is said; `REQUIRED`: that is an error.
         whose: what it is the parameter of, for errors.
         read: makes one value of it of what stands in the file; raises ValueError with what it should be.
+        of_model: whether each model may have its own.
     """
     entries: list[dict[str, Any]] = []
     for part in places:
@@ -54,7 +57,9 @@ def setting(
         where.refuse(
             f"{whose} has no `{parameter}`"
             + (" where no filter fits" if entries else "")
-            + f": say it there, as in `{{model: ..., parameters: {{{parameter}: 1.0}}}}`"
+            + (": say it there, as in `{model: ..., " if of_model else ": say it, as in `")
+            + f"parameters: {{{parameter}: 1.0}}"
+            + ("}`" if of_model else "`")
         )
     return _by_name(entries, default)
 
@@ -163,6 +168,7 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
                 spec.default,
                 str(source.model),
                 partial(_one, method, spec),
+                of_model=True,
             )
             for source in theirs.merged(piece)
         }
