@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from covmerge.base.settings import Hint, hints_in
+from covmerge.base.settings import Hint, hints_for
 
 SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
 TESTS = Path(__file__).parent
@@ -169,7 +169,7 @@ def _part(part: ast.expr) -> str:
     call = part.value
     if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Hint"):
         return "{}"
-    with hints_in("flags"):
+    with hints_for("flags"):
         return str(Hint(*map(_written, call.args)))
 
 

@@ -11,7 +11,7 @@ import yaml
 from typer.main import get_command
 
 import covmerge
-from covmerge.base.settings import IN_PYTHON, KEYS, Hint, hints_in
+from covmerge.base.settings import IN_PYTHON, KEYS, Hint, hints_for
 from covmerge.front.cli import app
 from covmerge.plan.recipe import json_schema
 from covmerge.plan.statistics import Generated
@@ -92,14 +92,14 @@ def test_there_are_hints():
 def test_a_hint_names_what_there_is(name, value):
     (*given,) = json.loads(value)
     hint = Hint(name, *given)
-    with hints_in("flags"):
+    with hints_for("flags"):
         assert str(hint).split()[0] in FLAGS
-    with hints_in("recipe"):
+    with hints_for("recipe"):
         if name in KEYS and given:
             check(yaml.safe_load(str(hint).strip("`")), SCHEMA)
         elif name not in KEYS:
             assert str(hint).startswith("--")
-    with hints_in("python"):
+    with hints_for("python"):
         assert "--" not in str(hint)
         assert name in ARGUMENTS
 
@@ -182,6 +182,6 @@ FORMS = [
 @pytest.mark.parametrize(("hint", "flags", "recipe", "python"), FORMS)
 def test_a_hint_in_each_form(hint, flags, recipe, python):
     for form, text in (("flags", flags), ("recipe", recipe), ("python", python)):
-        with hints_in(form):
+        with hints_for(form):
             assert str(Hint(*hint)) == text
     assert str(Hint(*hint)) == python

@@ -10,7 +10,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import Layer, load_model
+from covmerge.plan.statistics.model import ObservedLayer, load_model
 from covmerge_lab.confidence import confidence
 from covmerge_lab.weighed import collect_weighed
 from tests.e2e.models import fine_tuned
@@ -96,7 +96,7 @@ def test_a_layer_whose_inputs_all_weigh_nothing():
             return torch.zeros(len(inputs))
 
     layer = torch.nn.Linear(2, 3)
-    grams = GramCollector([Layer("fc.weight", layer, 2)], Nothing())
+    grams = GramCollector([ObservedLayer("fc.weight", layer, 2)], Nothing())
     with grams.watching({}):
         layer(torch.ones(4, 2))
     with pytest.raises(InputError, match=r"all inputs of 'fc\.weight' are of weight 0"):

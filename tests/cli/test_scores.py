@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_package
+from covmerge.errors import InputError
 from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words
 
@@ -328,6 +329,45 @@ def test_scores_that_are_no_scores(models):
 def test_bounds_without_scores(models):
     asked = ["compare", *flags(models), "--methods", "average", "--bounds"]
     said = words(covmerge(*asked, code=2).stderr)
-    assert re.search(advice("--bounds is for scores: pass --score too, or leave it out"), said)
+    assert re.search(advice("{} is for scores: pass --score too, or leave it out"), said)
     covmerge(*asked, "--score", evaluator(models), "--out", models / "out")
     covmerge(*asked[:-1])
+
+
+MEETING = """
+import os, sys, time
+from pathlib import Path
+place = Path(sys.argv[0]).parent
+(place / f"here-{os.environ['COVMERGE_SCORER']}").touch()
+until = time.monotonic() + 60
+while time.monotonic() < until and len([*place.glob("here-*")]) < 2:
+    time.sleep(0.01)
+print(len([*place.glob("here-*")]))
+"""
+
+
+def test_several_models_are_scored_at_once(models):
+    """Each of two commands waits for the other; their numbers tell them apart."""
+    (models / "meeting.py").write_text(MEETING)
+    score = ("--score", f"{sys.executable} {models / 'meeting.py'} {{model}}", "--scorers", "2")
+    ran = covmerge("compare", *flags(models), *METHODS, "--out", models / "out", *score, "--json")
+    assert [row["score"]["value"] for row in ran.json["scores"]["scores"].values()] == [2, 2, 2]
+    assert list(ran.json["scores"]["scores"]) == ["average", "ties", "iso_c"]
+
+
+def test_what_is_advised_of_several_scorers(models):
+    asked = ["compare", *flags(models), "--methods", "average", "--scorers", "2"]
+    ran = covmerge(*asked, code=2)
+    assert re.search(
+        advice("{} is for scores: pass --score too, or leave it out"), ran.stderr
+    )
+    covmerge(*asked, "--out", models / "out", "--score", evaluator(models))
+    with pytest.raises(InputError, match=advice("model after the other: leave out --scorers")):
+        covmerge_package.compare(
+            models / "base.safetensors",
+            [models / "a.safetensors"],
+            ["average"],
+            models / "second",
+            score=lambda model: 0.5,
+            scorers=2,
+        )

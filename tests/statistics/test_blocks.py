@@ -15,7 +15,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import Generated, StatisticsFile, collect, needed
 from covmerge.plan.statistics.blocks import Blocks, in_lockstep
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import Layer, RunningModel, load_model
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel, load_model
 from covmerge.plan.statistics.needed import (
     memory_by_block,
     memory_needed,
@@ -186,7 +186,7 @@ def test_an_embedding_and_a_head(stored, tied, tmp_path):
 
 def test_layers_with_one_input_that_are_taken_at_different_times():
     one, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 3)
-    layers = [Layer("one.weight", one, 4), Layer("other.weight", other, 4)]
+    layers = [ObservedLayer("one.weight", one, 4), ObservedLayer("other.weight", other, 4)]
     grams = GramCollector(layers)
     inputs = torch.arange(8.0).reshape(2, 4)
     with grams.watching({}):

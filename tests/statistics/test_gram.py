@@ -15,7 +15,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.plan.statistics import StatisticsFile, collect
 from covmerge.plan.statistics.examples import Reading
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import Layer
+from covmerge.plan.statistics.model import ObservedLayer
 from tests.e2e.models import build
 from tests.e2e.test_adapters import TARGETS, save_adapter
 from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
@@ -229,7 +229,7 @@ def test_experts_that_the_model_packs_are_said(tmp_path):
 
 def watch(layers, run):
     grams = GramCollector(
-        [Layer(name, module, module.in_features) for name, module in layers.items()]
+        [ObservedLayer(name, module, module.in_features) for name, module in layers.items()]
     )
     with grams.watching({}):
         run(**layers)

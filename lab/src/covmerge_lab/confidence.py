@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covmerge.errors import InputError
 from covmerge.plan.statistics.examples import Batch
-from covmerge.plan.statistics.model import Layer, RunningModel
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel
 
 _ONE_OF_MANY = (None, "single_label_classification")
 _ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
@@ -87,7 +87,7 @@ class Confidence:
                 "that none would count"
             )
 
-    def of(self, layer: Layer, inputs: Tensor) -> Tensor:
+    def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
         return torch.full((len(inputs),), self._weight, device=inputs.device)
 

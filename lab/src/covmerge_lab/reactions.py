@@ -22,7 +22,7 @@ from torch import Tensor
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
-from covmerge.plan.statistics.model import Layer, RunningModel
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel
 
 
 class Reactions:
@@ -61,7 +61,7 @@ class Reactions:
                     break
                 weights.check(path, own.headers[name].shape, own.source)
 
-    def of(self, layer: Layer, inputs: Tensor) -> Tensor:
+    def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`; 1 where nobody reacts.
 
         Raises:
@@ -127,7 +127,7 @@ class _Weights:
         return self.checkpoint.read(self.names[path]).to(like.device, like.dtype)
 
 
-def _energies(update: Tensor, inputs: Tensor, layer: Layer) -> Tensor:
+def _energies(update: Tensor, inputs: Tensor, layer: ObservedLayer) -> Tensor:
     """‖Δz‖² of each input."""
     return (inputs @ (update if layer.transposed else update.mT)).square().sum(1)
 

@@ -27,7 +27,7 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.methods import registry
 from covmerge.plan.statistics.examples import Examples, Reading, ReadingOptions, size_of
 from covmerge.plan.statistics.gram import GramCollector
-from covmerge.plan.statistics.model import Layer, RunningModel, load_model
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel, load_model
 from covmerge.plan.statistics.write import Contents, write_statistics
 from covmerge_lab.workers import CollectSteps
 
@@ -179,7 +179,7 @@ class _Candidate:
         found = re.match(rf"{re.escape(self.path)}\.(\d+)\.", path)
         return None if found is None else int(found[1]) + 1
 
-    def observe(self, stage: int, layers: Sequence[Layer], advance: Advance) -> None:
+    def observe(self, stage: int, layers: Sequence[ObservedLayer], advance: Advance) -> None:
         """Run all examples up to the end of a stage, with its own weights, and watch layers."""
         for number, batch in enumerate(self.batches):
             with self.grams.watching(batch, layers), self._ending(stage, number, keep=False):

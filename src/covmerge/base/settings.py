@@ -36,7 +36,7 @@ def choose(count: int) -> tuple[str, str]:
     return PREFERRED, "on average it comes nearest to the best method for several experts"
 
 
-Form = Literal["flags", "recipe", "python"]
+Caller = Literal["flags", "recipe", "python"]
 Value: TypeAlias = (
     "str | float | Sequence[str] | list[float] | Mapping[str, str | float | list[float]] | None"
 )
@@ -82,23 +82,23 @@ SWITCHES = ("deep", "lenient", "overwrite", "private", "resume", "whole")
 # What a function, or the type of an argument, says in Python.
 IN_PYTHON = {"inputs": "examples=Generated()"}
 # Of the process, and not of a context: the threads of a run have none of their caller's.
-_form: Form = "python"
+_caller: Caller = "python"
 
 
 @contextmanager
-def hints_in(form: Form) -> Generator[None]:
-    """Have messages of this process name settings in this form."""
-    global _form
-    before, _form = _form, form
+def hints_for(caller: Caller) -> Generator[None]:
+    """Have messages of this process name settings as this caller writes them."""
+    global _caller
+    before, _caller = _caller, caller
     try:
         yield
     finally:
-        _form = before
+        _caller = before
 
 
-def hint_form() -> Form:
-    """Return the form in which this process names settings."""
-    return _form
+def caller_now() -> Caller:
+    """Return in whose words this process names settings."""
+    return _caller
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Hint:
 
     Example:
         >>> hint = Hint("out_dtype", "float32")
-        >>> for form in ("flags", "recipe", "python"):
-        ...     with hints_in(form):
+        >>> for caller in ("flags", "recipe", "python"):
+        ...     with hints_for(caller):
         ...         print(hint)
         --out-dtype float32
         `output: {dtype: float32}`
@@ -124,9 +124,9 @@ class Hint:
 
     def __str__(self) -> str:
         value = True if self.value is None and self.setting in SWITCHES else self.value
-        if _form == "python":
+        if _caller == "python":
             return _in_python(self.setting, value)
-        if _form == "recipe" and self.setting in KEYS:
+        if _caller == "recipe" and self.setting in KEYS:
             return f"`{_in_recipe(self.setting, value)}`"
         return _as_flag(self.setting, value)
 
@@ -141,14 +141,14 @@ def rules_for(*matches: str, use: str = "base") -> str:
     Example:
         >>> rules_for("*.norm.*")
         'rules=[{"match": "*.norm.*", "use": "base"}]'
-        >>> with hints_in("recipe"):
+        >>> with hints_for("recipe"):
         ...     rules_for("*.norm.*", use="head")
         "the rule {match: '*.norm.*', use: head}"
     """
-    if _form == "python":
+    if _caller == "python":
         return f"rules={json.dumps([{'match': match, 'use': use} for match in matches])}"
     shown = " and ".join(f"{{match: '{match}', use: {use}}}" for match in matches)
-    where = " of a recipe" if _form == "flags" else ""
+    where = " of a recipe" if _caller == "flags" else ""
     return f"the rule{'s' if len(matches) > 1 else ''} {shown}{where}"
 
 
@@ -162,12 +162,12 @@ def flag_of(name: str) -> str:
     return f"--{FLAGS.get(name, name).replace('_', '-')}"
 
 
-def setting_named(path: Sequence[str | int], form: Form) -> str | None:
+def setting_named(path: Sequence[str | int], caller: Caller) -> str | None:
     """Return what a key of a recipe is called where the recipe was made of flags or arguments.
 
     Args:
         path: of keys, from the recipe's top.
-        form: what it was made of.
+        caller: who made the path.
 
     Example:
         >>> setting_named(("output", "dtype"), "python"), setting_named(("output", "dtype"), "flags")
@@ -180,12 +180,12 @@ def setting_named(path: Sequence[str | int], form: Form) -> str | None:
         fits = len(path) >= len(parts) and all(
             part in ("*", item) for part, item in zip(parts, path, strict=False)
         )
-        if fits and form != "recipe":
+        if fits and caller != "recipe":
             inner = [item for part, item in zip(parts, path, strict=False) if part == "*"]
             inner += path[len(parts) :]
-            if form == "python" and name == "parameters" and inner:
+            if caller == "python" and name == "parameters" and inner:
                 return str(inner[0])
-            if form == "python":
+            if caller == "python":
                 return name + "".join(f"[{item!r}]" for item in inner)
             return " ".join([flag_of(name), ".".join(map(str, inner))]).strip()
     return None

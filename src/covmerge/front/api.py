@@ -180,6 +180,7 @@ def compare(
     *,
     score: AnyScorer | None = None,
     bounds: bool = False,
+    scorers: int = 1,
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     resume: bool = False,
     **options: Unpack[CompareKeywords],
@@ -200,6 +201,8 @@ def compare(
             or one number for each example; more is better. Scores are kept in `out`, but not those of a
             function. A model that cannot be scored is in `scores.failed`, with a Python warning.
         bounds: score the base and each expert too.
+        scorers: how many models are scored at once, by a command; it has its number, from 0, in the
+            environment variable COVMERGE_SCORER, to choose a GPU by.
         parameters: by method, for those that are not to run at their defaults.
         resume: take the models that lie in `out`, and score those that have no score.
         **options: as `CompareKeywords` has them.
@@ -227,6 +230,7 @@ def compare(
         out=None if out is None else output_path(out).expanduser(),
         scorer=None if score is None else scorer_of(score),
         bounds=bounds,
+        scorers=scorers,
         options=run_options({**options, "resume": resume}),
     )
     with open_recipe(recipe, base, named) as checkpoints:
@@ -248,6 +252,7 @@ def search(
     sampler: Sampler = "tpe",
     seed: int = 0,
     together: int = 4,
+    scorers: int = 1,
     all_examples: bool = False,
     resume: bool = False,
     **options: Unpack[RunKeywords],
@@ -263,6 +268,7 @@ def search(
         sampler: what chooses, of Optuna: `tpe`, `cmaes` or `random`.
         seed: of what it draws.
         together: how many choices are merged in one reading.
+        scorers: how many of these are scored at once, as `compare` takes it.
         all_examples: have the search see all examples; by default it sees one half of each task's, where
             the scorer gives a number for each, and the other half says how far the search fits its own.
         resume: go on with the search in `out`.
@@ -303,6 +309,7 @@ def search(
         sampler,
         seed,
         together,
+        scorers,
         all_examples,
         options=run_options({**options, "resume": resume}),
     )

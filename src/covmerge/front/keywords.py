@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covmerge.run.engine.progress import AnyProgress
     from covmerge.run.engine.workers import Workers
 
-Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
+OutputForm = Literal["model", "adapter", "peft", "kohya", "diffusers"]
 
 
 class RunKeywords(TypedDict, total=False):
@@ -112,7 +112,7 @@ class MergeKeywords(CompareKeywords, total=False, extra_items=Any):
         resume: go on with an interrupted merge.
     """
 
-    form: Form
+    form: OutputForm
     rank: int | None
     whole: bool
     shard_size: int | str

@@ -39,7 +39,7 @@ from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring.job import SavedScores, ScoreJob, ScoreProgress, candidates
+from covmerge.run.scoring.job import SavedScores, ScoreJob, ScoreProgress, candidates, check_scorers
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import SCORES_NAME, ScoreTable
 from covmerge.run.sources import OpenCheckpoints
@@ -321,6 +321,7 @@ class CompareJob:
         out: a folder for the models, one each; None writes none.
         scorer: scores the models; None scores none.
         bounds: score the base and each expert too.
+        scorers: how many models are scored at once.
         scoring: receives how far the scoring is.
         options: how it is done; `resume` takes the models that lie in `out`.
     """
@@ -333,6 +334,7 @@ class CompareJob:
     out: Path | None = None
     scorer: Scorer | None = None
     bounds: bool = False
+    scorers: int = 1
     scoring: ScoreProgress | None = None
     options: RunOptions = field(default_factory=RunOptions)
 
@@ -347,10 +349,11 @@ class CompareJob:
             self.methods, self.parameters, checkpoints.statistics, len(self.recipe.experts)
         )
         if self.scorer is None:
-            if self.bounds:
-                raise RecipeError(
-                    f"{Hint('bounds')} is for scores: pass {Hint('score')} too, or leave it out"
-                )
+            for name, given in (("bounds", self.bounds), ("scorers", self.scorers != 1)):
+                if given:
+                    raise RecipeError(
+                        f"{Hint(name)} is for scores: pass {Hint('score')} too, or leave it out"
+                    )
             return self._merged(entries, left_out, checkpoints)
         if self.out is None:
             raise RecipeError(
@@ -358,11 +361,13 @@ class CompareJob:
                 "method"
             )
         self.scorer.check()
+        check_scorers(self.scorer, self.scorers)
         local_path(self.out)
         saved = SavedScores.read(self.out / SCORES_NAME)  # before --overwrite replaces the folder
         comparison = self._merged(entries, left_out, checkpoints)
         models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
-        scores = ScoreJob(models, self.scorer, self.out, saved, self.scoring).run()
+        job = ScoreJob(models, self.scorer, self.out, saved, self.scorers, self.scoring)
+        scores = job.run()
         return replace(
             comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.notes())
         )

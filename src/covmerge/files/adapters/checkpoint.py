@@ -54,7 +54,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
-from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, Whole
+from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
 from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
@@ -356,7 +356,7 @@ class AdapterCheckpoint(View):
         found, by = converted(
             shapes, {name: header.shape for name, header in base.items()}, of_base
         )
-        made = {name: one for name, one in found.items() if not isinstance(one, Whole)}
+        made = {name: one for name, one in found.items() if not isinstance(one, StoredTensor)}
         if not made:
             return self
         whole = {*replaced.values()}

@@ -21,7 +21,7 @@ from covmerge.files.checkpoints.pieces import (
     Assembly,
     Normed,
     Shape,
-    Whole,
+    StoredTensor,
     alone,
     cut,
     interleaved,
@@ -187,7 +187,9 @@ def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> 
         kinds = [(*(1,) * axis, n, *(1,) * (len(shape) - axis - 1)) for axis, n in enumerate(shape)]
         plain = name not in expert and base.get(name) == shape
         if plain and len(shape) > 1 and lengths in kinds:
-            found[name] = Normed(Whole(length, lengths), Whole(direction, shape), shape)
+            found[name] = Normed(
+                StoredTensor(length, lengths), StoredTensor(direction, shape), shape
+            )
     return found
 
 
@@ -203,7 +205,7 @@ def _alike(
     )
     if not same or any(base[name] != expert[other] for name, other in pairs):
         return {}
-    return {name: Whole(other, expert[other]) for name, other in pairs}
+    return {name: StoredTensor(other, expert[other]) for name, other in pairs}
 
 
 def _grouped(shapes: Mapping[str, Shape], rules: Sequence[Rule]) -> dict[str, _Group]:
@@ -304,7 +306,8 @@ def _forward(
         sizes: their shapes where these are known.
     """
     slots: Slots = [
-        [Whole(name, shapes[name]) for name in group.names[index]] for index in sorted(group.names)
+        [StoredTensor(name, shapes[name]) for name in group.names[index]]
+        for index in sorted(group.names)
     ]
     states = [slots]
     rule = group.rule

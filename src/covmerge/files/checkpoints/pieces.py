@@ -171,7 +171,7 @@ class Assembly(ABC):
 
 
 @dataclass(frozen=True)
-class Whole(Assembly):
+class StoredTensor(Assembly):
     """A stored tensor."""
 
     name: str
@@ -370,7 +370,7 @@ class Assembled(View):
         if assembly is None:
             return super().read(name, rows)
         find_header(self.headers, name, rows, self.source)
-        if isinstance(assembly, Whole):
+        if isinstance(assembly, StoredTensor):
             return self._stored.read(assembly.name, rows)
         wanted = range(assembly.shape[0]) if rows is None else rows
         return assembly.read(self._stored.read, wanted).contiguous()

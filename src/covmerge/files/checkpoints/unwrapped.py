@@ -8,7 +8,7 @@ from covmerge.base.text import counted
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, divided
-from covmerge.files.checkpoints.pieces import Assembled, Assembly, Whole
+from covmerge.files.checkpoints.pieces import Assembled, Assembly, StoredTensor
 from covmerge.files.checkpoints.view import (
     WRAPPERS,
     View,
@@ -64,8 +64,8 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
         shapes = {name: checkpoint.headers[old].shape for name, old in names.items()}
         known = _shapes(base.headers)
         made, made_by = converted(shapes, known, base.config)
-        renamed = {one.name: name for name, one in made.items() if isinstance(one, Whole)}
-        made = {name: one for name, one in made.items() if not isinstance(one, Whole)}
+        renamed = {one.name: name for name, one in made.items() if isinstance(one, StoredTensor)}
+        made = {name: one for name, one in made.items() if not isinstance(one, StoredTensor)}
         taken = {*renamed, *(part for one in made.values() for part in one.stored())}
         others = [name for name in names if name not in taken]
         renamed |= respelled(others, known.keys() - made.keys() - {*renamed.values()})

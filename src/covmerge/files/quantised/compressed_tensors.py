@@ -29,9 +29,9 @@ from covmerge.files.quantised.fp8 import (
     ROW,
     TENSOR,
     Block,
+    GlobalScale,
     Numbers,
     Scaled,
-    Whole,
     as_block,
     how_scaled,
     of_activations,
@@ -117,7 +117,7 @@ def _small(stored: Stored, schemes: Schemes, name: str, packed: str) -> Scaled:
         stored.refuse(
             f"'{zeros}' is there, where symmetric numbers of {numbers.bits} bits can be read"
         )
-    whole = Whole(f"{name}_global_scale", divides=True) if numbers is NVFP4 else None
+    whole = GlobalScale(f"{name}_global_scale", divides=True) if numbers is NVFP4 else None
     return scaled(stored, packed, scale.name, numbers, plain=name, whole=whole)
 
 

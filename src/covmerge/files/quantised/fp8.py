@@ -42,7 +42,7 @@ _OF_ACTIVATIONS = (
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalScale:
     """One scale for all scales of a tensor.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scaled(ByRows):
     zeros: str | None = None
     symmetric: str | None = None
     bits: int = BYTE
-    whole: Whole | None = None
+    whole: GlobalScale | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         values = numbers(read(self.stored[0], rows), self.bits)
@@ -183,7 +183,7 @@ def scaled(
     plain: str | None = None,
     zeros: str | None = None,
     symmetric: bool = False,
-    whole: Whole | None = None,
+    whole: GlobalScale | None = None,
 ) -> Scaled:
     """Return a packed weight, after its sizes were checked.
 

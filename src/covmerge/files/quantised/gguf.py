@@ -93,7 +93,7 @@ class Blocks(ByRows):
 
 
 @dataclass(frozen=True)
-class Whole:
+class PlainTensor:
     """A tensor of the file that is not its rows in some order: it is unpacked as a whole.
 
     Attributes:
@@ -387,7 +387,7 @@ def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
 
 def _tensor(
     stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
-) -> Blocks | Whole:
+) -> Blocks | PlainTensor:
     """Return a tensor with what is undone to it, after its size was checked.
 
     What transformers undoes is found by what it makes of numbers that tell their places: rows in another
@@ -422,7 +422,7 @@ def _tensor(
     expected = probe[None] if flat else probe.T if turned else probe
     if not np.array_equal(found, expected - more):
         stored.refuse(f"transformers does to '{name}' what covmerge does not know")
-    return Whole(header, (name,), kind, turned, more, flat)
+    return PlainTensor(header, (name,), kind, turned, more, flat)
 
 
 def _counted(*shape: int) -> Any:

@@ -18,9 +18,9 @@ from covmerge.files.quantised.fp8 import (
     NVFP4,
     ROW,
     TENSOR,
+    GlobalScale,
     Numbers,
     Scaled,
-    Whole,
     how_scaled,
     of_activations,
     scaled,
@@ -57,7 +57,7 @@ def _weight(stored: Stored, name: str) -> Scaled:
     if name in headers and headers[name].dtype in FLOAT4:
         if exponents:
             return scaled(stored, name, scale, MXFP4)
-        return scaled(stored, name, scale, NVFP4, whole=Whole(whole, divides=False))
+        return scaled(stored, name, scale, NVFP4, whole=GlobalScale(whole, divides=False))
     if exponents:
         return scaled(stored, name, scale, MXFP8)
     numbers = Numbers((*FLOAT8, torch.int8), [TENSOR, ROW, _BLOCK])

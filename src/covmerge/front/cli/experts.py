@@ -155,6 +155,7 @@ def compare(
     bounds: Annotated[
         bool, options.flag(options.SCORE, None, "Score the base and each expert too.", "--bounds")
     ] = False,
+    scorers: options.Scorers = 1,
     resume: Annotated[
         bool,
         options.flag(
@@ -190,6 +191,7 @@ def compare(
         out,
         None if score is None else scorer_of(score),
         bounds,
+        scorers,
         options=flags.shown_options(given),
     )
     comparing.compare(job, verbose=verbose, as_json=as_json, as_csv=as_csv)
@@ -255,6 +257,7 @@ def search(
             min=1,
         ),
     ] = 4,
+    scorers: options.Scorers = 1,
     resume: Annotated[
         bool, options.flag(options.OUTPUT, None, "Go on with the search in DIR.", "--resume")
     ] = False,
@@ -283,6 +286,7 @@ def search(
         sampler,
         seed,
         together,
+        scorers,
         all_examples,
         options=flags.shown_options(given),
     )

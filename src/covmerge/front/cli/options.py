@@ -112,6 +112,16 @@ Tokenizer = Annotated[str | None, setting("tokenizer", HOW, "union|base|NAME")]
 Tensors = Annotated[list[str] | None, setting("tensors", HOW, "KEY=VALUE")]
 Dtype = Annotated[str | None, setting("dtype", HOW, "float32|float64")]
 Allow = Annotated[list[str] | None, setting("allow", HOW, "FAULT")]
+Scorers = Annotated[
+    int,
+    flag(
+        SCORE,
+        "N",
+        "Models that a command scores at once; it has its number, from 0, in the environment variable "
+        "COVMERGE_SCORER, to choose a GPU by.",
+        min=1,
+    ),
+]
 OutDtype = Annotated[str | None, setting("out_dtype", OUTPUT, "DTYPE")]
 Whole = Annotated[bool, setting("whole", OUTPUT)]
 Resume = Annotated[bool, setting("resume", OUTPUT)]

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from covmerge.base.errors import CovmergeError, InputError, ResourceError
-from covmerge.base.settings import hints_in
+from covmerge.base.settings import hints_for
 from covmerge.front.cli.console import say, stderr
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -97,7 +97,7 @@ class ReportingGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
         try:
-            with hints_in("recipe" if ctx.meta[_RECIPE] else "flags"):
+            with hints_for("recipe" if ctx.meta[_RECIPE] else "flags"):
                 return super().invoke(ctx)
         except CovmergeError as error:
             _fail(error)

@@ -31,7 +31,7 @@ class Made:
     of: Callable[[slice, Tensor, Sequence[Tensor]], Tensor]
 
 
-class Whole:
+class TensorInBlocks:
     """A tensor of all experts, in blocks.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     EntryCost,
     Groups,
@@ -45,7 +45,7 @@ class _Mean:
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
     """The mean itself: each of its steps is as long as the whole."""
-    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     base, experts = next((base, models) for _, base, models in whole.blocks())
     models = [Made((t,), lambda part, base, models: models[0]) for t in range(len(experts))]
     place: int | None = parameters["base_place"]

@@ -15,7 +15,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     AnyRows,
     Groups,
@@ -40,7 +40,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
-    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     count = len(next(whole.blocks())[2])
     offsets = [Made((t,), lambda part, base, models: models[0] - base) for t in range(count)]
     products = [

@@ -22,7 +22,7 @@ from covmerge.maths.methods.arithmetic import (
     inputs_of,
     weights_of,
 )
-from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     AnyRows,
     EntryCost,
@@ -53,7 +53,7 @@ class _Way:
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
-    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     eps: float = parameters["eps"]
     group = next(groups())
     base, _ = inputs_of(group, parameters["arithmetic"])

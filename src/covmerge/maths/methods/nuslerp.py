@@ -20,7 +20,7 @@ from covmerge.maths.methods.arithmetic import (
     inputs_of,
     weights_of,
 )
-from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     AnyRows,
     EntryCost,
@@ -43,7 +43,7 @@ def _unit(parameters: Parameters) -> Unit:
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
-    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
 
     def end(base: Tensor, model: Tensor) -> Tensor:
         return model - base if parameters["around"] == "base" else model

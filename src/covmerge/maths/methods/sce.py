@@ -15,7 +15,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.lapack import exponent_of
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.gathered import Made, Whole, one_buffer
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     EntryCost,
     Groups,
@@ -54,7 +54,7 @@ class _Selected:
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
-    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     mask = None
     if parameters["select_topk"] < 1:
         mask = _most_varied_of(whole, parameters["select_topk"])
@@ -157,7 +157,7 @@ def _shares(energy: Tensor) -> Tensor:
     return uniform if abs(total) < _NO_ENERGY else energy / total
 
 
-def _most_varied_of(whole: Whole, share: float) -> Tensor:
+def _most_varied_of(whole: TensorInBlocks, share: float) -> Tensor:
     """`_largest` of the variance of a tensor that comes in blocks."""
     largest = [
         torch.stack([(model - base).abs().amax() for model in models])

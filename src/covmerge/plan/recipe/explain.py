@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from covmerge.base.errors import RecipeError, did_you_mean
-from covmerge.base.settings import Form, Hint, setting_named
+from covmerge.base.settings import Caller, Hint, setting_named
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.plan.recipe.schema import (
     Expert,
@@ -39,7 +39,7 @@ _SHORT: Mapping[type[BaseModel], str] = {
     TokenRow: "an expert's name, base, zero or ",
 }
 # What a recipe that no file holds was made of, by the name of its origin.
-_FORMS: Mapping[str, Form] = {"command line": "flags", "arguments": "python"}
+_CALLERS: Mapping[str, Caller] = {"command line": "flags", "arguments": "python"}
 _STORED_DTYPES = ("bfloat16", "float16")
 _MOST = 50  # lines that anybody reads
 _WANTED = {
@@ -158,7 +158,7 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
 def _place(path: KeyPath, origin: Origin) -> str:
     if not path:
         return "the recipe"
-    return setting_named(path, _FORMS.get(origin.name, "recipe")) or key_path(path)
+    return setting_named(path, _CALLERS.get(origin.name, "recipe")) or key_path(path)
 
 
 def _value(value: object) -> str:

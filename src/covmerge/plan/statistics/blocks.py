@@ -24,7 +24,7 @@ from covmerge.base.threads import start
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.model import (
-    Layer,
+    ObservedLayer,
     RunningModel,
     is_placeholder,
     load_model,
@@ -236,9 +236,9 @@ class Blocks:
     def run(
         self,
         batches: Sequence[Batch],
-        watching: Callable[[Batch, Sequence[Layer]], AbstractContextManager[object]],
+        watching: Callable[[Batch, Sequence[ObservedLayer]], AbstractContextManager[object]],
         passed: Callable[[Batch], object],
-    ) -> Generator[Sequence[Layer]]:
+    ) -> Generator[Sequence[ObservedLayer]]:
         """Run all batches through all blocks; yield the layers that have been called with all of them.
 
         Args:
@@ -276,11 +276,11 @@ class Blocks:
             give_back()
         yield rest
 
-    def _layers(self) -> tuple[list[list[Layer]], list[Layer]]:
+    def _layers(self) -> tuple[list[list[ObservedLayer]], list[ObservedLayer]]:
         """The layers of each block, and those in none."""
         within = {id(m): n for n, block in enumerate(self._blocks) for m in block.modules()}
-        of_block: list[list[Layer]] = [[] for _ in self._blocks]
-        rest: list[Layer] = []
+        of_block: list[list[ObservedLayer]] = [[] for _ in self._blocks]
+        rest: list[ObservedLayer] = []
         for layer in self.model.layers():
             place = within.get(id(layer.module))
             (rest if place is None else of_block[place]).append(layer)

@@ -23,7 +23,7 @@ from covmerge.plan.statistics.examples import Batch, Examples, Reading, ReadingO
 from covmerge.plan.statistics.file import About, Kind
 from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.gram import FisherCollector, GramCollector, Labels
-from covmerge.plan.statistics.model import Layer, RunningModel, check_start, load_model
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel, check_start, load_model
 from covmerge.plan.statistics.needed import (
     begin,
     check_memory,
@@ -266,7 +266,7 @@ def _block_by_block(
         return file.finish(count, generated=generated, notes=notes)
 
 
-def _layers(model: RunningModel) -> list[Layer]:
+def _layers(model: RunningModel) -> list[ObservedLayer]:
     layers = model.layers()
     if not layers:
         raise InputError(

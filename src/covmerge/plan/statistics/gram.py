@@ -15,7 +15,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.plan.statistics.examples import LABELS, Batch, masks_of, single
-from covmerge.plan.statistics.model import Layer, RunningModel
+from covmerge.plan.statistics.model import ObservedLayer, RunningModel
 from covmerge.plan.statistics.write import Statistic
 
 # The diagonal Fisher information of a model with a head, one example after another.
@@ -194,7 +194,7 @@ class Weights(Protocol):
         """Whether the weights are relative to something; else they are brought to mean 1."""
         ...
 
-    def of(self, layer: Layer, inputs: Tensor) -> Tensor:
+    def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
         ...
 
@@ -213,14 +213,14 @@ class GramCollector:
 
     Example:
         >>> layer = nn.Linear(2, 3)
-        >>> grams = GramCollector([Layer("fc.weight", layer, 2)])
+        >>> grams = GramCollector([ObservedLayer("fc.weight", layer, 2)])
         >>> with grams.watching({}):
         ...     _ = layer(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
         >>> grams.statistics()[0].mean.tolist()
         [[1.0, 1.0], [1.0, 2.0]]
     """
 
-    def __init__(self, layers: Sequence[Layer], weights: Weights | None = None) -> None:
+    def __init__(self, layers: Sequence[ObservedLayer], weights: Weights | None = None) -> None:
         self._layers = layers
         self._weights = weights
         self._sums: dict[str, _Sum] = {}
@@ -230,7 +230,9 @@ class GramCollector:
         self._masks: list[Tensor] = []
 
     @contextmanager
-    def watching(self, batch: Batch, layers: Sequence[Layer] | None = None) -> Generator[None]:
+    def watching(
+        self, batch: Batch, layers: Sequence[ObservedLayer] | None = None
+    ) -> Generator[None]:
         """Count the inputs of the layers, or of some of them, while this batch runs."""
         self._masks = masks_of(batch)
         handles = [
@@ -251,7 +253,7 @@ class GramCollector:
             return None
         return self._statistic((name,), total)
 
-    def statistics(self, layers: Sequence[Layer] | None = None) -> list[Statistic]:
+    def statistics(self, layers: Sequence[ObservedLayer] | None = None) -> list[Statistic]:
         """Return the statistics of layers, in their order; those with the same input are one.
 
         Args:
@@ -272,7 +274,7 @@ class GramCollector:
             found.append(self._statistic(tuple(names), self._sums[leader]))
         return found
 
-    def take(self, layers: Sequence[Layer]) -> Iterator[Statistic]:
+    def take(self, layers: Sequence[ObservedLayer]) -> Iterator[Statistic]:
         """Yield the statistics of some layers, which must not be called again, and let go of each sum.
 
         Raises:
@@ -308,10 +310,10 @@ class GramCollector:
             raise InputError(f"all inputs of '{names[0]}' are of weight 0")
         return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
 
-    def _rows(self, layer: Layer) -> int:
+    def _rows(self, layer: ObservedLayer) -> int:
         return self._sums[layer.name].rows if layer.name in self._sums else 0
 
-    def _hook(self, layer: Layer) -> Any:
+    def _hook(self, layer: ObservedLayer) -> Any:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = (*args, *kwargs.values())
             inputs = next((value for value in given if isinstance(value, Tensor)), None)
@@ -325,7 +327,7 @@ class GramCollector:
 
         return see
 
-    def _add(self, layer: Layer, inputs: Tensor) -> None:
+    def _add(self, layer: ObservedLayer, inputs: Tensor) -> None:
         name = layer.name
         if name in self._taken:
             raise InputError(

@@ -86,7 +86,7 @@ INSTALL = "install it with: pip install 'covmerge[transformers]'"
 
 
 @dataclass(frozen=True)
-class Layer:
+class ObservedLayer:
     """A linear layer to observe.
 
     Attributes:
@@ -147,9 +147,9 @@ class RunningModel:
             if place.expected != self._shape(name) and place.parameter not in self.skeleton.outside
         ]
 
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ObservedLayer]:
         """Return the linear layers of the backbone that have a module of their own."""
-        layers: list[Layer] = []
+        layers: list[ObservedLayer] = []
         for name in self._linear():
             place = self.skeleton.places[name]
             path, _, leaf = place.parameter.rpartition(".")
@@ -157,7 +157,7 @@ class RunningModel:
             if leaf == "weight" and module.weight.ndim == 2:
                 transposed = place.kind.transposed
                 d_in = self._shape(name)[0 if transposed else 1]
-                layers.append(Layer(name, module, d_in, transposed))
+                layers.append(ObservedLayer(name, module, d_in, transposed))
         return layers
 
     def packed_layers(self) -> list[str]:

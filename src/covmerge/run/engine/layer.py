@@ -128,7 +128,7 @@ class Change:
         return stored.view(item.shape)
 
 
-class Layer:
+class LayerUpdates:
     """The updates of some rows, or the experts' weights, and what several methods share on them."""
 
     def __init__(self, items: Sequence[WorkItem], inputs: Inputs, context: Context) -> None:

@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 
 from covmerge.base.errors import InputError, ResourceError
-from covmerge.base.settings import Form, Hint, hint_form, hints_in
+from covmerge.base.settings import Caller, Hint, caller_now, hints_for
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.run.engine.devices import usable_device
@@ -197,7 +197,7 @@ class Processes(Executor):
                 self._threads,
                 str(self._alone),
                 self._inner,
-                hint_form(),
+                caller_now(),
             ),
             daemon=True,
         )
@@ -308,7 +308,7 @@ def _serve(
     threads: int,
     alone: str,
     inner: Threads,
-    form: Form,
+    caller: Caller,
 ) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
@@ -318,7 +318,7 @@ def _serve(
     lock = FileLock(alone) if on_cpu else nullcontext()
     try:
         usable_device(str(device))
-        with hints_in(form), opener() as sources:
+        with hints_for(caller), opener() as sources:
             while True:
                 task: Task = connection.recv()
                 context = replace(task.context, device=device)

@@ -34,7 +34,7 @@ from covmerge.run.engine.inputs import (
     weights_or_update,
 )
 from covmerge.run.engine.inspect_rows import inspect_rows
-from covmerge.run.engine.layer import Change, Context, Layer, naming
+from covmerge.run.engine.layer import Change, Context, LayerUpdates, naming
 from covmerge.run.engine.selection import Selections
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
@@ -134,7 +134,7 @@ class Rows:
         self,
         item: WorkItem,
         merge: Merge,
-        layer: Layer,
+        layer: LayerUpdates,
         change: Change,
         unrounded: Change | None,
         *,
@@ -253,7 +253,7 @@ def _results(
         yield _alone(items[0], inputs, context)
         return
     merging = any(not item.tensor.operation.copies for item in items)
-    layer = Layer(items, inputs, context) if merging else None
+    layer = LayerUpdates(items, inputs, context) if merging else None
     for number, item in enumerate(items):
         merge = item.tensor.merge
         if layer is not None and merge is not None:
@@ -291,7 +291,9 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
     parts: list[Mapping[str, Any]] = []
     done = 0
     for part, part_inputs in in_parts(item, inputs, context.device):
-        result = _merged(Layer([part], part_inputs, context), part, merge, context, thresholds)
+        result = _merged(
+            LayerUpdates([part], part_inputs, context), part, merge, context, thresholds
+        )
         if part is item:
             return result
         (merged,) = result.tensors
@@ -314,7 +316,7 @@ def _by_tensor_pass(item: WorkItem, merge: Merge, sources: Sources, context: Con
         assert part.rows is not None
         known = {expert: whole.rows(part.rows) for expert, whole in found.items()}
         inputs = replace(read_inputs([part], sources), known=known)
-        result = _merged(Layer([part], inputs, context), part, merge, context, thresholds)
+        result = _merged(LayerUpdates([part], inputs, context), part, merge, context, thresholds)
         (rows[part.rows.start : part.rows.stop],) = result.tensors
         return result.stats
 
@@ -324,7 +326,7 @@ def _by_tensor_pass(item: WorkItem, merge: Merge, sources: Sources, context: Con
 
 
 def _merged(
-    layer: Layer,
+    layer: LayerUpdates,
     item: WorkItem,
     merge: Merge,
     context: Context,
@@ -363,7 +365,7 @@ def _count(
     parts = in_parts(items[0], inputs, context.device) if len(items) == 1 else [(items[0], inputs)]
     for part, part_inputs in parts:
         counted = [part] if len(items) == 1 else items
-        layer = Layer(counted, part_inputs, context)
+        layer = LayerUpdates(counted, part_inputs, context)
         for item in counted:
             assert isinstance(item.tensor.operation, Count)
             count = item.tensor.operation

@@ -19,7 +19,7 @@ from covmerge.maths.measures.retention import along, overall
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums
 from covmerge.maths.measures.table_rows import TableRows
-from covmerge.run.judgement import Layer
+from covmerge.run.judgement import LayerSums
 from covmerge.run.judgement.layers import TABLES
 
 
@@ -144,9 +144,9 @@ class LayerView:
         return {name: lost.share for name, lost in self.lost.items()}
 
     @property
-    def judged(self) -> Layer:
+    def judged(self) -> LayerSums:
         """What the experts are judged by."""
-        return Layer(
+        return LayerSums(
             self.tensor,
             self.name,
             self.is_matrix,

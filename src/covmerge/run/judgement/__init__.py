@@ -6,7 +6,7 @@ judge     from numbers to findings, for an inspection and of a finished run, whi
 """
 
 from covmerge.run.judgement.judge import check_fit, judge, owned_by
-from covmerge.run.judgement.layers import Layer
+from covmerge.run.judgement.layers import LayerSums
 from covmerge.run.judgement.values import changed_integers, naming_lost
 
-__all__ = ["Layer", "changed_integers", "check_fit", "judge", "naming_lost", "owned_by"]
+__all__ = ["LayerSums", "changed_integers", "check_fit", "judge", "naming_lost", "owned_by"]

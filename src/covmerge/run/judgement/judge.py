@@ -25,7 +25,7 @@ from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
 from covmerge.plan.planning.types import Plan
-from covmerge.run.judgement.layers import Layer, block_of, layers_of, ranges
+from covmerge.run.judgement.layers import LayerSums, block_of, layers_of, ranges
 from covmerge.run.judgement.values import changed_integers, left_for_nan
 from covmerge.run.sources import OpenCheckpoints
 
@@ -50,7 +50,7 @@ class Foreign:
     cosine: float
 
 
-def stranger(matrices: Sequence[Layer], expert: str) -> Finding | None:
+def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
     """Say that an expert was trained from another base, if it was."""
     known = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
     if not known:
@@ -69,7 +69,7 @@ def stranger(matrices: Sequence[Layer], expert: str) -> Finding | None:
     )
 
 
-def foreign_layers(matrices: Sequence[Layer], expert: str) -> list[Foreign]:
+def foreign_layers(matrices: Sequence[LayerSums], expert: str) -> list[Foreign]:
     """List the layers that are not the base's, of an expert that otherwise is."""
     return [
         Foreign(expert, matrix.tensor, cosine)
@@ -78,7 +78,7 @@ def foreign_layers(matrices: Sequence[Layer], expert: str) -> list[Foreign]:
     ]
 
 
-def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
+def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Finding | None:
     """Say that the rows of embeddings are not the base's: merged, those of other tokens are mixed."""
     found = {
         layer.tensor: cosine
@@ -99,7 +99,7 @@ def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
 
 
 def untouched(
-    layers: Sequence[Layer], expert: str, own: str | None, notes: Sequence[str]
+    layers: Sequence[LayerSums], expert: str, own: str | None, notes: Sequence[str]
 ) -> Iterator[Finding]:
     """Say what an expert left as it is in the base: all of it, whole blocks, or tensors.
 
@@ -124,7 +124,7 @@ def untouched(
             name=UNCHANGED,
         )
         return
-    blocks: dict[int, list[Layer]] = {}
+    blocks: dict[int, list[LayerSums]] = {}
     for layer in layers:
         block = block_of(layer.name)
         if block is not None and layer.is_matrix:
@@ -150,7 +150,7 @@ def untouched(
         )
 
 
-def uneven(layers: Sequence[Layer], experts: Sequence[str]) -> Finding | None:
+def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | None:
     """Say that updates are of very different size, if they are."""
     norms = {expert: hypot(*(layer.norm(expert) for layer in layers)) for expert in experts}
     moved = {expert: norm for expert, norm in norms.items() if norm}
@@ -271,7 +271,7 @@ def _parts(model: Model, name: str) -> dict[str, Tensor]:
 
 
 def judge(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerSums],
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     owned: Mapping[str, str],
@@ -376,7 +376,7 @@ def _in_float64(plan: Plan) -> set[str]:
     return set() if plan.compute_dtype is torch.float64 else merged
 
 
-def _coarse(plan: Plan, layers: Sequence[Layer]) -> Iterator[Finding]:
+def _coarse(plan: Plan, layers: Sequence[LayerSums]) -> Iterator[Finding]:
     """Warn where weights in float64 are merged in float32, and that shows in an update."""
     fine = _in_float64(plan)
     lost = {

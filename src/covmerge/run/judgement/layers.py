@@ -70,7 +70,7 @@ TABLES = (Role.EMBEDDING, Role.OUTPUT)
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSums:
     """Sums over the elements of one matrix of all experts, or of a tensor that holds none.
 
     Attributes:
@@ -83,7 +83,7 @@ class Layer:
         is_table: whether its rows belong to tokens: an embedding, or an output head.
 
     Example:
-        >>> layer = Layer("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
+        >>> layer = LayerSums("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
         >>> layer.relative("a"), layer.cosine("a")
         (1.0, 0.0)
     """
@@ -111,7 +111,7 @@ class Layer:
         return cosine_with_base(self.base, self.along[expert], self.squares[expert])
 
 
-def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]:
+def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[LayerSums]:
     """Join what the items of a finished run measured to one entry a merged tensor."""
     parts: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item, facts in zip(plan.items, done, strict=True):
@@ -120,7 +120,7 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
     for tensor in plan.tensors:
         found = parts[tensor.name]
         if found:
-            yield Layer(
+            yield LayerSums(
                 tensor.name,
                 tensor.name,
                 tensor.matrices is not None,

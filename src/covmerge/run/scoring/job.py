@@ -1,25 +1,97 @@
-"""Score several models, one after the other."""
+"""Score several models, and keep the scores."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from covmerge.base.errors import CovmergeError, InputError
+from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.json_file import dumps, read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES, read_comparison
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.scoring.scorer import Scorer
+from covmerge.run.scoring.scorer import Command, Scorer
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, SCORES_NAME, Scored, ScoreTable
 from covmerge.run.scoring.values import Scores, score_of
+
+# What comes of a scorer, on one model or on several at once.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of scoring a model.
+
+    Attributes:
+        scores: by task; None where it failed.
+        failed: why.
+        seconds: that it took.
+    """
+
+    scores: Scores | None
+    failed: str | None
+    seconds: float
+
+
+def check_scorers(scorer: Scorer, scorers: int) -> None:
+    """Refuse a number of models that cannot be scored at once.
+
+    Raises:
+        InputError: it is below one, or above one of a scorer that is no command.
+    """
+    if scorers < 1:
+        raise InputError(f"{Hint('scorers', scorers)}: give 1 or more")
+    if scorers > 1 and not isinstance(scorer, Command):
+        raise InputError(
+            f"{Hint('scorers', scorers)} is for commands, and {scorer.name} scores in this process, one "
+            f"model after the other: leave out {Hint('scorers')}"
+        )
+
+
+def outcomes(scorer: Scorer, folders: Sequence[Path], scorers: int) -> Iterator[Outcome]:
+    """Score models, so many at once, and return what came of each, in their order."""
+    if scorers == 1 or not isinstance(scorer, Command):
+        yield from map(partial(_outcome, scorer.score), folders)
+        return
+    free = SimpleQueue[int]()
+    for number in range(scorers):
+        free.put(number)
+
+    def score(folder: Path) -> Outcome:
+        number = free.get()
+        try:
+            return _outcome(partial(scorer.score, number=number), folder)
+        finally:
+            free.put(number)
+
+    with ThreadPoolExecutor(scorers) as pool:
+        try:
+            yield from pool.map(score, folders)
+        except BaseException:  # the pool waits for its threads
+            scorer.stop()
+            raise
+
+
+def _outcome(score: Callable[[Path], Scores], folder: Path) -> Outcome:
+    started, scores, failed = time.perf_counter(), None, None
+    try:
+        scores = score(folder)
+    except CovmergeError as error:
+        failed = str(error)
+    except Exception as error:  # evaluators and functions of others may raise anything
+        failed = f"{type(error).__name__}: {error}"
+    return Outcome(scores, failed, time.perf_counter() - started)
+
 
 # Scores that were taken before, saved in a file beside the models.
 
@@ -172,6 +244,7 @@ class ScoreJob:
         scorer: what scores them.
         folder: of the table and of scores.json.
         saved: scores that were taken before.
+        scorers: how many models are scored at once.
         progress: receives how far it is.
     """
 
@@ -179,6 +252,7 @@ class ScoreJob:
     scorer: Scorer
     folder: Path
     saved: SavedScores
+    scorers: int = 1
     progress: ScoreProgress | None = None
 
     def run(self) -> ScoreTable:
@@ -199,20 +273,18 @@ class ScoreJob:
         if shown:
             shown.start(len(waiting))
         try:
+            found = outcomes(self.scorer, [model.folder for model in waiting], self.scorers)
             for model in waiting:
                 if shown:
                     shown.begin(model.label)
-                started = time.perf_counter()
-                try:
-                    scores = self.scorer.score(model.folder)
-                except CovmergeError as error:
-                    failed[model.label] = str(error)
-                except Exception as error:  # evaluators and functions of others may raise anything
-                    failed[model.label] = f"{type(error).__name__}: {error}"
+                one = next(found)
+                if one.scores is None:
+                    failed[model.label] = one.failed or ""
                 else:
-                    seconds = time.perf_counter() - started
-                    scored[model.label] = Scored(model.label, scores, seconds, bound=model.bound)
-                    self.saved.add(model, key, self.scorer.name, scores, seconds)
+                    scored[model.label] = Scored(
+                        model.label, one.scores, one.seconds, bound=model.bound
+                    )
+                    self.saved.add(model, key, self.scorer.name, one.scores, one.seconds)
                     self.saved.write(self.folder / SCORES_NAME)
                 if shown:
                     shown.advance()

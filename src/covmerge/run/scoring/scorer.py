@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import shlex
 import shutil
 import stat
@@ -24,6 +25,9 @@ from covmerge.run.scoring.values import Scores, printed_scores, scores_of
 # A scorer that is a command: run once for each model, without a shell.
 
 MODEL = "{model}"  # where the model's folder goes
+NUMBER = (
+    "COVMERGE_SCORER"  # environment variable: which of the commands that run at once it is, from 0
+)
 _LINES, _WIDTH = 10, 300  # of a failed command's output that are shown
 _MOST_BYTES = 2**26  # of a command's output; of a file whose content tells one scorer from another
 _SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
@@ -51,6 +55,7 @@ class Command:
 
     def __init__(self, text: str, known: Collection[str] = ()) -> None:
         self.name = text
+        self._running: set[subprocess.Popen[bytes]] = set()
         try:
             self._words = shlex.split(text)
         except ValueError as error:
@@ -94,14 +99,13 @@ class Command:
         """Return the command for one model."""
         return [word.replace(MODEL, str(model)) for word in self._words]
 
-    def score(self, model: Path) -> Scores:
+    def score(self, model: Path, number: int = 0) -> Scores:
+        """Run the command on a model; `number` tells those apart that run at once."""
         command = self.words(model)
         shown = printable(shlex.join(command))
         with TemporaryFile() as printed, TemporaryFile() as said:
             try:
-                ended = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, check=False
-                ).returncode
+                ended = self._ended(command, printed, said, number)
             except OSError as error:
                 raise CheckFailed(f"`{shown}` cannot be run: {error.strerror}") from error
             if ended:
@@ -116,6 +120,25 @@ class Command:
                 f"`{shown}` printed more than {_MOST_BYTES} bytes: have it print less"
             )
         return printed_scores(text.decode(errors="replace"), f"`{shown}`")
+
+    def _ended(self, command: list[str], out: IO[bytes], err: IO[bytes], number: int) -> int:
+        env = {**os.environ, NUMBER: str(number)}
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env
+        ) as process:
+            self._running.add(process)
+            try:
+                return process.wait()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                self._running.discard(process)
+
+    def stop(self) -> None:
+        """End what runs in other threads."""
+        for process in list(self._running):
+            process.kill()
 
 
 def _is_small_file(word: str) -> bool:

@@ -25,7 +25,7 @@ from covmerge.files.stores.lock import Lock, TakenError
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.recipe.search import Template
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.job import ScoreProgress
+from covmerge.run.scoring.job import Outcome, ScoreProgress, check_scorers, outcomes
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
@@ -49,6 +49,7 @@ class SearchJob:
         sampler: what chooses; see `SAMPLERS`.
         seed: of what it draws.
         together: how many are merged in one reading.
+        scorers: how many of these are scored at once.
         all_examples: the search sees all of them, and nothing is held out.
         progress: receives how far it is.
         options: how it is done; `resume` goes on with the search in `out`.
@@ -62,6 +63,7 @@ class SearchJob:
     sampler: str = "tpe"
     seed: int = 0
     together: int = 4
+    scorers: int = 1
     all_examples: bool = False
     progress: ScoreProgress | None = None
     options: RunOptions = field(default_factory=RunOptions)
@@ -101,6 +103,7 @@ class SearchJob:
                 f"{Hint('sampler')}: '{self.sampler}' is none of {', '.join(SAMPLERS)}"
             )
         self.scorer.check()
+        check_scorers(self.scorer, self.scorers)
         local_path(self.out)
         if "?" in str(self.out):
             raise InputError(f"{self.out}: SQLite takes no name with ? in it: name another folder")
@@ -260,15 +263,25 @@ class _State:
             self._trials.tell(one, trial, self._found(trial).values(trial))
 
     def _tried(self, work: Sequence[tuple[int | None, Any, Recipe]]) -> Generator[Trial]:
-        """Merge all, then score one after the other."""
+        """Merge all, then score them."""
         started = time.perf_counter()
         folders = [self._work / ("untuned" if n is None else str(n)) for n, _, _ in work]
         failed = self._merged(
             [(recipe, f) for (_, _, recipe), f in zip(work, folders, strict=True)]
         )
         share = (time.perf_counter() - started) / len(work)
+        merged = [f for f, why in zip(folders, failed, strict=True) if why is None]
+        scored = outcomes(self._job.scorer, merged, self._job.scorers)
+        progress = self._job.progress
         for (number, chosen, _), folder, why in zip(work, folders, failed, strict=True):
-            yield self._scored(Trial(number, chosen, None, why, share), folder)
+            trial = Trial(number, chosen, None, why, share)
+            if progress:
+                progress.begin(trial.label)
+            one = Outcome(None, why, 0.0) if why is not None else next(scored)
+            shutil.rmtree(folder, ignore_errors=True)
+            if progress:
+                progress.advance()
+            yield replace(trial, scores=one.scores, failed=one.failed, seconds=share + one.seconds)
 
     def _merged(self, work: Sequence[tuple[Recipe, Path]]) -> list[str | None]:
         """Merge in one reading; where that fails each alone, to know which. Returns why, one for each."""
@@ -284,24 +297,6 @@ class _State:
                 return [str(error)]
             return [why for one in work for why in self._merged([one])]
         return [None] * len(work)
-
-    def _scored(self, trial: Trial, folder: Path) -> Trial:
-        progress = self._job.progress
-        if progress:
-            progress.begin(trial.label)
-        started, scores, why = time.perf_counter(), None, trial.failed
-        if why is None:
-            try:
-                scores = self._job.scorer.score(folder)
-            except CovmergeError as error:
-                why = str(error)
-            except Exception as error:  # evaluators and functions of others may raise anything
-                why = f"{type(error).__name__}: {error}"
-        shutil.rmtree(folder, ignore_errors=True)
-        if progress:
-            progress.advance()
-        seconds = trial.seconds + time.perf_counter() - started
-        return replace(trial, scores=scores, failed=why, seconds=seconds)
 
     def _found(self, *more: Trial) -> Search:
         job, trials = self._job, (*self._trials.finished, *more)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
-from covmerge.files.quantised.gguf import PLAIN, Blocks, Whole
+from covmerge.files.quantised.gguf import PLAIN, Blocks, PlainTensor
 from covmerge.files.quantised.packed import Packed, pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.maths.linalg.stored import stored_as
@@ -130,9 +130,9 @@ class ToBlocks:
     Attributes:
         kind: what GGUF calls the type.
         order: see `Blocks`; None: rows are in order.
-        transposed: see `Whole`.
-        more: see `Whole`.
-        flat: see `Whole`.
+        transposed: see `PlainTensor`.
+        more: see `PlainTensor`.
+        flat: see `PlainTensor`.
     """
 
     kind: str
@@ -171,7 +171,7 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
         kind: the type that it is to have, of `WRITTEN`.
         shape: of what the file stores, in bytes where it is in blocks.
     """
-    assert isinstance(packed, Blocks | Whole)
+    assert isinstance(packed, Blocks | PlainTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])
     if kind in PLAIN:
@@ -182,7 +182,7 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
             return None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
     target = replace(packed, kind=kind)
-    if isinstance(target, Whole):
+    if isinstance(target, PlainTensor):
         quantise = ToBlocks(kind, transposed=target.transposed, more=target.more, flat=target.flat)
         return Packing(target, (Part(header),), quantise, whole=True)
     group = 1 if target.order is None else len(target.order)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.base.errors import InputError
-from covmerge.base.settings import Form, Hint
+from covmerge.base.settings import Caller, Hint
 from covmerge.base.version import __version__
 from covmerge.run.engine.executor import Opener, Task
 from covmerge.run.engine.inputs import Sources
@@ -120,12 +120,12 @@ class Setup:
     Attributes:
         task: without sources.
         threads: of an item that is computed on all cores.
-        form: of the settings in messages.
+        caller: whose words messages use.
     """
 
     task: Task
     threads: int
-    form: Form
+    caller: Caller
 
 
 class WorkerCache:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from covmerge.base.errors import InputError, ResourceError
-from covmerge.base.settings import Hint, hint_form, hints_in
+from covmerge.base.settings import Hint, caller_now, hints_for
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, at_once
@@ -247,7 +247,7 @@ class Cluster(Executor):
                 f"a merge in memory cannot be shared by machines: leave out {Hint('executor', 'ray')}"
             )
         ray, threads = self._ray, torch.get_num_threads()
-        setup = ray.put(Setup(replace(task, sources=Sources({})), threads, hint_form()))
+        setup = ray.put(Setup(replace(task, sources=Sources({})), threads, caller_now()))
         given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
         loads = _loads(list(batches), cores)
@@ -394,7 +394,7 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
         sources, setup = WORKER_CACHE.sources(key, opening), WORKER_CACHE.setup(reference)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
-        with hints_in(setup.form):
+        with hints_for(setup.caller):
             _check_device(load, setup.task.context.device)
             done = [
                 one for index, batch in load for one in serve(index, batch, task, setup.threads)
