@@ -61,16 +61,21 @@ site: export NO_MKDOCS_2_WARNING := 1
 site: $(VENV)/.ready  ## the documentation, into build/site; a warning is an error
 	$(BIN)/mkdocs build --strict
 
-# Tests start processes that would otherwise compile all of covmerge each.
+# Tests start processes that would otherwise compile all of covmerge each. In a new environment each worker
+# would compile all tests and what they import, too: one process does it before, beside the types.
 unexport PYTHONDONTWRITEBYTECODE
+$(VENV)/.compiled: $(VENV)/.ready
+	-$(BIN)/python -m pytest --collect-only --quiet > /dev/null
+	touch $@
+
 tests fast slow: export OMP_NUM_THREADS ?= 1
-tests: $(VENV)/.ready
+tests: $(VENV)/.compiled
 	$(PYTEST) $(WHICH)
 
-fast: $(VENV)/.ready
+fast: $(VENV)/.compiled
 	$(PYTEST) -m "not slow"
 
-slow: $(VENV)/.ready
+slow: $(VENV)/.compiled
 	$(PYTEST) -m slow
 
 # The tests of what reads or writes files (pyproject.toml has the list of it), and which branches of it they
