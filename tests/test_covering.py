@@ -1,15 +1,15 @@
 """What `make test` leaves out of a product of parameters, and how all of it is run."""
 
 import shutil
-import subprocess
-import sys
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
 from tests.covering import covering
+from tests.forked import run
 
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 ROOT = Path(__file__).parent.parent
 SIZES = {"subject": 50, "law": 17, "shape": 4, "dtype": 2}
 ROWS = [dict(zip(SIZES, row, strict=True)) for row in product(*map(range, SIZES.values()))]
@@ -60,6 +60,6 @@ def test_the_switch(tmp_path, given, count):
     for name in ("conftest.py", "pyproject.toml", "tests/__init__.py", "tests/covering.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "test_some.py").write_text(SOME)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
-    done = subprocess.run([*command, *given.split()], cwd=tmp_path, capture_output=True, text=True)
+    flags = ("-p", "no:cacheprovider", "--collect-only", "-q")
+    done = run(PYTEST, *flags, *given.split(), cwd=tmp_path)
     assert done.stdout.count("test_some.py::") == count, done.stdout + done.stderr

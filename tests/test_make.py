@@ -39,7 +39,8 @@ def clone(tmp_path):
     for name in ("ruff", "pyright", "lint-imports", "mkdocs", "python"):
         (binaries / name).write_text(STUB)
         (binaries / name).chmod(0o755)
-    (tmp_path / ".venv" / ".ready").touch()
+    for stamp in (".ready", ".compiled"):
+        (tmp_path / ".venv" / stamp).touch()
     # CI looks for a browser before.
     for name in ("chromium", "chromedriver"):
         (tmp_path / name).symlink_to("/bin/true")

@@ -358,9 +358,7 @@ def test_several_models_are_scored_at_once(models):
 def test_what_is_advised_of_several_scorers(models):
     asked = ["compare", *flags(models), "--methods", "average", "--scorers", "2"]
     ran = covmerge(*asked, code=2)
-    assert re.search(
-        advice("{} is for scores: pass --score too, or leave it out"), ran.stderr
-    )
+    assert re.search(advice("{} is for scores: pass --score too, or leave it out"), ran.stderr)
     covmerge(*asked, "--out", models / "out", "--score", evaluator(models))
     with pytest.raises(InputError, match=advice("model after the other: leave out --scorers")):
         covmerge_package.compare(

@@ -45,12 +45,24 @@ def cluster():
 
 
 def _cluster():
-    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
-    found = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        found.add_node(**NODE)
+    found = _started(attempts=3)
     yield found
     found.shutdown()
+
+
+def _started(attempts):
+    """Ray gives a node half a minute to start, which is too little on a busy machine."""
+    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
+    found = cluster_utils.Cluster()
+    try:
+        for node in (head, NODE, NODE):
+            found.add_node(**node)
+    except Exception as error:
+        found.shutdown()
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        return _started(attempts - 1)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -323,7 +323,7 @@ def test_memory_is_that_of_a_block(tmp_path):
             vocab_size=64,
             hidden_size=512,
             intermediate_size=2048,
-            num_hidden_layers=32,
+            num_hidden_layers=16,
             num_attention_heads=8,
             max_position_embeddings=128,
         )
