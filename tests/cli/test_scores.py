@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_package
 from covmerge.errors import InputError
+from covmerge.run.scoring.job import outcomes
+from covmerge.run.scoring.scorer import Command
 from tests.advised import advice
 from tests.cli.runs import covmerge, flags, words
 
@@ -369,3 +371,14 @@ def test_what_is_advised_of_several_scorers(models):
             score=lambda model: 0.5,
             scorers=2,
         )
+
+
+def test_an_interruption_ends_commands_of_other_threads(tmp_path):
+    """Else whoever interrupts would wait for a command that takes no notice."""
+    script = 'trap "" INT; case "$1" in *long) exec sleep 3600;; esac; echo 1'
+    scorer = Command(f"sh -c {shlex.quote(script)} sh {{model}}")
+    found = outcomes(scorer, [tmp_path / "short", tmp_path / "long"], 2)
+    assert next(found).scores is not None
+    with pytest.raises(KeyboardInterrupt):
+        found.throw(KeyboardInterrupt)
+    assert not scorer._running
