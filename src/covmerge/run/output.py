@@ -144,12 +144,12 @@ class OutputFiles:
             self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
             if (
                 base.config is not None and CONFIG not in self._copied.copied
-            ):  # it is in a GGUF file
+            ):  # it is in a GGUF file, or in memory
                 if plan.gguf is None:
                     check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
                 write_config(store, base.config, of_weights)
-                self._copied = self._copied.with_config(CONFIG)
+                self._copied = self._copied.with_config(CONFIG, held=base.is_held)
         self._files += self._copied.copied
 
     def finish(

@@ -163,9 +163,21 @@ def open_module(module: nn.Module) -> Checkpoint:
         raise CheckpointError(
             f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): {PASS_FOLDED}"
         )
-    # As transformers writes config.json; the configs of other libraries are not read.
-    write = getattr(getattr(module, "config", None), "to_json_string", None)
-    return MemoryCheckpoint(tensors, None if write is None else json.loads(write()))
+    return MemoryCheckpoint(tensors, _config_of(module))
+
+
+def _config_of(module: nn.Module) -> Mapping[str, Any] | None:
+    """Return the config as transformers writes config.json; those of other libraries are not read."""
+    model = getattr(module, "_orig_mod", module)  # of torch.compile
+    write = getattr(getattr(model, "config", None), "to_json_string", None)
+    if write is None:
+        return None
+    config: dict[str, Any] = json.loads(write())
+    # Which class it is, and so what is tied and what a head, a config says only once it was saved. One that
+    # was loaded from a model of another class names that class.
+    if type(model).__module__.startswith("transformers."):
+        config["architectures"] = [type(model).__name__]
+    return config
 
 
 def _is_of_peft(module: nn.Module) -> bool:

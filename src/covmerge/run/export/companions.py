@@ -108,16 +108,26 @@ class Companions:
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_config(self, name: str) -> Companions:
-        """The same where a config was written that the base has in no file of its own."""
-        return Companions(
-            (*self.copied, name),
-            (
-                *(note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)),
-                f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
-                "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))",
-            ),
+    def with_config(self, name: str, *, held: bool) -> Companions:
+        """The same where a config was written that the base has in no file of its own.
+
+        Args:
+            name: of the config.
+            held: the base was in memory; else a GGUF file says what is in it.
+        """
+        said = (
+            f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
+            "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))"
         )
+        if held:
+            said = (
+                "the base was in memory: the output has its config and no tokenizer; put one beside it, "
+                "`tokenizer.save_pretrained(FOLDER)`"
+            )
+        notes = [note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)]
+        if not (held and self.copied):  # nothing but a tokenizer is written of a base in memory
+            notes.append(said)
+        return Companions((*self.copied, name), tuple(notes))
 
 
 def hash_companions(source: Path | None) -> dict[str, str]:

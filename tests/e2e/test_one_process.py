@@ -1,0 +1,80 @@
+"""A pipeline that trains, merges and saves in one process, with the models as they are in memory."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import covmerge
+from tests.adapters.models import llama
+from tests.advised import advice
+from tests.e2e.models import TEXT
+
+
+def classifier(labels=2):
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            **TEXT,
+            num_hidden_layers=1,
+            intermediate_size=24,
+            max_position_embeddings=16,
+            num_labels=labels,
+        )
+    )
+
+
+def trained(model, seed, *, size=0.01):
+    """The same model after a small step."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_a_model_that_was_never_saved_is_of_its_class(tmp_path):
+    """Its config says no class, or that of the checkpoint that it began with."""
+    base, *experts = classifier(), trained(classifier(), 1), trained(classifier(3), 2)
+    assert base.config.architectures is None
+    assert not [n for n in covmerge.merge(base, experts).notes if "name rules" in n]
+    base.config.architectures = ["BertForMaskedLM"]
+    result = covmerge.merge(base, experts)
+    assert result.heads.keys() == {"expert1", "expert2"}
+    assert not [note for note in result.notes if "name rules" in note]
+    saved = result.save(tmp_path / "merged")
+    config = json.loads((saved.path / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    loaded = AutoModelForSequenceClassification.from_pretrained(saved.path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in result.tensors.items())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ties_of_a_model_that_was_never_saved(tmp_path, wrapped):
+    base = llama(tie_word_embeddings=True)
+    apart = llama(tie_word_embeddings=False)
+    apart.load_state_dict(base.state_dict())
+    trained(apart, 1)
+    result = covmerge.merge(
+        torch.compile(base, backend="eager") if wrapped else base, [apart], "average"
+    )
+    assert any("the output does not tie them" in note for note in result.notes)
+    saved = result.save(tmp_path / "merged")
+    assert not json.loads((saved.path / "config.json").read_text())["tie_word_embeddings"]
+    loaded = AutoModelForCausalLM.from_pretrained(saved.path)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(loaded.state_dict()[name], apart.state_dict()[name])
+
+
+def test_a_saved_model_says_where_its_tokenizer_is_to_come_from(tmp_path):
+    result = covmerge.merge(classifier(), [trained(classifier(), 1)]).save(tmp_path / "merged")
+    said = advice("the output has its config and no tokenizer; put one beside it, `tokenizer.save_")
+    (note,) = [note for note in result.notes if "tokenizer" in note]
+    assert re.search(said, note)
+    (result.path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nword\n")
+    transformers.BertTokenizer(str(result.path / "vocab.txt")).save_pretrained(result.path)
+    assert covmerge.verify(result.path).ok
+    assert transformers.AutoTokenizer.from_pretrained(result.path).tokenize("word") == ["word"]
