@@ -78,3 +78,21 @@ def test_a_saved_model_says_where_its_tokenizer_is_to_come_from(tmp_path):
     transformers.BertTokenizer(str(result.path / "vocab.txt")).save_pretrained(result.path)
     assert covmerge.verify(result.path).ok
     assert transformers.AutoTokenizer.from_pretrained(result.path).tokenize("word") == ["word"]
+
+
+def test_what_storing_loses_is_warned_of_in_memory_too(tmp_path):
+    """As on disk: a base in bfloat16 takes nothing of a small step in float32."""
+    base, experts = classifier().bfloat16(), [trained(classifier(), n, size=1e-6) for n in (1, 2)]
+    for result in (
+        covmerge.merge(base, experts, "average"),
+        covmerge.merge(base, experts, "average", tmp_path / "merged"),
+    ):
+        (warned,) = result.warnings
+        assert re.search(advice("of the merged update's norm: store it in float32"), warned)
+        assert 'out_dtype="float32"' in warned
+    assert "see what is said of rounding" in repr(result.verification)
+    kept = covmerge.merge(base, experts, "average", out_dtype="float32")
+    assert not kept.warnings and kept.stats["totals"]["rounding_loss"] < 1e-3
+    for name, tensor in kept.tensors.items():
+        wanted = sum(expert.state_dict()[name] for expert in experts) / 2
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-7)

@@ -28,6 +28,7 @@ from covmerge.plan.planning.types import Plan
 
 _OUTSIDE = "outside the layers"
 _EATEN = 1.0  # from where on rounding is more than the update
+MOSTLY = 0.5  # of an update, from which its loss to a plain dtype is warned of
 
 
 def quantised_entry(
@@ -77,10 +78,15 @@ def _loss(entries: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def account_of_losses(totals: Mapping[str, Any]) -> MergeSummary:
-    """Say what rounding did, with a warning where it is more than the update; see `losses_of`."""
+    """Say what rounding did, with a warning where it takes most of the update; see `losses_of`."""
     found: Mapping[str, Any] | None = totals.get("quantised")
     if found is None:
-        return MergeSummary()
+        lost: float = totals["rounding_loss"]
+        warning = (
+            f"storing loses {lost:.2%} of the merged update's norm: store it in float32 "
+            f"({Hint('out_dtype', 'float32')})"
+        )
+        return MergeSummary(warnings=(warning,) if lost >= MOSTLY else ())
     if "lost" not in found:  # there is no base, or no update in these tensors
         text = f"{found['tensors']} tensors; of a tensor's weights rounding is {found['error']:.2%} at most"
         return MergeSummary(rows=(("quantised", text),))

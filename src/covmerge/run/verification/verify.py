@@ -30,7 +30,7 @@ from covmerge.plan.moe.architectures import ARCHITECTURES
 from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
-from covmerge.run.engine.entries import rounding_said
+from covmerge.run.engine.entries import MOSTLY, rounding_said
 from covmerge.run.engine.hashing import ReadFiles, read_files
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.export.expert_models import find_masks
@@ -476,5 +476,5 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         loss < 1.0,
         rounding_said(totals)
         + (f": store it in float32 ({Hint('out_dtype', 'float32')})" if loss > 0.1 else ""),
-        noted=totals.get("arithmetic_loss", 0.0) >= 1.0,
+        noted=loss >= MOSTLY or totals.get("arithmetic_loss", 0.0) >= 1.0,
     )
