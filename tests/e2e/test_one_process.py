@@ -1,14 +1,17 @@
 """A pipeline that trains, merges and saves in one process, with the models as they are in memory."""
 
+import copy
 import json
 import re
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import covmerge
+from covmerge.errors import CheckpointError, InputError
 from tests.adapters.models import llama
 from tests.advised import advice
 from tests.e2e.models import TEXT
@@ -96,3 +99,60 @@ def test_what_storing_loses_is_warned_of_in_memory_too(tmp_path):
     for name, tensor in kept.tensors.items():
         wanted = sum(expert.state_dict()[name] for expert in experts) / 2
         torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-7)
+
+
+def adapted(model, seed):
+    """A LoRA as PEFT trains it."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's own, about transformers
+@pytest.mark.parametrize("as_transformers", [False, True])
+def test_what_is_trained_beside_an_adapter_is_not_dropped(as_transformers):
+    base = llama()
+    model = adapted(copy.deepcopy(base), 1)
+    if as_transformers:
+        model = copy.deepcopy(base)
+        torch.manual_seed(1)
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    covmerge.merge(base, [model], "average")
+    norm = next(p for name, p in model.named_parameters() if name.endswith("model.norm.weight"))
+    norm.requires_grad_(True)
+    norm.data += 0.5
+    said = advice(
+        "beside its adapter, which is no part of it: pass model.merge_and_unload() to merge"
+    )
+    with pytest.raises(CheckpointError, match=said) as error:
+        covmerge.merge(base, [model], "average")
+    assert "model.norm.weight" in str(error.value) and "peft_config['default']" in str(error.value)
+    pair = (get_peft_model_state_dict(model), model.peft_config["default"])
+    without = covmerge.merge(base, [pair], "average").tensors
+    torch.testing.assert_close(without["model.norm.weight"], base.state_dict()["model.norm.weight"])
+    if not as_transformers:
+        whole = covmerge.merge(base, [model.merge_and_unload()], "average").tensors
+        torch.testing.assert_close(whole.pop("model.norm.weight"), norm.data)
+        for name, tensor in whole.items():
+            torch.testing.assert_close(tensor, without[name])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's own, about transformers
+def test_a_pair_takes_the_peft_config_of_its_model():
+    """As the error says that a state dict with an adapter inside gives."""
+    base = llama()
+    model = adapted(copy.deepcopy(base), 1)
+    with pytest.raises(
+        InputError, match=advice("(get_peft_model_state_dict(model), its peft_config)")
+    ):
+        covmerge.merge(base, [model.state_dict()])
+    own = covmerge.merge(base, [(get_peft_model_state_dict(model), model.peft_config)]).tensors
+    wanted = covmerge.merge(base, [model]).tensors
+    assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    tensors = get_peft_model_state_dict(model, adapter_name="default")
+    with pytest.raises(
+        CheckpointError, match=advice("pass that of its own, model.peft_config[NAME]")
+    ):
+        covmerge.merge(base, [(tensors, model.peft_config)])
+    covmerge.merge(base, [(tensors, model.peft_config["default"])])

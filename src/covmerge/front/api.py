@@ -540,7 +540,10 @@ def _is_adapter(source: Any) -> bool:
     if not isinstance(source, tuple) or len(cast("tuple[Any, ...]", source)) != 2:
         return False
     tensors, config = cast("tuple[Any, Any]", source)
-    typed = "peft_type" in config if isinstance(config, Mapping) else hasattr(config, "peft_type")
+    typed = hasattr(config, "peft_type")
+    if isinstance(config, Mapping):
+        own = cast("Mapping[str, Any]", config)
+        typed = "peft_type" in own or any(hasattr(one, "peft_type") for one in own.values())
     return isinstance(tensors, Mapping) and typed
 
 

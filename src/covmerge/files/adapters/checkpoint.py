@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
-from covmerge.base.text import counted
+from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
 from covmerge.files.adapters.folds import Folded, Folds
@@ -546,13 +546,22 @@ def open_adapter_memory(tensors: Mapping[str, Tensor], config: object) -> Adapte
 
     Args:
         tensors: as `get_peft_model_state_dict` returns them.
-        config: a `PeftConfig`, or what adapter_config.json has of it.
+        config: a `PeftConfig`, what adapter_config.json has of it, or the `peft_config` of a model with one
+            adapter.
 
     Raises:
         CheckpointError: the adapter is damaged, or of a kind that is not read.
     """
     given: Any = config
-    settings: Any = given if isinstance(config, Mapping) else given.to_dict()
+    if isinstance(given, Mapping) and "peft_type" not in given:
+        named = cast("Mapping[str, Any]", given)
+        if len(named) != 1:
+            raise CheckpointError(
+                f"the adapter in memory comes with the configurations of {some(list(named))}: pass that of "
+                "its own, model.peft_config[NAME]"
+            )
+        (given,) = named.values()
+    settings: Any = given if isinstance(given, Mapping) else given.to_dict()
     # PEFT writes sets as lists, and sorts keys.
     fields = json.loads(json.dumps(settings, default=list, sort_keys=True))
     stored = MemoryCheckpoint(tensors, settings=fields)

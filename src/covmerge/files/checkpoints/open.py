@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.identifiers import hub_id
+from covmerge.base.text import some
 from covmerge.files.adapters.checkpoint import (
     open_adapter_file,
     open_adapter_folder,
@@ -204,6 +205,24 @@ def _check_scales(module: Any, name: str, config: Any) -> None:
             )
 
 
+def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a model that trains weights of its base which are no part of the adapter."""
+    held = {tensor.data_ptr() for tensor in tensors.values()}
+    beside = [
+        path
+        for path, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and name not in path.split(".")  # as PEFT calls what is the adapter's
+        and parameter.data_ptr() not in held
+    ]
+    if beside:
+        raise CheckpointError(
+            f"the {type(module).__name__} trains {some(beside, 3, quoted=True)} beside its adapter, which "
+            "is no part of it: pass model.merge_and_unload() to merge that too, or the pair "
+            f"(get_peft_model_state_dict(model), model.peft_config['{name}']) to leave it out"
+        )
+
+
 def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     """Return the adapter of a module as PEFT would save it."""
     named: Mapping[str, object] = module.peft_config
@@ -216,6 +235,7 @@ def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     _check_scales(module, name, config)
     peft: Any = import_module("peft")
     tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
+    _check_beside(module, name, tensors)
     prefix = "base_model.model."  # which transformers adds as it saves
     if not any(key.startswith(prefix) for key in tensors):
         tensors = {prefix + key: tensor for key, tensor in tensors.items()}
