@@ -156,3 +156,26 @@ def test_a_pair_takes_the_peft_config_of_its_model():
     ):
         covmerge.merge(base, [(tensors, model.peft_config)])
     covmerge.merge(base, [(tensors, model.peft_config["default"])])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's own, about transformers
+def test_an_adapter_in_a_model_of_another_base_stops_a_merge(tmp_path):
+    """Of one in files nobody can tell."""
+    base, other = llama(), llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    right, wrong = adapted(copy.deepcopy(base), 1), adapted(copy.deepcopy(other), 2)
+    experts = {"right": right, "wrong": wrong}
+    said = advice("with the base's (median of {}). Pass the base that it was trained over")
+    with pytest.raises(InputError, match=said) as error:
+        covmerge.merge(base, experts)
+    assert str(error.value).startswith("not-a-fine-tune: expert 'wrong'")
+    (fault,) = covmerge.inspect(base, experts).faults
+    assert fault.name == "not-a-fine-tune" and fault.expert == "wrong"
+    covmerge.merge(other, {"wrong": wrong})
+    covmerge.merge(base, experts, allow=["not-a-fine-tune"])
+    covmerge.merge(base.bfloat16(), {"right": right}, out_dtype="float32")
+    right.merge_adapter()
+    covmerge.merge(base, {"right": right}, out_dtype="float32")
+    covmerge.merge(base, experts, form="adapter", out=tmp_path / "adapter")

@@ -541,13 +541,16 @@ def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
     return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
 
 
-def open_adapter_memory(tensors: Mapping[str, Tensor], config: object) -> AdapterCheckpoint:
+def open_adapter_memory(
+    tensors: Mapping[str, Tensor], config: object, under: Mapping[str, Tensor] | None = None
+) -> AdapterCheckpoint:
     """Open an adapter that PEFT has in memory, as if PEFT had saved it.
 
     Args:
         tensors: as `get_peft_model_state_dict` returns them.
         config: a `PeftConfig`, what adapter_config.json has of it, or the `peft_config` of a model with one
             adapter.
+        under: some weights of the model that it is in, by their names there.
 
     Raises:
         CheckpointError: the adapter is damaged, or of a kind that is not read.
@@ -564,7 +567,7 @@ def open_adapter_memory(tensors: Mapping[str, Tensor], config: object) -> Adapte
     settings: Any = given if isinstance(given, Mapping) else given.to_dict()
     # PEFT writes sets as lists, and sorts keys.
     fields = json.loads(json.dumps(settings, default=list, sort_keys=True))
-    stored = MemoryCheckpoint(tensors, settings=fields)
+    stored = MemoryCheckpoint(tensors, settings=fields, under=under)
     return _as_adapter(stored, AdapterConfig(stored.source, fields), "the adapter in memory")
 
 

@@ -138,6 +138,7 @@ class Kind(Protocol):
         shared: names of tensors in memory that are one with another, with the name of that.
         order: by layer, the layer of the stored model, where it is read as a stack of slices.
         is_source: whether it is a source of its own, and does not only stand for a base.
+        under: of an adapter in memory, some weights of the model that it is in, by their names there.
         decides: whether its weights decide the result.
         is_held: whether its tensors are in the memory of this process.
         is_far: whether it is read from another machine.
@@ -154,6 +155,7 @@ class Kind(Protocol):
     shared: Mapping[str, str] = MappingProxyType({})
     order: tuple[int, ...] | None = None
     is_source: bool = True
+    under: Mapping[str, Tensor] = MappingProxyType({})
     decides: bool = True
     is_held: bool = False
     is_far: bool = False

@@ -36,6 +36,7 @@ class MemoryCheckpoint(Kind):
         tensors: by name.
         config: of the model.
         settings: what else decides what the tensors mean, such as an adapter's configuration.
+        under: of an adapter, see `Kind`.
     """
 
     folder: Path | None = None
@@ -48,12 +49,14 @@ class MemoryCheckpoint(Kind):
         tensors: Mapping[str, Tensor],
         config: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        under: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.config = config
         self.source = f"<{counted(len(tensors), 'tensor')} in memory>"
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
+        self.under = under or {}
         self._tensors = dict(tensors)
         self.shared: Mapping[str, str] = _shared(self._tensors)
         self._said = "" if settings is None else json.dumps(settings, sort_keys=True)

@@ -157,7 +157,7 @@ def open_module(module: nn.Module) -> Checkpoint:
         CheckpointError: it holds an adapter beside its weights, or several.
     """
     if _is_of_peft(module):
-        return open_adapter_memory(*_adapter_of(module))
+        return open_adapter_memory(*_adapter_of(module), under=_weights_under(module))
     tensors = module.state_dict()
     adapted = next((name for name in tensors if ".lora_A." in name), None)
     if adapted is not None:
@@ -179,6 +179,9 @@ def _config_of(module: nn.Module) -> Mapping[str, Any] | None:
     if type(model).__module__.startswith("transformers."):
         config["architectures"] = [type(model).__name__]
     return config
+
+
+_PEFTS = "base_model.model."  # before names; transformers adds it as it saves
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -223,6 +226,17 @@ def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -
         )
 
 
+def _weights_under(module: nn.Module) -> Mapping[str, Tensor]:
+    """Some weights of the layers that an adapter is on, by which its base is known; none of packed ones."""
+    found: dict[str, Tensor] = {}
+    for path, layer in module.named_modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        merged: object = getattr(layer, "merged_adapters", None)  # whose sum the weight is for now
+        if isinstance(weight, Tensor) and weight.is_floating_point() and not merged:
+            found[f"{path.removeprefix(_PEFTS)}.weight"] = weight.detach()
+    return dict(list(found.items())[:: max(1, len(found) // 4)])
+
+
 def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     """Return the adapter of a module as PEFT would save it."""
     named: Mapping[str, object] = module.peft_config
@@ -236,7 +250,6 @@ def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
     peft: Any = import_module("peft")
     tensors: Mapping[str, Tensor] = peft.get_peft_model_state_dict(module, adapter_name=name)
     _check_beside(module, name, tensors)
-    prefix = "base_model.model."  # which transformers adds as it saves
-    if not any(key.startswith(prefix) for key in tensors):
-        tensors = {prefix + key: tensor for key, tensor in tensors.items()}
+    if not any(key.startswith(_PEFTS) for key in tensors):
+        tensors = {_PEFTS + key: tensor for key, tensor in tensors.items()}
     return tensors, config

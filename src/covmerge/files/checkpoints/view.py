@@ -43,6 +43,7 @@ class View(Kind):
         self.quantisation: Quantisation | None = quantised and replace(quantised, derived=True)
         self.untied = stored.untied
         self.is_held = stored.is_held
+        self.under = stored.under
         here = {old: name for name, old in (names or {n: n for n in stored.headers}).items()}
         self.shared: Mapping[str, str] = {
             here[name]: here[first]

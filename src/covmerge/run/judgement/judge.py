@@ -21,6 +21,7 @@ from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.tensors.names import find_name
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
@@ -64,6 +65,29 @@ def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
         f"is not a fine-tune of this base: its weights have a cosine of {middle:.2f} with the base's "
         f"and an update of {relative:.1f} times their norm (medians of {len(known)} matrices; a "
         "fine-tune has more than 0.9, and far less than 1). Find the base it was trained from",
+        expert,
+        name="not-a-fine-tune",
+    )
+
+
+def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding | None:
+    """Say that an adapter is in a model of other weights than the base's, if it is."""
+    if not base.checkpoint.decides:  # whatever the weights, it is merged to an adapter
+        return None
+    prefixes = [base.description.prefix] if base.description.prefix else []
+    cosines: list[float] = []
+    for name, tensor in adapter.under.items():
+        header = base.headers.get(find_name(name, prefixes, base.headers) or "")
+        if header is not None and header.shape == tensor.shape:
+            own, other = base.checkpoint.read(header.name).float(), tensor.cpu().float()
+            cosines.append(float((own * other).sum()) / ((norm(own) * norm(other)) or 1.0))
+    if not cosines or median(cosines) >= STRANGER:
+        return None
+    return Finding(
+        Severity.FAULT,
+        f"is the adapter of another base: weights of the model that it is in have a cosine of "
+        f"{median(cosines):.2f} with the base's (median of {counted(len(cosines), 'layer')}). Pass the "
+        "base that it was trained over",
         expert,
         name="not-a-fine-tune",
     )
@@ -278,8 +302,8 @@ def judge(
 ) -> Iterator[Finding]:
     """Say what the sums give away.
 
-    Adapters have no weights of their own, so there is nothing to hold against the base's: that one
-    was trained over another base, no number of it says.
+    Adapters in files have no weights of their own, so there is nothing to hold against the base's: that
+    one was trained over another base, no number of it says.
 
     Args:
         layers: of all experts.
@@ -289,6 +313,8 @@ def judge(
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for name, expert in experts.items():
+        if expert.under and (elsewhere := trained_elsewhere(expert, Model.of(base), name)):
+            yield elsewhere
         if not expert.is_adapter:
             unfit = stranger(matrices, name)
             foreign = [] if unfit else foreign_layers(matrices, name)
