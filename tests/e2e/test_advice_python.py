@@ -83,7 +83,7 @@ def layer(updates, method="average", **more):
 CALLS = {
     "nothing": (
         lambda out: merge({"a": None}),
-        advice("{} is None: pass a folder, a file, org/name or a state dict"),
+        advice("{} is None: pass a folder, a file, org/name, a state dict or a module"),
         lambda out: merge({"a": A}),
     ),
     "more than a source": (
@@ -454,7 +454,7 @@ CALLS = {
     ),
     "no tensor": (
         lambda out: merge({"a": A | {"own": 3}}),
-        advice("{}: '{}' is a {}, not a tensor: pass a state dict"),
+        advice("leave it out, and pass tensors alone"),
         lambda out: merge({"a": A}),
     ),
     "a date": (
@@ -482,7 +482,7 @@ CALLS = {
     ),
     "a model with no base": (
         lambda out: covmerge.inspect(None, {"a": A}),
-        advice("{} is None: pass a folder, a file, org/name or a state dict"),
+        advice("{} is None: pass a folder, a file, org/name, a state dict or a module"),
         lambda out: covmerge.inspect(BASE, {"a": A}),
     ),
 }

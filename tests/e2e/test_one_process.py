@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import covmerge
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, InputError, RecipeError, TensorError
 from tests.adapters.models import llama
 from tests.advised import advice
 from tests.e2e.models import TEXT
@@ -179,3 +180,156 @@ def test_an_adapter_in_a_model_of_another_base_stops_a_merge(tmp_path):
     right.merge_adapter()
     covmerge.merge(base, {"right": right}, out_dtype="float32")
     covmerge.merge(base, experts, form="adapter", out=tmp_path / "adapter")
+
+
+def state(value=0.0):
+    return {"fc.weight": torch.full((4, 4), 1.0) + value * torch.eye(4)}
+
+
+def test_a_result_that_was_changed_is_not_saved_as_it_was(tmp_path):
+    said = advice("changed since the merge: merge again, or write the tensors yourself")
+
+    def refused(result):
+        with pytest.raises(InputError, match=said) as error:
+            result.save(tmp_path / "merged")
+        assert "'fc.weight'" in str(error.value)
+
+    result = covmerge.merge(state(), [state(1), state(2)])
+    result.tensors["fc.weight"].mul_(2)
+    refused(result)
+    result = covmerge.merge(state(), [state(1), state(2)])
+    kept = result.tensors["fc.weight"]
+    result.tensors["fc.weight"] = torch.zeros(4, 4)
+    refused(result)
+    del result.tensors["fc.weight"]
+    refused(result)
+    result.tensors["fc.weight"] = kept
+    assert result.save(tmp_path / "merged").verification.ok
+
+
+class Holder:
+    """As a Trainer of transformers, or a module of Lightning that is none of torch."""
+
+    def __init__(self, model):
+        self.model = model
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "instead"),
+    [
+        (
+            {"model": state(2), "epoch": 3},
+            advice("where its tensors lie below '{}', pass that entry alone"),
+            state(2),
+        ),
+        ({**state(2), "step": 3}, advice("leave it out, and pass tensors alone"), state(2)),
+        (
+            {"fc.weight": state(2)["fc.weight"].numpy()},
+            advice("pass torch.from_numpy of each array"),
+            state(2),
+        ),
+        (Holder(torch.nn.Linear(4, 4)), advice("pass the model in it, its `model`"), None),
+        (
+            None,
+            advice("is None: pass a folder, a file, org/name, a state dict or a module"),
+            state(2),
+        ),
+        (
+            {"fc.weight": torch.ones(4, 4, device="meta")},
+            advice("is on the device meta, which holds no values: load its weights first"),
+            state(2),
+        ),
+    ],
+)
+def test_what_is_no_state_dict_is_told_what_to_pass(given, said, instead):
+    with pytest.raises(InputError, match=said):
+        covmerge.merge(state(), [given, state(1)], "average")
+    if instead is not None:
+        covmerge.merge(state(), [instead, state(1)], "average")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
+def test_a_model_that_torch_quantised():
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    packed = torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), dtype=torch.qint8)
+    with pytest.raises(
+        CheckpointError, match=advice("pass the model as it was before it was quantised")
+    ):
+        covmerge.merge(plain, [packed], "average")
+
+
+def test_an_output_folder_in_the_place_of_the_method(tmp_path):
+    for where in (tmp_path / "merged", str(tmp_path / "merged")):
+        with pytest.raises(RecipeError, match=advice("which reads like a folder: pass it as out=")):
+            covmerge.merge(state(), [state(1)], where)
+    covmerge.merge(state(), [state(1)], out=where)
+
+
+def test_one_layer_of_what_is_no_list_of_tensors():
+    one = torch.eye(2)
+    for given in (torch.stack([one, one]), {"a": one}, "ab"):
+        with pytest.raises(TensorError, match=advice("pass a list, one tensor an expert")):
+            covmerge.merge_layer(given, "average")
+    covmerge.merge_layer([one, one], "average")
+    with pytest.raises(TensorError, match=advice("pass a tensor, as torch.as_tensor gives it")):
+        covmerge.merge_layer([one.numpy(), one.numpy()], "average")
+    covmerge.merge_layer([torch.as_tensor(one.numpy())] * 2, "average")
+
+
+def test_sources_of_a_recipe_are_paths_and_no_models(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    said = advice(
+        "in memory, and a recipe names files: save it (`model.save_pretrained(FOLDER)`), and"
+    )
+    for given in ({"base": model, "experts": {"a": "a"}}, {"base": "b", "experts": {"a": model}}):
+        with pytest.raises(RecipeError, match=said) as error:
+            covmerge.search({**given, "method": {"search": ["ties", "average"]}}, len, tmp_path)
+        assert len(str(error.value)) < 300
+    files = [tmp_path / f"{name}.safetensors" for name in "bac"]
+    for number, file in enumerate(files):
+        save_file(state(number), file)
+    base, one, two = files
+    scales = {"scale": {"search": [0.5, 1.0]}}
+    recipe = {"base": base, "experts": {"a": one, "c": {"source": two}}, "parameters": scales}
+    recipe["method"] = "task_arithmetic"
+    found = covmerge.search(recipe, lambda folder: 1.0, tmp_path / "found", trials=2)
+    assert found.path == tmp_path / "found"
+    best = covmerge.load_recipe(tmp_path / "found" / "best.yml")
+    assert best.base == str(base) and best.experts["a"].source == str(one)
+
+
+def test_a_source_that_was_in_memory_is_not_there_later(tmp_path):
+    said = advice("which was in memory then: pass it again, or save it to a folder, and merge that")
+    result = covmerge.merge(state(), [state(1)], out=tmp_path / "merged")
+    for use in (
+        lambda: covmerge.run_recipe(result.recipe, None),
+        lambda: covmerge.report(tmp_path / "merged"),
+    ):
+        with pytest.raises(InputError, match=said):
+            use()
+    save_file(state(), tmp_path / "base.safetensors")
+    save_file(state(1), tmp_path / "one.safetensors")
+    files = tmp_path / "base.safetensors", [tmp_path / "one.safetensors"]
+    again = covmerge.merge(*files, out=tmp_path / "of-files")
+    covmerge.run_recipe(again.recipe, None)
+    covmerge.report(tmp_path / "of-files")
+
+
+def test_a_function_that_scores_is_told_what_to_give(tmp_path):
+    def nothing(folder):
+        return None
+
+    with pytest.warns(UserWarning, match="have it give a number, or"):
+        covmerge.compare(state(), [state(1)], ["average"], tmp_path / "a", score=nothing)
+    with pytest.warns(UserWarning, match=advice("gave {} tasks: have it give {}")):
+        covmerge.compare(state(), [state(1)], ["average"], tmp_path / "b", score=lambda f: {})
+    found = covmerge.compare(
+        state(), [state(1)], ["average"], tmp_path / "c", score=lambda folder: {"a": 1}, bounds=True
+    )
+    said = advice("is given the folder of a whole model: save one in memory first")
+    assert [note for note in found.notes if re.search(said, note)]
+
+
+def test_a_progress_that_cannot_show_it():
+    with pytest.raises(InputError, match="progress: a bool cannot show it: pass a function"):
+        covmerge.merge(state(), [state(1)], progress=True)

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import FLAGS
+from covmerge.files.checkpoints.open import HELD_ADAPTER, HELD_MODEL
 from covmerge.files.checkpoints.staging import destination_of, output_path
 from covmerge.front.job import Job
 from covmerge.front.keywords import (
@@ -104,6 +105,10 @@ def merge(
     """
     if isinstance(cast("object", out), Mapping):
         raise _as_keywords(cast("Mapping[str, Any]", out), "the mapping after the method")
+    if out is None and (isinstance(method, Path) or (isinstance(method, str) and "/" in method)):
+        raise RecipeError(
+            f"the method is {str(method)!r}, which reads like a folder: pass it as out={str(method)!r}"
+        )
     named_method = registry.name_of(method)
     settings, params = _divided(read_call(named_method)[0], options)
     method, params = read_call(named_method, params)
@@ -514,9 +519,11 @@ def _files(statistics: object) -> dict[str, str]:
 def _label(whose: str, source: Source | None) -> str:
     """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
     if source is None:
-        raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
+        raise RecipeError(
+            f"{whose} is None: pass a folder, a file, org/name, a state dict or a module"
+        )
     if _is_adapter(source):
-        return "<adapter in memory>"
+        return HELD_ADAPTER
     if isinstance(source, tuple | list) or (
         isinstance(source, Mapping) and isinstance(source.get("source"), str | Path)
     ):
@@ -525,8 +532,10 @@ def _label(whose: str, source: Source | None) -> str:
             "weights=, statistics= beside it"
         )
     if isinstance(source, Mapping | nn.Module):
-        return "<state dict>"
+        return HELD_MODEL
     given = cast("object", source)
+    if isinstance(getattr(given, "model", None), nn.Module):
+        raise RecipeError(f"{whose} is a {type(given).__name__}: pass the model in it, its `model`")
     if not isinstance(given, str | PathLike):
         raise RecipeError(
             f"{whose} is a {type(given).__name__}: pass a folder, a file, org/name, a state dict, a module "

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.code import own_version
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Fit
-from covmerge.base.text import shown
+from covmerge.base.text import shown, some
 from covmerge.files.checkpoints.base import Checkpoint, fingerprint
 from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Journal
 from covmerge.files.checkpoints.staging import Staging, check_not_input, destination_of
@@ -50,16 +50,23 @@ class Saver:
         done: what the engine did.
         fit: what there is to say of the experts.
         parts: the merged tensors, by part and name.
+        given: those of the model as the result has them, which its owner may replace.
     """
 
     work: Work
     done: RunResult
     fit: Fit
     parts: Mapping[str, Mapping[str, Tensor]]
+    given: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         """Remember the tensors, and what of the sources may change."""
-        _ = self._versions, self.work.checkpoints.parents, self.work.checkpoints.companions
+        _ = (
+            self._versions,
+            self._merged,
+            self.work.checkpoints.parents,
+            self.work.checkpoints.companions,
+        )
 
     def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
         """Write files as a merge to disk, and check them.
@@ -70,9 +77,10 @@ class Saver:
         """
         target = destination_of(out)
         check_not_input(target, self.work.checkpoints.paths())
-        if self._written() != self._versions:
+        if changed := self._changed():
             raise InputError(
-                "a merged tensor was changed since: merge again, or write the tensors yourself"
+                f"{some(changed, 3, quoted=True)} changed since the merge: merge again, or write the "
+                "tensors yourself"
             )
         base = self.work.checkpoints.base
         if self.work.plan.masked and base.is_held:
@@ -101,13 +109,24 @@ class Saver:
         return result
 
     @cached_property
-    def _versions(self) -> Mapping[str, int | None]:
+    def _versions(self) -> Mapping[tuple[str, str], int | None]:
         return self._written()
 
-    def _written(self) -> Mapping[str, int | None]:
+    @cached_property
+    def _merged(self) -> Mapping[str, Tensor]:
+        return dict(self.given)
+
+    def _changed(self) -> list[str]:
+        """The tensors that were written to, replaced, added or taken out since."""
+        now = self._written()
+        written = [key[1] for key, count in self._versions.items() if now[key] != count]
+        merged, given = self._merged, self.given
+        return written + [n for n in {**merged, **given} if merged.get(n) is not given.get(n)]
+
+    def _written(self) -> Mapping[tuple[str, str], int | None]:
         """How often each tensor was written to, as torch counts it; None where it does not."""
         return {
-            f"{part} {name}": None if tensor.is_inference() else tensor._version
+            (part, name): None if tensor.is_inference() else tensor._version
             for part, tensors in self.parts.items()
             for name, tensor in tensors.items()
         }
@@ -180,9 +199,10 @@ class Job:
         # The names that were given; in files a tied tensor stands once.
         tied: Mapping[str, str] = plan.tied[None] if base.is_held else {}
         tensors = _whole_model(plan, found)
+        tensors |= {n: tensors[name] for n, name in tied.items() if name in tensors}
         return MergedTensors(
-            tensors=tensors | {n: tensors[name] for n, name in tied.items() if name in tensors},
-            saver=Saver(work, done, fit, found),
+            tensors=tensors,
+            saver=Saver(work, done, fit, found, tensors),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,

@@ -112,6 +112,7 @@ def merge_layer(
         [1.0, 1.0, 1.0]
     """
     method = registry.name_of(method)
+    _check_given(updates)
     if method == UNNAMED:
         method, _ = choose(len(updates))
     chosen = with_steps(
@@ -274,6 +275,19 @@ def _streams(updates: Sequence[Tensor], weights: Sequence[float]) -> tuple[Strea
 
 def _parts(update: Tensor | LowRank) -> tuple[Tensor, ...]:
     return (update.left, update.right) if isinstance(update, LowRank) else (update,)
+
+
+def _check_given(updates: object) -> None:
+    """Refuse what is no list of tensors or factors, of callers without a type checker."""
+    if isinstance(updates, Tensor | LowRank | str) or not isinstance(updates, Sequence):
+        raise TensorError(
+            f"merge_layer: the updates are a {type(updates).__name__}: pass a list, one tensor an expert"
+        )
+    for index, update in enumerate(cast("Sequence[object]", updates)):
+        if not isinstance(update, Tensor | LowRank):
+            raise TensorError(
+                f"update {index} is a {type(update).__name__}: pass a tensor, as torch.as_tensor gives it"
+            )
 
 
 def _check(

@@ -382,13 +382,18 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
     name = tensor_name(name, where)
     if not isinstance(value, Tensor):
         raise CheckpointError(
-            f"{where}: '{name}' is a {type(value).__name__}, not a tensor: pass a state dict"
+            f"{where}: '{name}' is a {type(value).__name__}, not a tensor: {_instead(name, value)}"
         )
     # A subclass with a dispatch of its own (quantised, distributed) only reports its shape, and a
     # nested tensor, whose layout is strided too, has none.
     other = "NestedTensor" if value.is_nested else type(value).__name__
     odd = value.is_nested or _dispatch(type(value)) is not _dispatch(Tensor)
     if odd or value.layout is not torch.strided or value.is_meta:
+        if value.is_meta:
+            raise CheckpointError(
+                f"{where}: '{name}' is on the device meta, which holds no values: load its weights "
+                "first, as from_pretrained without a device map does"
+            )
         kind = other if odd else f"{value.layout} on {value.device}"
         raise CheckpointError(
             f"{where}: '{name}' is no plain dense tensor with values ({kind}): convert it first"
@@ -399,6 +404,17 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
             f"{', '.join(map(str, SAFETENSORS_NAMES))}"
         )
     return TensorHeader(name, tuple(value.shape), value.dtype)
+
+
+def _instead(name: str, value: object) -> str:
+    """What to pass where an entry of a state dict is no tensor."""
+    if isinstance(value, Mapping):
+        return f"where its tensors lie below '{name}', pass that entry alone"
+    if "_packed_params" in name:  # of torch.ao
+        return "pass the model as it was before it was quantised"
+    if hasattr(value, "__array__"):
+        return "pass torch.from_numpy of each array"
+    return "leave it out, and pass tensors alone"
 
 
 def _dispatch(kind: type[Tensor]) -> object:

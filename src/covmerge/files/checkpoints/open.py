@@ -34,6 +34,8 @@ from covmerge.files.stores.store import Store, child
 
 # The tensors of an adapter, and its configuration.
 AdapterPair = tuple[Mapping[str, Tensor], object]
+# What a recipe that is recorded has for a source in memory.
+HELD_MODEL, HELD_ADAPTER = HELD = ("<state dict>", "<adapter in memory>")
 Source = str | Path | Mapping[str, Tensor] | nn.Module | AdapterPair
 
 
@@ -88,6 +90,11 @@ def open_checkpoint(source: Source) -> Checkpoint:
         ) from error
     if exists:
         raise CheckpointError(f"{source} is neither a file nor a folder: pass one of them")
+    if source in HELD:
+        raise CheckpointError(
+            f"the source is recorded as {source}, which was in memory then: pass it again, or save it to a "
+            "folder, and merge that"
+        )
     if not isinstance(source, str) or (named := hub_id(source)) is None:
         raise CheckpointError(
             f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
@@ -226,7 +233,7 @@ def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -
         )
 
 
-def _weights_under(module: nn.Module) -> Mapping[str, Tensor]:
+def _weights_under(module: Any) -> Mapping[str, Tensor]:
     """Some weights of the layers that an adapter is on, by which its base is known; none of packed ones."""
     found: dict[str, Tensor] = {}
     for path, layer in module.named_modules():

@@ -6,6 +6,7 @@ The field descriptions are the reference of the format: `json_schema` carries th
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
@@ -22,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from torch import nn
 
 from covmerge.base.errors import InputError, RecipeError, did_you_mean
 from covmerge.base.findings import FAULTS, fault_name
@@ -57,6 +59,18 @@ def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return parameters
+
+
+def _written(source: Any) -> Any:
+    """A source as a recipe has it: a path is its text, and a model in memory has none."""
+    if isinstance(source, nn.Module):
+        raise ValueError(
+            f"it is a {type(source).__name__} in memory, and a recipe names files: save it "
+            "(`model.save_pretrained(FOLDER)`), and name that folder"
+        )
+    return (
+        os.fspath(cast("os.PathLike[str]", source)) if isinstance(source, os.PathLike) else source
+    )
 
 
 def _check_json(value: object, path: str) -> None:
@@ -149,7 +163,7 @@ def _step(entry: Any) -> Any:
     return cast("dict[object, object]", entry)
 
 
-Source = Annotated[str, Field(min_length=1), AfterValidator(_source)]
+Source = Annotated[str, BeforeValidator(_written), Field(min_length=1), AfterValidator(_source)]
 MethodName = Annotated[str, Field(min_length=1)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
 # The tags stand in brackets so that `explain` leaves them out of the path.
@@ -220,7 +234,8 @@ class Expert(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
+        written = _written(value)
+        return {"source": written} if isinstance(written, str) else written
 
 
 LayerRange = Annotated[

@@ -83,7 +83,7 @@ def as_progress(given: AnyProgress) -> Progress:
     elif callable(made):
         return _Called(cast("Advanced", given))
     else:
-        wrong = f"{type(given).__name__} is none"
+        wrong = f"a {type(given).__name__} cannot show it"
     raise InputError(
         f"progress: {wrong}: pass a function (done, total, what), an object with start, advance and "
         "finish, or a class of bars such as tqdm.auto.tqdm"

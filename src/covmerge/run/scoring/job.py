@@ -145,8 +145,9 @@ def candidates(
         else:
             left_out.append(label)
     notes = [
-        f"not scored: {some(left_out)}. A scorer is given the folder of a whole model: put a file into a "
-        "folder of its own as model.safetensors, and merge an adapter into its base first"
+        f"not scored: {some(left_out)}. A scorer is given the folder of a whole model: save one in memory "
+        "first, put a file into a folder of its own as model.safetensors, and merge an adapter into "
+        "its base"
     ]
     notes = notes if left_out else []
     return [*found, *(Candidate.merged(label, out / label) for label in labels)], notes

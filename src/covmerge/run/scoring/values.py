@@ -20,7 +20,7 @@ from covmerge.base.types import Json
 
 ONE_TASK = "score"  # the task of a scorer that returns one number
 _MOST_TASKS, _MOST_EXAMPLES = 10_000, 10_000_000
-_FORMS = "a number, or JSON of task -> number, or of task -> list of one number for each example"
+_FORMS = "a number, or {task: number}, or {task: list of one number for each example}, as JSON if printed"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def scores_of(returned: object, source: str) -> dict[str, Score]:
         returned = {ONE_TASK: returned}
     tasks = cast("Mapping[object, object]", returned)
     if not tasks or len(tasks) > _MOST_TASKS:
-        raise InputError(f"{source} gave {len(tasks)} tasks: have it print {_FORMS}")
+        raise InputError(f"{source} gave {len(tasks)} tasks: have it give {_FORMS}")
     return {_task(name, source): _score(value, name, source) for name, value in tasks.items()}
 
 
@@ -115,7 +115,7 @@ def _score(value: object, task: object, source: str) -> Score:
         what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
     else:
         what = repr(value)[:200]
-    raise InputError(f"{source} gave {what} for task '{task}': have it print {_FORMS}")
+    raise InputError(f"{source} gave {what} for task '{task}': have it give {_FORMS}")
 
 
 def _is_number(value: object) -> bool:
