@@ -333,3 +333,55 @@ def test_a_function_that_scores_is_told_what_to_give(tmp_path):
 def test_a_progress_that_cannot_show_it():
     with pytest.raises(InputError, match="progress: a bool cannot show it: pass a function"):
         covmerge.merge(state(), [state(1)], progress=True)
+
+
+def test_a_classifier_again(tmp_path):
+    """Of a merge that has its base's head: as docs/full-models.md has it, and in memory."""
+    base, one, two = classifier(), trained(classifier(), 1), trained(classifier(3), 2)
+    result = covmerge.merge(base, {"one": one, "two": two})
+    result.save(tmp_path / "merged")
+    own = one.state_dict()
+    heads = [name for name in own if name.startswith("classifier.")]
+    wanted = {**result.tensors, **{name: own[name] for name in heads}}
+
+    def again(**more):
+        made = {"merged": tmp_path / "merged"}
+        return covmerge.merge(one, made, "passthrough", tensors={"missing": "base"}, **more)
+
+    said = advice(
+        "is a merge with the task head of its base in {}, which nobody trained: each expert's"
+    )
+    (warned,) = again().warnings
+    assert re.search(said, warned)
+    rules = [{"match": name, "use": "base"} for name in heads]
+    assert json.dumps(rules) in warned
+    found = again(rules=rules)
+    assert not found.warnings
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, wanted[name])
+    held = result.tensors | result.heads["one"]
+    assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+    one.load_state_dict(held)
+
+
+def test_an_output_is_verified_against_models_in_memory(tmp_path):
+    base, one = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    one.load_state_dict(base.state_dict())
+    trained(one, 1)
+    result = covmerge.merge(base, [one], out=tmp_path / "merged")
+    covmerge.merge(base, [one]).save(tmp_path / "saved")
+    for folder in (tmp_path / "merged", tmp_path / "saved"):
+        for given in (base, base.state_dict()):
+            checks = {check.name: check for check in covmerge.verify(folder, base=given).checks}
+            assert checks["copied"].made and all(check.ok for check in checks.values())
+        assert not next(c for c in covmerge.verify(folder).checks if c.name == "copied").made
+    with pytest.raises(InputError, match="is not the base that"):
+        covmerge.verify(tmp_path / "merged", base=one)
+    assert not covmerge.verify(
+        tmp_path / "saved", base=one
+    ).ok  # its hash is not known: values tell
+    with pytest.raises(
+        InputError, match=advice("pass the folder of an output, as result.path is of a")
+    ):
+        covmerge.verify(result)
+    assert covmerge.verify(result.path).ok

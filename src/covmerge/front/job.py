@@ -17,6 +17,7 @@ from covmerge.base.findings import Fit
 from covmerge.base.text import shown, some
 from covmerge.files.checkpoints.base import Checkpoint, fingerprint
 from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Journal
+from covmerge.files.checkpoints.manifest import NOT_KNOWN
 from covmerge.files.checkpoints.staging import Staging, check_not_input, destination_of
 from covmerge.files.stores.destination import Destination
 from covmerge.front.rank_job import RankJob
@@ -38,7 +39,7 @@ from covmerge.run.work import Work
 
 # A merge in memory, written afterwards as a merge to disk would have written it.
 
-_UNKNOWN = {"tensors": "not known: they were in memory"}
+_UNKNOWN = {"tensors": f"{NOT_KNOWN}: they were in memory"}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from covmerge.files.stores.local import local_store
 from covmerge.files.stores.store import Store, StoredFile, tree
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
+NOT_KNOWN = "not known"  # in place of a hash, of what may have changed before it was taken
 
 # What covmerge itself puts beside an output later: reports, pages of weights and evaluations.
 ADDED_LATER = frozenset({"report.html", "view.html", "evaluation.json"})

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import hypot, sqrt
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.tensors.names import find_name
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
@@ -362,6 +364,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += left_for_nan(plan, checkpoints.experts)
         findings += packed_in_memory(plan, checkpoints.base)
         findings += _without_method(plan)
+        findings += _heads_of_nobody(plan, layers, checkpoints.experts)
         findings += _coarse(plan, layers)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
@@ -377,6 +380,41 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
     allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
     notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
     return Fit((*allowed, *warnings), tuple(notes))
+
+
+def _heads_of_nobody(
+    plan: Plan, layers: Sequence[LayerSums], experts: Mapping[str, Checkpoint]
+) -> Iterator[Finding]:
+    """Warn of a merged model whose task head is its base's, as each expert's own is kept beside it."""
+    for name, expert in experts.items():
+        of_heads = _heads_beside(expert.folder)
+        merged = {
+            tensor.name
+            for tensor in plan.tensors
+            if tensor.merge is not None
+            and (operand := tensor.operands.get(name)) is not None
+            and operand.tensor in of_heads
+        }
+        taken = dict.fromkeys(x.tensor for x in layers if x.tensor in merged and x.norm(name))
+        if taken:
+            yield Finding(
+                Severity.WARNING,
+                f"is a merge with the task head of its base in {some(taken, 2, quoted=True)}, which nobody "
+                f"trained: each expert's own is in its heads/. To have that of the base here, add "
+                f"{rules_for(*taken)}",
+                name,
+                tuple(taken),
+            )
+
+
+def _heads_beside(folder: Path | None) -> set[str]:
+    """The tensors of the experts' own task heads, of an output of covmerge that has such."""
+    found: dict[str, Any] = {}
+    if folder is not None and (folder / MANIFEST_NAME).is_file():
+        with suppress(InputError):  # whatever it is, it is no merge's
+            found = read_manifest(folder)
+    heads: Mapping[str, Sequence[str]] = found.get("heads") or {}
+    return {name for own in heads.values() for name in own}
 
 
 def _without_method(plan: Plan) -> Iterator[Finding]:

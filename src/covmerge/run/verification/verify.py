@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
@@ -16,8 +17,8 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
-from covmerge.files.checkpoints.manifest import read_manifest
-from covmerge.files.checkpoints.open import open_checkpoint, open_store
+from covmerge.files.checkpoints.manifest import NOT_KNOWN, read_manifest
+from covmerge.files.checkpoints.open import Source, open_checkpoint, open_store
 from covmerge.files.quantised.gguf_file import GGUF
 from covmerge.files.quantised.packed import Packed
 from covmerge.files.quantised.view import dequantised, open_plain
@@ -111,9 +112,7 @@ _BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"
 
 
-def verify(
-    folder: str | Path | Store, *, base: Checkpoint | str | Path | None = None
-) -> Verification:
+def verify(folder: str | Path | Store, *, base: Checkpoint | Source | None = None) -> Verification:
     """Re-read an output of covmerge and check it.
 
     Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
@@ -123,7 +122,7 @@ def verify(
 
     Args:
         folder: the output, by path or address, or the store that holds it.
-        base: the base checkpoint, or its path or address; None opens the source that the manifest
+        base: the base checkpoint, or as `merge` takes it; None opens the source that the manifest
             names, and fetches it if it is on the Hub. Where that is not to be had, or is another by
             now, the comparison falls back on the recorded norms and says so.
 
@@ -131,13 +130,18 @@ def verify(
         InputError: the folder is not an output of covmerge, or `base` is not what was merged over.
     """
     store = store_at(folder) if isinstance(folder, str | Path) else folder
+    if not callable(getattr(store, "names", None)):  # of callers without a type checker
+        raise InputError(
+            f"what is to be verified is a {type(folder).__name__}: pass the folder of an output, as "
+            "result.path is of a merge to disk"
+        )
     try:
         manifest = read_manifest(store)
-        if isinstance(base, str | Path):
-            base = open_checkpoint(base)
-        if base is not None:
-            _check_base(base, store, manifest)
-        checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
+        given = isinstance(base, str | Path | Mapping | nn.Module | tuple)
+        start = open_checkpoint(base) if given else base
+        if start is not None:
+            _check_base(start, store, manifest)
+        checks, found = examine(store, manifest, manifest.get("files", ()), base=start)
         files = check_files(store, manifest, found)
     except OSError as error:  # of a server, which may fail at any moment
         raise CheckpointError(f"{store} cannot be read: {error.strerror or error}") from error
@@ -241,7 +245,8 @@ def _weights_of(base: Checkpoint) -> list[Content]:
 
 
 def _content_of_base(manifest: Mapping[str, Any]) -> Mapping[str, str]:
-    return manifest.get("sources", {}).get("base", {}).get("content", {})
+    content: Mapping[str, str] = manifest.get("sources", {}).get("base", {}).get("content", {})
+    return {name: said for name, said in content.items() if not said.startswith(NOT_KNOWN)}
 
 
 def _size(store: Store, name: str) -> int:
