@@ -20,8 +20,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 PREAMBLE = """\
 import torch
 
-base_state_dict = {"fc.weight": torch.zeros(2, 2)}
-expert1 = expert2 = base_state_dict
+base_model = model1 = model2 = torch.nn.Linear(2, 2)
 w0 = w1 = w2 = A1 = A2 = B1 = B2 = torch.zeros(2, 2)
 """
 

@@ -246,7 +246,7 @@ def _weights_of(base: Checkpoint) -> list[Content]:
 
 def _content_of_base(manifest: Mapping[str, Any]) -> Mapping[str, str]:
     content: Mapping[str, str] = manifest.get("sources", {}).get("base", {}).get("content", {})
-    return {name: said for name, said in content.items() if not said.startswith(NOT_KNOWN)}
+    return {name: said for name, said in content.items() if not str(said).startswith(NOT_KNOWN)}
 
 
 def _size(store: Store, name: str) -> int:
