@@ -6,6 +6,7 @@ is in `NOT_RUN`, with the reason, and a line there that no page has any more is 
 
 from __future__ import annotations
 
+import copy
 import re
 import runpy
 import shutil
@@ -162,7 +163,9 @@ def test_a_page_does_what_it_says(page, place):
     scope: dict[str, object] = {"__name__": __name__}
     exec(PREAMBLE, scope)
     scope |= {name: torch.randn(2, 2) for name in ("w0", "w1", "w2", "A1", "A2", "B1", "B2")}
-    scope |= {name: {"fc.weight": torch.randn(2, 2)} for name in ("expert1", "expert2")}
+    for name in ("model1", "model2"):
+        scope[name] = model = copy.deepcopy(scope["base_model"])
+        model.weight.data += 0.01 * torch.randn(2, 2)
     if page in BEFORE:
         run(BEFORE[page], place)
     for block in blocks(page):
