@@ -564,7 +564,7 @@ def open_adapter_memory(
                 "its own, model.peft_config[NAME]"
             )
         (given,) = named.values()
-    settings: Any = given if isinstance(given, Mapping) else given.to_dict()
+    settings: Any = cast("Any", given) if isinstance(given, Mapping) else given.to_dict()
     # PEFT writes sets as lists, and sorts keys.
     fields = json.loads(json.dumps(settings, default=list, sort_keys=True))
     stored = MemoryCheckpoint(tensors, settings=fields, under=under)

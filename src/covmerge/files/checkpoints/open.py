@@ -164,7 +164,8 @@ def open_module(module: nn.Module) -> Checkpoint:
         CheckpointError: it holds an adapter beside its weights, or several.
     """
     if _is_of_peft(module):
-        return open_adapter_memory(*_adapter_of(module), under=_weights_under(module))
+        tensors, config = _adapter_of(module)
+        return open_adapter_memory(tensors, config, _weights_under(module, config))
     tensors = module.state_dict()
     adapted = next((name for name in tensors if ".lora_A." in name), None)
     if adapted is not None:
@@ -233,9 +234,11 @@ def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -
         )
 
 
-def _weights_under(module: Any) -> Mapping[str, Tensor]:
+def _weights_under(module: Any, config: object) -> Mapping[str, Tensor]:
     """Some weights of the layers that an adapter is on, by which its base is known; none of packed ones."""
     found: dict[str, Tensor] = {}
+    if isinstance(getattr(config, "init_lora_weights", None), str):  # PiSSA and others change them
+        return found
     for path, layer in module.named_modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
         merged: object = getattr(layer, "merged_adapters", None)  # whose sum the weight is for now
