@@ -58,6 +58,7 @@ def written(text: str) -> str:
         ("large", large(_read("large"))),
         ("start", start(_read("start"))),
         ("forecast", forecast(_read("forecast"))),
+        ("many", many(_read("many"))),
     ):
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- end of {name} -->")
@@ -124,6 +125,24 @@ def forecast(results: Mapping[str, Any]) -> str:
         [row["method"], *(f"{row[key]['median']:.2f}" for key in keys)] for row in results["merges"]
     ]
     return _table(["method", "forecast, s", "idle, s", "ratio", "share", "by the clock, s"], rows)
+
+
+def many(results: Mapping[str, Any]) -> str:
+    """Many experts at once."""
+    counts = {
+        "full": f"{results['full']} full models",
+        "adapters": f"{results['adapters']} adapters of rank {results['rank']}",
+    }
+    rows = [
+        [
+            f"{counts[row['kind']]}, {row['method']}",
+            f"{row['seconds']:.0f}",
+            f"{row['cpu_seconds']:.0f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    return _table(["experts, method", "seconds", "CPU seconds", "peak GB"], rows)
 
 
 def gpu(results: Mapping[str, Any]) -> str:

@@ -434,7 +434,8 @@ def test_the_base_is_what_peft_computes_unmerged(
     pair = (peft.get_peft_model_state_dict(held), held.peft_config["default"])
     for source in (held, pair):
         again = covmerge.merge(base.state_dict(), {"a": source}, "linear").tensors
-        assert all(torch.equal(again[name], own) for name, own in merged(base, tmp_path).items())
+        # VB-LoRA's files have weights, and its modules the logits that they are made of.
+        torch.testing.assert_close(dict(again), merged(base, tmp_path), rtol=1e-6, atol=1e-7)
 
 
 def check_rows(base: nn.Module, folder: Path) -> None:
