@@ -2,10 +2,12 @@
 
 import os
 import pickle
+import re
 import resource
 import warnings
 import zipfile
 from collections import OrderedDict
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -254,3 +256,28 @@ def test_a_pickle_of_millions_of_objects_is_refused_before_any_is_made(
     with pytest.raises(CheckpointError, match=r"in more than 2000000 steps.*save its state dict"):
         open_checkpoint(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_an_average_beside_the_weights_is_named(tmp_path: Path) -> None:
+    """As Lightning's StochasticWeightAveraging has it in a ModelCheckpoint file."""
+    average = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    state = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
+    content = {
+        "epoch": 3,
+        "state_dict": TENSORS,
+        "optimizer_states": [state],
+        "callbacks": {"StochasticWeightAveraging": {"average_model_state": average}},
+    }
+    torch.save(content, tmp_path / "m.ckpt")
+    with closing(open_checkpoint(tmp_path / "m.ckpt")) as checkpoint:
+        assert torch.equal(checkpoint.read("w"), TENSORS["w"])
+        (note,) = checkpoint.notes
+    place = "callbacks/StochasticWeightAveraging/average_model_state"
+    said = advice("are under '{}', such as an average: to merge those, save them by themselves")
+    assert place in note and re.search(said, note)
+    found = content
+    for key in place.split("/"):
+        found = found[key]  # type: ignore[index]
+    torch.save(found, tmp_path / "average.pt")
+    with closing(open_checkpoint(tmp_path / "average.pt")) as checkpoint:
+        assert torch.equal(checkpoint.read("w"), average["w"])

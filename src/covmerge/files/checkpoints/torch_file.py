@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -157,6 +157,13 @@ def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[st
     others = ", ".join(sorted(repr(key) for key in content if key != found[0]))
     left = f"; not read: {others}" if others else ""
     note = f"{where}: the tensors are those under '{found[0]}'{left}"
+    names = cast("Mapping[str, object]", content[found[0]])
+    rest = {key: value for key, value in content.items() if key != found[0]}
+    if other := next(_weights_of(names, rest), None):
+        note += (
+            f". Other weights of the same names are under '{other}', such as an average: to merge those, "
+            "save them by themselves"
+        )
     return cast("dict[str, Tensor]", dict(cast("Mapping[str, object]", content[found[0]]))), (note,)
 
 
@@ -164,6 +171,17 @@ def _all_tensors(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(item, Tensor) for item in cast("Mapping[object, object]", value).values()
     )
+
+
+def _weights_of(names: Mapping[str, object], value: object, depth: int = 3) -> Iterator[str]:
+    """Find other tensors of these names in what lies beside them, by their keys."""
+    if not isinstance(value, Mapping):
+        return
+    for key, held in cast("Mapping[object, object]", value).items():
+        if _all_tensors(held) and names.keys() <= cast("Mapping[str, Tensor]", held).keys():
+            yield str(key)
+        elif depth > 1:
+            yield from (f"{key}/{more}" for more in _weights_of(names, held, depth - 1))
 
 
 def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> None:
