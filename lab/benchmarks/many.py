@@ -1,4 +1,4 @@
-"""Many sources at once: 64 full models, and 2,000 adapters, merged from disk by the command line.
+"""Many sources at once: 64 full models, and 500 adapters, merged from disk by the command line.
 
     python -m benchmarks.many --work DIR
 
@@ -26,7 +26,7 @@ from benchmarks.models import LLAMA, llama_shapes
 OUT = Path(__file__).parent / "results" / "many.json"
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 CONFIG: dict[str, Any] = {**LLAMA, **SIZES, "num_hidden_layers": 4, "vocab_size": 2000}
-FULL, ADAPTERS, RANK = 64, 2000, 8
+FULL, ADAPTERS, RANK = 64, 500, 8
 RUNS = (("full", "average"), ("full", "auto"), ("adapters", "average"), ("adapters", "auto"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -43,12 +44,16 @@ class Hashing(Protocol):
         ...
 
 
+_THREADS = 32  # that hash; each is woken whenever the reader got on
+
+
 class InStep:
     """Hashes taken by this process, a source each in a thread, in step with the reader of the merge.
 
     It reads the files for itself, in their order, but never a larger share of a source than the
     merge has read. Files in the base's order are then in the page cache when their turn comes, also
     where the sources are larger than the memory; of another order, some are read from the disk twice.
+    Where sources are many, a thread has several, one after the other.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -56,13 +61,16 @@ class InStep:
         self._changed = threading.Condition()
         self._share = 0.0
         self._stopped = False
-        self._pool = ThreadPool(max(1, len(contents)), "covmerge-hash")
+        self._lanes = max(1, min(len(contents), _THREADS))
+        self._pool = ThreadPool(self._lanes, "covmerge-hash")
 
     def __enter__(self) -> InStep:
+        keys = list(self._contents)
         try:
-            self._hashing = {
-                key: self._pool.submit(self._hash, files) for key, files in self._contents.items()
-            }
+            self._hashing = [
+                self._pool.submit(self._hash, keys[lane :: self._lanes])
+                for lane in range(self._lanes)
+            ]
         except BaseException:
             self._stop()
             raise
@@ -79,22 +87,19 @@ class InStep:
 
     def result(self) -> Hashes:
         self.follow(1.0)
-        found = {key: hashing.result() for key, hashing in self._hashing.items()}
-        return in_order(
-            self._contents,
-            {(key, name): one for key, hashes in found.items() for name, one in hashes.items()},
-        )
+        return in_order(self._contents, dict(ChainMap(*(lane.result() for lane in self._hashing))))
 
-    def _hash(self, contents: Sequence[Content]) -> dict[str, str]:
-        """Hash one source."""
-        total, before = sum(content.size for content in contents), 0
-        found: dict[str, str] = {}
+    def _hash(self, keys: Sequence[str]) -> dict[tuple[str, str], str]:
+        """Hash the sources of one thread, as if they were one."""
+        contents = [(key, content) for key in keys for content in self._contents[key]]
+        total, before = sum(content.size for _, content in contents), 0
+        found: dict[tuple[str, str], str] = {}
 
         def pace(done: int) -> None:
             self._wait(min(1.0, (before + done) / total) if total else 1.0)
 
-        for content in sorted(contents, key=lambda content: not content.early):
-            found[content.name] = content.hash(pace)
+        for key, content in sorted(contents, key=lambda pair: not pair[1].early):
+            found[key, content.name] = content.hash(pace)
             before += content.size
         return found
 
