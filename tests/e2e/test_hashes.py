@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
+from covmerge.run.engine import hashing
 from covmerge.run.engine.hashing import InStep
 from covmerge.run.sources import open_checkpoints
 from tests.e2e.models import save_family
@@ -46,15 +47,15 @@ def test_hashing_waits_for_the_reader(sources, passed):
     base, experts = sources
     with (
         open_checkpoints(str(base), {"a": str(experts["a"])}, {}) as opened,
-        InStep(opened.contents()) as hashing,
+        InStep(opened.contents()) as taken,
     ):
-        hashing.follow(0.5)
+        taken.follow(0.5)
         while len(passed) < 2 * 5:  # of either file
             time.sleep(0.01)
         time.sleep(0.05)
         assert len(passed) == 2 * 5
         assert max(passed) <= 0.5
-        found = opened.recorded(hashing.result())
+        found = opened.recorded(taken.result())
     assert found["base"]["content"] == {"base.safetensors": sha256(base)}
     assert found["expert a"]["content"] == {"a.safetensors": sha256(experts["a"])}
     assert max(passed) > 0.9
@@ -91,3 +92,18 @@ def test_a_merge_tells_how_far_it_has_read(tmp_path, monkeypatch, method):
     for key, folder in {"base": base, **{f"expert {e}": p for e, p in experts.items()}}.items():
         for name, digest in told[key]["content"].items():
             assert digest == sha256(folder / name)
+
+
+def test_more_sources_than_threads(tmp_path):
+    """A thread has several then; each source has the hashes of its own files."""
+    files = [tmp_path / f"{number}.safetensors" for number in range(2 * hashing._THREADS + 3)]
+    for number, file in enumerate(files):
+        save_file({"w": torch.full((2, 2), float(number))}, file)
+    named = {file.stem: str(file) for file in files[1:]}
+    with (
+        open_checkpoints(str(files[0]), named, {}) as opened,
+        InStep(opened.contents()) as taken,
+    ):
+        taken.follow(0.1)
+        found = opened.recorded(taken.result())
+    assert [found[key]["content"] for key in found] == [{f.name: sha256(f)} for f in files]

@@ -382,3 +382,17 @@ def _trials_in(record):
     except sqlite3.OperationalError:
         return 0
     return count
+
+
+def test_no_more_scorers_than_models_that_are_there(models):
+    asked = {
+        "score": f"{sys.executable} -c 'print(1)' {{model}}",
+        "out": models / "out",
+        "trials": 2,
+    }
+    with pytest.raises(
+        InputError, match=advice("models are there at once: pass --together {} too")
+    ):
+        covmerge.search(recipe(models), **asked, scorers=2, together=1)
+    found = covmerge.search(recipe(models), **asked, scorers=2, together=2)
+    assert [trial.failed for trial in found.trials] == [None, None]

@@ -41,6 +41,7 @@ STRANGER = 0.5
 SCALED = 2.0
 _HALF_DIGIT = 2.0**-24  # what rounding to float32 loses of a number, at most
 _SHOWS = 1e-3  # of an update, from which its loss is worth knowing
+_COMPARED = 2**20  # entries of a weight that tell which base an adapter in memory is on
 UNEVEN = 10.0  # ratio of update norms from which the largest expert decides plain sums
 
 
@@ -81,7 +82,9 @@ def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding 
     for name, tensor in adapter.under.items():
         header = base.headers.get(find_name(name, prefixes, base.headers) or "")
         if header is not None and header.shape == tensor.shape:
-            own, other = base.checkpoint.read(header.name).float(), tensor.cpu().float()
+            rows = range(min(len(tensor), max(1, _COMPARED * len(tensor) // tensor.numel())))
+            own = base.checkpoint.read(header.name, rows).float()
+            other = tensor[: len(rows)].cpu().float()
             cosines.append(float((own * other).sum()) / ((norm(own) * norm(other)) or 1.0))
     if not cosines or median(cosines) >= STRANGER:
         return None
@@ -364,7 +367,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += left_for_nan(plan, checkpoints.experts)
         findings += packed_in_memory(plan, checkpoints.base)
         findings += _without_method(plan)
-        findings += _heads_of_nobody(plan, layers, checkpoints.experts)
+        findings += _untrained_heads(plan, layers, checkpoints.experts)
         findings += _coarse(plan, layers)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
@@ -382,7 +385,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
     return Fit((*allowed, *warnings), tuple(notes))
 
 
-def _heads_of_nobody(
+def _untrained_heads(
     plan: Plan, layers: Sequence[LayerSums], experts: Mapping[str, Checkpoint]
 ) -> Iterator[Finding]:
     """Warn of a merged model whose task head is its base's, as each expert's own is kept beside it."""

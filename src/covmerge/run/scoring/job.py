@@ -60,9 +60,10 @@ def check_scorers(scorer: Scorer, scorers: int) -> None:
 
 def outcomes(scorer: Scorer, folders: Sequence[Path], scorers: int) -> Iterator[Outcome]:
     """Score models, so many at once, and return what came of each, in their order."""
-    if scorers == 1 or not isinstance(scorer, Command):
+    if scorers == 1:
         yield from map(partial(_outcome, scorer.score), folders)
         return
+    assert isinstance(scorer, Command), "check_scorers refuses others"
     free = SimpleQueue[int]()
     for number in range(scorers):
         free.put(number)

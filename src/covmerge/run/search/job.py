@@ -104,6 +104,11 @@ class SearchJob:
             )
         self.scorer.check()
         check_scorers(self.scorer, self.scorers)
+        if self.scorers > self.together:
+            raise InputError(
+                f"{Hint('scorers', self.scorers)}: {self.together} models are there at once: pass "
+                f"{Hint('together', self.scorers)} too"
+            )
         local_path(self.out)
         if "?" in str(self.out):
             raise InputError(f"{self.out}: SQLite takes no name with ? in it: name another folder")
