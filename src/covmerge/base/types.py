@@ -176,6 +176,18 @@ class LowRank:
         """Multiply out."""
         return self.left @ self.right
 
+    @staticmethod
+    def sum(updates: Sequence[LowRank], factors: Sequence[float]) -> LowRank:
+        """Return Σ c_t Δ_t as one update with the terms of all.
+
+        Example:
+            >>> one = LowRank(torch.ones(2, 1), torch.ones(1, 3))
+            >>> LowRank.sum([one, one], [0.5, 2.0]).dense()[0].tolist()
+            [2.5, 2.5, 2.5]
+        """
+        lefts = [update.left * c for update, c in zip(updates, factors, strict=True)]
+        return LowRank(torch.cat(lefts, dim=1), torch.cat([update.right for update in updates]))
+
     def square_norm(self) -> float:
         """Return ‖Δ‖²_F without multiplying out, Tr (leftᵀ left)(right rightᵀ)."""
         left, right = self.left.double(), self.right.double()

@@ -381,6 +381,21 @@ class Method(Declared):
         """Return whether adapters are merged exactly on their factors with these parameters."""
         return self.sides_for(parameters) != "none"
 
+    def is_linear_for(self, parameters: Parameters) -> bool:
+        """Return whether the merged update is Σ c_t Δ_t, with numbers c_t that no update changes.
+
+        It is where an element depends on that of each update alone, and the result turns with the
+        updates on both sides: no other function of elements turns.
+        """
+        plain = self.diagnostics is Diagnostics and self.data == "none" and not self.seeded
+        by_element = self.unit_for(parameters) == "element"
+        return plain and by_element and self.sides_for(parameters) == "both"
+
+    def factors_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
+        """Return the c_t of a method that is linear: what it makes of one 1 among zeros."""
+        ones = torch.eye(len(weights), dtype=torch.float64).unbind()
+        return self(LinearGroup(ones, tuple(weights)), **parameters).delta.tolist()
+
     def scales_with(self, parameters: Parameters) -> bool:
         """Return whether Δ → sΔ gives s times the merged update with these parameters."""
         return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)

@@ -96,12 +96,15 @@ def build_plans(
     inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
     drafts = _of_same_tensors([_draft(recipe, chosen, inputs) for recipe, chosen in named], base)
-    # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
-    width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
-    elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
     # The fewest ranges are those of the plan that needs the most of the tensor at once.
     ranges = [
-        min((list(_row_ranges(t, elements, whole, _step(together))) for t in together), key=len)
+        min(
+            (
+                list(_row_ranges(d, t, whole, _step(together)))
+                for d, t in zip(drafts, together, strict=True)
+            ),
+            key=len,
+        )
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
     return [_plan(draft, ranges) for draft in drafts]
@@ -485,7 +488,7 @@ def _step(together: Sequence[TensorPlan]) -> int | None:
 
 
 def _row_ranges(
-    tensor: TensorPlan, elements: int, whole: bool, step: int | None
+    draft: _Draft, tensor: TensorPlan, whole: bool, step: int | None
 ) -> Iterator[range | None]:
     """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it."""
     if step is None:
@@ -502,9 +505,27 @@ def _row_ranges(
             yield from (range(index, index + 1) for index in range(shape[0]))
             return
     if _goes_by_rows(unit, shape):
-        yield from tensor.output.row_blocks(elements, step)
+        yield from tensor.output.row_blocks(_block_elements(draft, tensor), step)
     else:
         yield range(shape[0]) if shape else None
+
+
+def _block_elements(draft: _Draft, tensor: TensorPlan) -> int:
+    """Elements of a block of rows; of many experts, or in float64, fewer: their updates stay small."""
+    alive = 1 if _summed(draft, tensor) else len(draft.inputs.models)
+    width = alive * getattr(torch, draft.recipe.dtype).itemsize
+    return max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
+
+
+def _summed(draft: _Draft, tensor: TensorPlan) -> bool:
+    """Whether adapters are summed by their factors, so that no update is multiplied out by itself."""
+    merge, models = tensor.merge, draft.inputs.models
+    if merge is None or not draft.inputs.alone or not tensor.changed_by_experts:
+        return False
+    present = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
+    return merge.procedure.is_linear_for(merge.parameters) and all(
+        name in models[expert].checkpoint.low_rank for expert, name in present
+    )
 
 
 def _work_items(
@@ -565,9 +586,12 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
+    summed = _summed(draft, tensor)
+    alive = 1 if summed else count
+    terms = sum(models[e].checkpoint.low_rank[name].elements for e, name in present if summed)
     # Where the loss of half-precision steps is measured there is a second result, and what they differ by.
     again = 0 if merge.half is None or tensor_pass else 1
-    held = (count + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
+    held = (alive + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
         numel
@@ -575,6 +599,8 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
         else draft.inputs.statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
+    # The factors in the compute dtype, each by itself and side by side.
+    held += 2 * terms * itemsize
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
     if tensor_pass:
         assert method.tensor_pass is not None

@@ -17,6 +17,7 @@ from covmerge.base.errors import ResourceError, TensorError
 from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 from covmerge.files.tensors.views import MatrixLayout, matrices, write_matrices
 from covmerge.maths.linalg.lapack import square_norm
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.measures.retention import energy_gram, retention
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.measures.spectrum import stable_rank
@@ -161,7 +162,8 @@ class LayerUpdates:
         method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
         if factors is None:
-            return self._dense_change(item, merge, method, thresholds)
+            summed = self._summed(item, merge, method)
+            return summed or self._dense_change(item, merge, method, thresholds)
         limits = thresholds.get(merge.key)
         ranked = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
@@ -190,6 +192,27 @@ class LayerUpdates:
         if merge.half is None or self._inputs.known:
             return None
         return self.change(item, merge.unrounded, thresholds)
+
+    def _summed(self, item: WorkItem, merge: Merge, method: Method) -> Change | None:
+        """What a linear method makes of adapters: with their factors side by side it is one product.
+
+        None: the method is not linear, some updates came multiplied out, or the product overflows, which
+        the method itself says best.
+        """
+        if not method.is_linear_for(merge.parameters):
+            return None
+        stacked = any(isinstance(update, tuple) for update in self._given.values())
+        found = self._by_factors(MatrixLayout(stacked=stacked))
+        if found is None:
+            return None
+        with naming(item.tensor):
+            factors = method.factors_for(_weights_of(item), merge.parameters)
+        factors = [factor * merge.scale for factor in factors]
+        products = [LowRank.sum(matrix, factors).dense() for matrix in found]
+        if not all(map(all_finite, products)):
+            return None
+        whole = torch.stack(products) if stacked else products[0]
+        return Change(whole.view(self._inputs.base.shape), [])
 
     def _dense_change(
         self,
