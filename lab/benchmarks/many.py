@@ -1,4 +1,4 @@
-"""Many sources at once: 64 full models, and 500 adapters, merged from disk by the command line.
+"""Many sources at once: 64 full models, and 500 and 2,000 adapters, merged from disk by the command line.
 
     python -m benchmarks.many --work DIR
 
@@ -26,8 +26,14 @@ from benchmarks.models import LLAMA, llama_shapes
 OUT = Path(__file__).parent / "results" / "many.json"
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 CONFIG: dict[str, Any] = {**LLAMA, **SIZES, "num_hidden_layers": 4, "vocab_size": 2000}
-FULL, ADAPTERS, RANK = 64, 500, 8
-RUNS = (("full", "average"), ("full", "auto"), ("adapters", "average"), ("adapters", "auto"))
+RANK = 8
+RUNS = (
+    ("full", 64, "average"),
+    ("full", 64, "auto"),
+    ("adapters", 500, "average"),
+    ("adapters", 500, "auto"),
+    ("adapters", 2000, "average"),
+)
 
 
 def base(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -72,16 +78,14 @@ def write_adapter(path: Path, number: int) -> None:
     (path / "adapter_config.json").write_text(json.dumps(config))
 
 
-def sources(work: Path) -> dict[str, dict[str, str]]:
-    """The experts of each kind, written unless they are there."""
-    found: dict[str, dict[str, str]] = {}
+def sources(work: Path, kind: str, count: int) -> dict[str, str]:
+    """So many experts of a kind, written unless they are there."""
     if not (work / "base").exists():
         write_full(work / "base", 0)
-    for kind, count, write in (("full", FULL, write_full), ("adapters", ADAPTERS, write_adapter)):
-        found[kind] = {f"e{n}": str(work / kind / str(n)) for n in range(1, count + 1)}
-        for number, path in enumerate(found[kind].values(), 1):
-            if not Path(path).exists():
-                write(Path(path), number)
+    found = {f"e{n}": str(work / kind / str(n)) for n in range(1, count + 1)}
+    for number, path in enumerate(found.values(), 1):
+        if not Path(path).exists():
+            (write_full if kind == "full" else write_adapter)(Path(path), number)
     return found
 
 
@@ -90,20 +94,20 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     work = parser.parse_args().work
     rows = []
-    experts = sources(work)
-    for kind, method in RUNS:
-        recipe = {"base": str(work / "base"), "experts": experts[kind], "method": method}
+    for kind, count, method in RUNS:
+        experts = sources(work, kind, count)
+        recipe = {"base": str(work / "base"), "experts": experts, "method": method}
         (work / "recipe.yml").write_text(yaml.safe_dump(recipe, sort_keys=False))
         out = work / "out"
         shutil.rmtree(out, ignore_errors=True)
         argv = [sys.executable, "-m", "covmerge", "merge", str(work / "recipe.yml"), str(out)]
-        rows.append({"kind": kind, "method": method, **spawn(argv, log=work / "log.txt")})
+        took = spawn(argv, log=work / "log.txt")
+        rows.append({"kind": kind, "count": count, "method": method, **took})
         print(rows[-1], flush=True)
-    counts = {"full": FULL, "adapters": ADAPTERS, "rank": RANK}
     result = {
         "command": "python -m benchmarks.many --work DIR",
         "machine": machine(),
-        **counts,
+        "rank": RANK,
         "rows": rows,
     }
     OUT.write_text(json.dumps(result, indent=1) + "\n")

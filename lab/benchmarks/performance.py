@@ -59,6 +59,7 @@ def written(text: str) -> str:
         ("start", start(_read("start"))),
         ("forecast", forecast(_read("forecast"))),
         ("many", many(_read("many"))),
+        ("eight", eight(_read("eight"))),
     ):
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- end of {name} -->")
@@ -129,13 +130,10 @@ def forecast(results: Mapping[str, Any]) -> str:
 
 def many(results: Mapping[str, Any]) -> str:
     """Many experts at once."""
-    counts = {
-        "full": f"{results['full']} full models",
-        "adapters": f"{results['adapters']} adapters of rank {results['rank']}",
-    }
+    kinds = {"full": "full models", "adapters": f"adapters of rank {results['rank']}"}
     rows = [
         [
-            f"{counts[row['kind']]}, {row['method']}",
+            f"{row['count']:,} {kinds[row['kind']]}, {row['method']}",
             f"{row['seconds']:.0f}",
             f"{row['cpu_seconds']:.0f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
@@ -143,6 +141,29 @@ def many(results: Mapping[str, Any]) -> str:
         for row in results["rows"]
     ]
     return _table(["experts, method", "seconds", "CPU seconds", "peak GB"], rows)
+
+
+def eight(results: Mapping[str, Any]) -> str:
+    """A merge of three 8B-shaped models, by its sittings."""
+    keys = ["seconds", "CPU seconds", "bytes read, GB", "peak GB"]
+    scales = {"seconds": 1, "cpu_seconds": 1, "bytes_read": 1e-9}
+    rows = [
+        [
+            f"sitting {number}",
+            *(f"{run[key] * scale:,.0f}" for key, scale in scales.items()),
+            f"{run['peak_bytes'] / 1e9:.2f}",
+        ]
+        for number, run in enumerate(results["runs"], 1)
+    ]
+    sums = {key: sum(run[key] for run in results["runs"]) for key in scales}
+    together = (f"{sums[key] * scale:,.0f}" for key, scale in scales.items())
+    cores, forecast = results["machine"]["cores"], results["forecast"]["seconds"]
+    rows.append(["together", *together, ""])
+    rows.append(["CPU seconds over the cores", f"{sums['cpu_seconds'] / cores:,.0f}", "", "", ""])
+    ratio = forecast / (sums["cpu_seconds"] / cores)
+    rows.append(["the forecast", f"{forecast:,.0f} ({ratio:.2f} of that)", "", "", ""])
+    rows.append(["verification", f"{results['verify']['seconds']:.0f}", "", "", ""])
+    return _table(["", *keys], rows)
 
 
 def gpu(results: Mapping[str, Any]) -> str:
