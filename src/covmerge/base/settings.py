@@ -24,9 +24,6 @@ def choose(count: int) -> tuple[str, str]:
     In the mean over the bank's sets of experts `auto` loses less than any single method without data
     (lab/docs/bank.md).
 
-    Args:
-        count: of experts.
-
     Example:
         >>> choose(1)[0], choose(4)[0]
         ('average', 'auto')

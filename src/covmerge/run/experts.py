@@ -18,11 +18,7 @@ from covmerge.plan.planning.operations import expert_key
 
 
 def alike_by_place(experts: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """Say which experts lie at one place. That copies are alike is known once they are hashed.
-
-    Args:
-        experts: by name.
-    """
+    """Say which experts lie at one place. That copies are alike is known once they are hashed."""
     return _alike({name: _found_at(checkpoint) for name, checkpoint in experts.items()})
 
 

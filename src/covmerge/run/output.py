@@ -302,12 +302,7 @@ def manifest(
 
 @dataclass(frozen=True)
 class Sealed:
-    """An output that was checked, with a manifest that has the hashes of its files.
-
-    Attributes:
-        report: of the checks.
-        notes: what a user should know.
-    """
+    """An output that was checked, with a manifest that has the hashes of its files."""
 
     report: Verification
     notes: tuple[str, ...]

@@ -59,16 +59,7 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Views:
-    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model.
-
-    Attributes:
-        slices: of the recipe.
-        tokenizer: of the recipe.
-        chat_template: of the recipe.
-        form: of the output.
-        moe: the mixture that the experts become.
-        text: what was decided on tokenizer and chat template; None: nothing yet.
-    """
+    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model."""
 
     slices: Sequence[Slice] = ()
     tokenizer: TokenizerRules | None = None
@@ -128,10 +119,6 @@ class OpenCheckpoints:
 
         An adapter that is made of adapters needs no weights of their base, which may then be stored
         quantised, and are not fetched or hashed.
-
-        Args:
-            recipes: over the same checkpoints.
-            whole: as in `covmerge.plan.planning.build_plans`.
 
         Raises:
             InputError: as `covmerge.plan.planning.build_plans`.
@@ -305,12 +292,6 @@ def open_checkpoints(
     views: Views = Views(),
 ) -> Generator[OpenCheckpoints]:
     """Open base, experts and statistics files, and close all of them at the end.
-
-    Args:
-        base: of the recipe.
-        experts: by name.
-        statistics: files by expert.
-        views: how they are seen.
 
     Raises:
         InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is

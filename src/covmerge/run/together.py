@@ -27,12 +27,7 @@ from covmerge.run.work import Work
 
 @dataclass
 class Together:
-    """Merges of the same checkpoints.
-
-    Attributes:
-        checkpoints: of all of them.
-        options: how it is done.
-    """
+    """Merges of the same checkpoints."""
 
     checkpoints: OpenCheckpoints
     options: RunOptions

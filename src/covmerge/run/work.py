@@ -22,14 +22,7 @@ from covmerge.run.sources import OpenCheckpoints
 
 @dataclass(frozen=True)
 class Work:
-    """What is settled before the first tensor is read.
-
-    Attributes:
-        plans: over the same checkpoints; often one.
-        checkpoints: what is read.
-        memory: how it is divided.
-        options: how the work is done.
-    """
+    """What is settled before the first tensor is read."""
 
     plans: Sequence[Plan]
     checkpoints: OpenCheckpoints

@@ -473,11 +473,6 @@ def open_adapter_folder(
 
     A model beside the adapter has precedence.
 
-    Args:
-        source: as the user wrote it.
-        store: the folder.
-        stored_as: what its files are read as.
-
     Raises:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
     """
@@ -505,11 +500,6 @@ def open_adapter_file(
     """Open one file of weights, as an adapter where its names are those of one.
 
     They are PEFT's, diffusers' or those of Kohya's scripts.
-
-    Args:
-        source: as the user wrote it.
-        given: the file.
-        stored_as: what it is read as.
 
     Raises:
         CheckpointError: the file is malformed, or an adapter of a kind that is not read.

@@ -485,10 +485,6 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 def open_modules(store: Store, names: Collection[str]) -> Modules:
     """Open the weights that a model of sentence-transformers has in folders of its modules.
 
-    Args:
-        store: the model's folder.
-        names: of its files.
-
     Raises:
         CheckpointError: a module has weights that are not read, or lies outside the folder.
     """
@@ -518,10 +514,6 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
 
 def module_files(store: Store, names: Collection[str]) -> list[str]:
     """Return the files of weights that a model has in folders of its modules, as paths in its own.
-
-    Args:
-        store: the model's folder.
-        names: of its files.
 
     Raises:
         CheckpointError: as `open_modules`.

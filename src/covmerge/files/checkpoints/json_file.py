@@ -82,11 +82,6 @@ def read_object(
 ) -> dict[str, Any]:
     """Read the JSON object that is a whole file.
 
-    Args:
-        file: the file.
-        values: see `parse_object`.
-        size: bytes that it may have.
-
     Raises:
         CheckpointError: the file cannot be read, is larger, or is not a JSON object.
     """
@@ -105,9 +100,6 @@ def read_object(
 
 def unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """Return what makes an object of pairs for `json.loads`, and refuses a key that is there twice.
-
-    Args:
-        where: the JSON is, for messages.
 
     Example:
         >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys("line 3"))

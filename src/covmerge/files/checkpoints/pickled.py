@@ -61,11 +61,6 @@ def load_records(path: Path) -> object:
 def load_archive(file: IO[bytes], size: int, where: str) -> object:
     """Return what is pickled in a zip of `torch.save`, as `load_records`.
 
-    Args:
-        file: the zip.
-        size: its bytes.
-        where: what messages call it.
-
     Raises:
         CheckpointError: as `load_records`.
     """
@@ -84,11 +79,6 @@ def load_archive(file: IO[bytes], size: int, where: str) -> object:
 
 def load_metadata(data: bytes, where: str, steps: int) -> object:
     """Return a plain pickle that holds no tensor, as `load_records`.
-
-    Args:
-        data: it.
-        where: what messages call it.
-        steps: the most that it may take.
 
     Raises:
         CheckpointError: as `load_records`.

@@ -162,9 +162,6 @@ class Dequantised(View):
     Rows are read packed, with their scales, and computed in float32, then rounded to the tensor's dtype:
     nothing else is kept of them. docs/quantised.md says how, format by format.
 
-    Args:
-        stored: the checkpoint, whose weights are here.
-
     Raises:
         CheckpointError: its format is not read, or sizes of packed tensors, scales and config contradict
             each other.

@@ -41,10 +41,6 @@ class RemoteStore:
 
     What a server says of a file is asked for again after a while, so that one which changes ends the work
     early; that none has changed is settled by the reader, at the end, by `stamp`.
-
-    Args:
-        server: that has them.
-        path: what the server calls the folder.
     """
 
     folder = None

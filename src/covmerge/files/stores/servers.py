@@ -79,11 +79,7 @@ _BLOCK = 2**20
 
 
 class CheckedFile:
-    """Checksums of what was read of one file; for any thread.
-
-    Args:
-        size: bytes of the file.
-    """
+    """Checksums of what was read of one file; for any thread."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -310,10 +306,6 @@ _VERSIONS = ("generation", "ETag", "etag")
 
 class ObjectServer:
     """Files of buckets; a path is the bucket and the key.
-
-    Args:
-        scheme: of the addresses, such as s3.
-        writing: it is written to.
 
     Raises:
         InputError: the file system is not installed.

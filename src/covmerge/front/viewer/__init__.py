@@ -26,12 +26,7 @@ from covmerge.run.sources import OpenCheckpoints, open_recipe
 
 @dataclass(frozen=True)
 class ViewJob:
-    """What is inspected, and the options of one run.
-
-    Attributes:
-        path: an output of covmerge, or a recipe.
-        options: how it is done.
-    """
+    """What is inspected, and the options of one run."""
 
     path: Path
     options: RunOptions = field(default_factory=RunOptions)

@@ -207,10 +207,6 @@ _MOST_BATCHES = 1000  # each waits in a thread
 class Blocks:
     """A model without its head, of which one block at a time has weights.
 
-    Args:
-        checkpoint: a folder, or a repository of the Hub.
-        device: where it runs.
-
     Raises:
         InputError: as `load_model`.
     """

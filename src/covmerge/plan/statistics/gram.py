@@ -39,11 +39,6 @@ class FisherCollector:
       language model without `labels`, the next tokens of the text.
 
     Padding positions carry no label.
-
-    Args:
-        model: the model with its head.
-        labels: `model` or `data`.
-        seed: of the drawn labels.
     """
 
     def __init__(self, model: RunningModel, *, labels: Labels, seed: int) -> None:

@@ -419,9 +419,6 @@ def quiet(transformers: Any) -> Generator[None]:
 def require_transformers(why: str = "collecting runs the model") -> Any:
     """Return transformers.
 
-    Args:
-        why: what asks for it.
-
     Raises:
         InputError: it is not installed.
     """

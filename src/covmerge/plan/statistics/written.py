@@ -249,11 +249,6 @@ def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Te
 def check_template(tokenizer: Any, source: str, start: Start) -> None:
     """Refuse a start of a chat template where there is none.
 
-    Args:
-        tokenizer: of transformers.
-        source: where it is from.
-        start: one of `TEMPLATED`.
-
     Raises:
         InputError: there is none.
     """

@@ -40,14 +40,7 @@ _SPACES = ("\u0120", "\u2581")
 
 @dataclass(frozen=True)
 class Text:
-    """The output's tokens and chat template.
-
-    Attributes:
-        vocabulary: the rows of the sources; None: they are taken as they are.
-        tables: by source, what has these rows.
-        files: of its tokenizer; None: the base's.
-        notes: what a user should know.
-    """
+    """The output's tokens and chat template."""
 
     vocabulary: Vocabulary | None = None
     tables: Mapping[str | None, Tables] = field(default_factory=dict[str | None, Tables])

@@ -77,12 +77,7 @@ def own_device(name: str, place: int, count: int | None = None) -> torch.device:
 
 
 def gpus_of(name: str, count: int | None = None) -> int:
-    """Return among how many GPUs of this machine a name leaves a choice; 0: among none.
-
-    Args:
-        name: of a device.
-        count: see `own_device`.
-    """
+    """Return among how many GPUs of this machine a name leaves a choice; 0: among none."""
     device = named_device(name)
     if device.type != "cuda" or is_one(device):
         return 0

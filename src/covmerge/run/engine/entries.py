@@ -166,10 +166,6 @@ def diagnostics_in(
 ) -> tuple[TensorDiagnostics, ...]:
     """Return the methods' diagnostics in a merge, each as its own type.
 
-    Args:
-        plan: of the merge.
-        entries: of its tensors, as in covmerge.json; an older one may lack some.
-
     Raises:
         InputError: an entry is not what its method writes.
     """

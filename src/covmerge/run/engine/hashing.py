@@ -123,10 +123,6 @@ def to_share(contents: Contents) -> list[tuple[str, Content]]:
 def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
     """Return the hashes of all sources in their order; what was not found costs nothing, and is taken here.
 
-    Args:
-        contents: of all sources.
-        found: hashes by key of the source and name.
-
     Raises:
         CovmergeError: a source changed, or cannot be read.
     """
@@ -173,12 +169,7 @@ ReadFiles = Callable[[Mapping[str, int], FileCheck, Checkpoint], Mapping[str, Js
 
 
 def files_at_once(count: int, processes: int = 1) -> int:
-    """Return how many files a process reads at once.
-
-    Args:
-        count: of files.
-        processes: that share its machine.
-    """
+    """Return how many files a process reads at once."""
     return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 

@@ -398,12 +398,6 @@ def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
     It computes with the number of threads that the executor of threads gives it, so that the bytes are
     the same.
 
-    Args:
-        index: of the batch.
-        batch: its items.
-        task: what they need.
-        threads: of an item that takes all cores.
-
     Raises:
         CovmergeError: as the stages raise.
     """

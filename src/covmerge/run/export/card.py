@@ -42,13 +42,6 @@ def write_card(
 ) -> str:
     """Write README.md into a finished output and return its name: of one merge always the same.
 
-    Args:
-        store: the output.
-        plan: of the merge.
-        parents: who was merged.
-        config: config.json of the base, if it has one.
-        manifest: what covmerge.json says.
-
     Raises:
         ResourceError: the disk is full.
     """

@@ -84,10 +84,6 @@ def folder_of(part: str) -> str:
 def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
     """Write the index of each part in several files as transformers does; return their paths.
 
-    Args:
-        layouts: by part.
-        store: of the output.
-
     Raises:
         ResourceError: the disk is full.
     """

@@ -30,13 +30,7 @@ from covmerge.run.scoring.values import Scores, score_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of scoring a model.
-
-    Attributes:
-        scores: by task; None where it failed.
-        failed: why.
-        seconds: that it took.
-    """
+    """What came of scoring a model."""
 
     scores: Scores | None
     failed: str | None
@@ -159,11 +153,7 @@ def _digest(content: object) -> str:
 
 
 class SavedScores:
-    """Scores by what they depend on: the model's hash and the scorer's key.
-
-    Args:
-        entries: of the file.
-    """
+    """Scores by what they depend on: the model's hash and the scorer's key."""
 
     def __init__(self, entries: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._entries = dict(entries or {})

@@ -193,9 +193,6 @@ class Scorer(Protocol):
     def score(self, model: Path) -> Scores:
         """Score a model.
 
-        Args:
-            model: its folder.
-
         Raises:
             CovmergeError: it failed; the message says how.
         """

@@ -166,9 +166,6 @@ class Resamples:
 
     The statistic is the mean over tasks of the mean over examples and training seeds. Examples are
     drawn, seeds are not: an interval says how far the result depends on the examples.
-
-    Args:
-        sizes: test examples of each task.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:

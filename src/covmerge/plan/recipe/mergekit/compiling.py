@@ -46,12 +46,6 @@ def compile_mergekit(
 ) -> dict[str, Any]:
     """Return the recipe of covmerge's that does what a recipe of mergekit's says.
 
-    Args:
-        data: mergekit's recipe.
-        origin: where it came from, for messages.
-        log: how strictly it is read; notes and warnings are added to it.
-        places: where models are looked for, beside the working directory.
-
     Raises:
         RecipeError: what cannot be read, is unknown, or is refused, with the next step.
 
@@ -166,13 +160,7 @@ def _dtypes(part: Part) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Document:
-    """One of the recipes.
-
-    Attributes:
-        data: as in the file.
-        origin: where that is.
-        log: how strictly it is read.
-    """
+    """One of the recipes."""
 
     data: Any
     origin: Origin

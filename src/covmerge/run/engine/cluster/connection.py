@@ -138,12 +138,7 @@ class WorkerCache:
         self._setup: Setup | None = None
 
     def sources(self, key: str, reference: Any) -> Sources:
-        """Return the sources, opened.
-
-        Args:
-            key: of the executor that they are of.
-            reference: to how they are opened.
-        """
+        """Return the sources, opened."""
         if self._key != key:
             self._stack.close()
             self._key = ""

@@ -235,10 +235,6 @@ class SharedHashing:
     """Hashes of which each rank takes its share, while all merge; see `Sharing`.
 
     What costs no reading (commits, versions) the one that leads looks at itself, in the end.
-
-    Args:
-        session: what the ranks have in common.
-        contents: of all sources.
     """
 
     def __init__(self, session: Session, contents: Contents) -> None:
