@@ -191,12 +191,7 @@ def push(
 
 
 def prepare(out: str | Path, repository: str, *, message: str | None = None) -> Publication:
-    """Verify an output and check what others would see of it; nothing is sent.
-
-    Raises:
-        CheckFailed: the output fails its verification.
-        InputError: it is no finished output, or the repository's name is none.
-    """
+    """Verify an output and check what others would see of it; nothing is sent."""
     folder = Path(out)
     named = hub_id(repository)
     if named is None or named.revision is not None:

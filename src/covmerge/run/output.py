@@ -175,9 +175,6 @@ class OutputFiles:
             may_equal_base: a model that equals the base is no failure.
             compared: whether the output is compared with the base.
             read: see `seal`.
-
-        Raises:
-            CheckFailed: the output failed its verification.
         """
         plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()

@@ -119,9 +119,6 @@ class OpenCheckpoints:
 
         An adapter that is made of adapters needs no weights of their base, which may then be stored
         quantised, and are not fetched or hashed.
-
-        Raises:
-            InputError: as `covmerge.plan.planning.build_plans`.
         """
         adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
         base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
@@ -256,11 +253,7 @@ class OpenCheckpoints:
             return replace(described, identity=again.identity())
 
     def check_versions(self) -> None:
-        """Check that other processes could see a source change.
-
-        Raises:
-            InputError: a server does not tell the version of a file.
-        """
+        """Check that other processes could see a source change."""
         for key, checkpoint in self.all():
             identity = checkpoint.identity()
             files: Any = identity["files"] if identity["kind"] == "remote" else {}
@@ -291,12 +284,7 @@ def open_checkpoints(
     statistics: Mapping[str, str | Path],
     views: Views = Views(),
 ) -> Generator[OpenCheckpoints]:
-    """Open base, experts and statistics files, and close all of them at the end.
-
-    Raises:
-        InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
-            nothing that slices can be taken of.
-    """
+    """Open base, experts and statistics files, and close all of them at the end."""
     if views.slices and statistics:
         raise InputError(
             "statistics go by the names of whole models, and the recipe has slices: leave out one of them"
@@ -406,11 +394,7 @@ class Description:
 
     @contextmanager
     def __call__(self) -> Generator[Sources]:
-        """Open them.
-
-        Raises:
-            CheckpointError: they are not what they were.
-        """
+        """Open them."""
         with self.open() as opened:
             if opened.identity() != self.identity:
                 raise CheckpointError(

@@ -34,11 +34,7 @@ class Together:
     _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def check(self, recipe: Recipe) -> None:
-        """Plan a merge, and refuse one that the memory cannot hold.
-
-        Raises:
-            InputError: everything that would stop it before its first tensor.
-        """
+        """Plan a merge, and refuse one that the memory cannot hold."""
         plan, _ = self.checkpoints.plan(recipe)
         self.options.memory([plan])
 

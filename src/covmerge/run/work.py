@@ -61,9 +61,6 @@ class Work:
             contents: what is hashed.
             journal: of one plan, what is finished.
             compare: measure the results too.
-
-        Raises:
-            CovmergeError: as the work raises; the first error ends it.
         """
         self.checkpoints.check_ties(self.plans[0])
         with (

@@ -363,11 +363,7 @@ def _kind(name: str) -> str | None:
 
 
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
-    """Return a config.json.
-
-    Raises:
-        CheckpointError: it is malformed, or far too long.
-    """
+    """Return a config.json."""
     config = read_object(file, values=_CONFIG_VALUES)
     mlx: object = config.get(MLX)
     if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
@@ -392,11 +388,7 @@ def weights_stem(config: Mapping[str, Any] | None) -> str:
 
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
-    """Return the file name of every tensor, from an index of shards.
-
-    Raises:
-        CheckpointError: the index is malformed.
-    """
+    """Return the file name of every tensor, from an index of shards."""
     mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
     entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
     if not entries or not all(isinstance(file, str) for file in entries.values()):
@@ -446,11 +438,7 @@ def check_weight_map(
 
 
 def open_folder(source: str, store: Store) -> FileCheckpoint:
-    """Open a model folder.
-
-    Raises:
-        CheckpointError: nothing there can be read, or the files contradict each other.
-    """
+    """Open a model folder."""
     where = str(store)
     try:
         names = set(store.names())
@@ -513,11 +501,7 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
 
 
 def module_files(store: Store, names: Collection[str]) -> list[str]:
-    """Return the files of weights that a model has in folders of its modules, as paths in its own.
-
-    Raises:
-        CheckpointError: as `open_modules`.
-    """
+    """Return the files of weights that a model has in folders of its modules, as paths in its own."""
     paths: list[str] = []
     for folder in module_folders(store, names):
         file = weights_in(store, folder)
@@ -558,11 +542,7 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
-    """Open one file of weights by itself.
-
-    Raises:
-        CheckpointError: it is of an unknown kind, or malformed.
-    """
+    """Open one file of weights by itself."""
     return FileCheckpoint(source, _open_all([file]))
 
 

@@ -87,12 +87,7 @@ def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> F
 
 
 def sha256_of(file: StoredFile) -> str:
-    """Return the SHA-256 of a whole file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        FileNotFoundError: there is none.
-    """
+    """Return the SHA-256 of a whole file."""
     with _Reader(file) as reader:
         digest = hashlib.sha256()
         for chunk in reader.rest():

@@ -106,9 +106,6 @@ def parse_metadata(text: bytes, where: str) -> dict[str, str]:
         text: the JSON header, without the 8 bytes of its length.
         where: the file, for errors.
 
-    Raises:
-        CheckpointError: it is not a mapping of strings to strings.
-
     Example:
         >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
         {'format': 'pt'}
@@ -291,11 +288,7 @@ class SlottedFile:
 
 @contextmanager
 def still_readable(file: StoredFile) -> Generator[None]:
-    """Name a file that can no longer be read.
-
-    Raises:
-        CheckpointError: in place of an OSError.
-    """
+    """Name a file that can no longer be read."""
     try:
         yield
     except OSError as error:
@@ -303,11 +296,7 @@ def still_readable(file: StoredFile) -> Generator[None]:
 
 
 def open_stored(file: StoredFile) -> Opened:
-    """Open a file to be read.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
+    """Open a file to be read."""
     try:
         return file.open()
     except OSError as error:

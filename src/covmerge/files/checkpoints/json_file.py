@@ -80,11 +80,7 @@ _MAX_DEPTH = 64
 def read_object(
     file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
-    """Read the JSON object that is a whole file.
-
-    Raises:
-        CheckpointError: the file cannot be read, is larger, or is not a JSON object.
-    """
+    """Read the JSON object that is a whole file."""
     try:
         found, *_ = local_file(file).stamp()
         if found > size:  # before anything is fetched, where it is far away
@@ -129,9 +125,6 @@ def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str,
         where: what is being parsed, for errors.
         values: values, commas in texts counted among them, that it may have: they take far more
             memory than their bytes, and are counted before any is made.
-
-    Raises:
-        CheckpointError: it is not such an object.
 
     Example:
         >>> parse_object(b'{"a": [1]}', "config.json")

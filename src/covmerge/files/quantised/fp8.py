@@ -129,11 +129,7 @@ NVFP4 = Numbers(FLOAT4, [(1, 16)], 4, (torch.float8_e4m3fn,))
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale_inv`; see `Found`.
-
-    Raises:
-        CheckpointError: sizes that contradict each other.
-    """
+    """Find layers with `weight_scale_inv`; see `Found`."""
     stored.setting("fmt", "e4m3", "float8_e4m3fn", None)
     given = stored.settings.get("weight_block_size")
     blocks = [] if given is None else [as_block(stored, given)]

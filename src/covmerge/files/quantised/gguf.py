@@ -118,11 +118,7 @@ class PlainTensor:
 
 
 def find(stored: Stored) -> Found:
-    """Find the tensors of a GGUF file; see `Found`.
-
-    Raises:
-        CheckpointError: an architecture, a type or a tensor that is not read, or packages are missing.
-    """
+    """Find the tensors of a GGUF file; see `Found`."""
     try:
         loader: Any = importlib.import_module(_LOADER)
     except ImportError as error:
@@ -305,11 +301,7 @@ def _by_config(stored: Stored) -> str | None:
 
 
 def check_rope(model: Checkpoint) -> None:
-    """Refuse a config that is made of metadata where the file scales its rope, which no such config has.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuse a config that is made of metadata where the file scales its rope, which no such config has."""
     settings = None if model.quantisation is None else model.quantisation.settings
     if not isinstance(settings, GgufSettings):
         return

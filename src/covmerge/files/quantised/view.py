@@ -214,11 +214,7 @@ def is_quantised(checkpoint: Checkpoint) -> bool:
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors.
-
-    Raises:
-        CheckpointError: as `Dequantised`, or it is quantised and does not say how.
-    """
+    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors."""
     checkpoint = in_real_parts(checkpoint)
     if is_quantised(checkpoint):
         return Dequantised(checkpoint)
@@ -245,11 +241,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
-    """Open a checkpoint, and see it as a plain one.
-
-    Raises:
-        CheckpointError: as `covmerge.files.checkpoints.open_checkpoint` and `Dequantised`.
-    """
+    """Open a checkpoint, and see it as a plain one."""
     checkpoint = open_checkpoint(source)
     try:
         return unwrapped(dequantised(checkpoint))

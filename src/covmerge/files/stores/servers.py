@@ -92,11 +92,7 @@ class CheckedFile:
         return range(asked.start - asked.start % _BLOCK, min(end, self._size))
 
     def check(self, data: memoryview, offset: int) -> None:
-        """Note what was read of whole blocks, and compare it with what was read of them before.
-
-        Raises:
-            ChangedError: it is not what was read before.
-        """
+        """Note what was read of whole blocks, and compare it with what was read of them before."""
         for start in range(0, len(data), _BLOCK):
             checksum = zlib.crc32(data[start : start + _BLOCK])
             with self._lock:

@@ -32,12 +32,7 @@ class ViewJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Scene:
-        """Read every matrix once.
-
-        Raises:
-            InputError: neither an output nor a recipe, a source that is no longer there, or nothing to
-                weigh.
-        """
+        """Read every matrix once."""
         if not self.path.exists():
             raise InputError(
                 f"{self.path} is not there: name a folder that `covmerge merge` wrote, or a recipe file"

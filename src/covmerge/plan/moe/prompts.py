@@ -30,9 +30,6 @@ def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
     Args:
         prompts: of each expert.
         base: the dense base.
-
-    Raises:
-        InputError: the base has no tokenizer, or a prompt is nothing to it.
     """
     encoder = _Encoder.of(base)
     rows: list[Tensor] = []
@@ -66,9 +63,6 @@ class HiddenStates:
         prompts: of each expert.
         base: the dense base.
         chosen: of the states `(layers, prompts, tokens, hidden)`, those of a prompt.
-
-    Raises:
-        InputError: the base has no tokenizer, or a prompt is nothing to it.
     """
 
     def __init__(
@@ -80,11 +74,7 @@ class HiddenStates:
         self._batches = [[encoder.batch(p) for p in (s.positive, s.negative) if p] for s in prompts]
 
     def __call__(self, layer: int) -> Tensor:
-        """Return the router of a layer `(experts, hidden)`, float32.
-
-        Raises:
-            InputError: the base cannot be run, or the prompts say nothing.
-        """
+        """Return the router of a layer `(experts, hidden)`, float32."""
         with self._lock:
             return self._rows[layer]
 
@@ -162,11 +152,7 @@ class _Encoder:
         return ids
 
     def batch(self, prompts: Sequence[str]) -> Batch:
-        """Return prompts as the base is run on them, padded on the left with BOS.
-
-        Raises:
-            InputError: they are too long, or nothing to the base.
-        """
+        """Return prompts as the base is run on them, padded on the left with BOS."""
         encoded = [self(text) for text in prompts]
         longest = max(map(len, encoded))
         if longest * len(encoded) > _MOST_TOKENS:

@@ -47,9 +47,6 @@ def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[s
     Args:
         base: what a message calls it, and the names of its tensors.
         expert: the same.
-
-    Raises:
-        TensorError: one of them is packed, and the other is not.
     """
     for (called, given), (other, others) in ((base, expert), (expert, base)):
         names, beside = dict.fromkeys(given), dict.fromkeys(others)
@@ -141,11 +138,7 @@ class Alignment:
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse an expert of another model type, or weights that are quantised and cannot be read.
-
-    Raises:
-        InputError: it is such a one.
-    """
+    """Refuse an expert of another model type, or weights that are quantised and cannot be read."""
     for model in (base, expert):
         dequantised(model.checkpoint)
     types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
@@ -360,11 +353,7 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
 
 
 def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
-    """Return an adapter under the names of a base, and over the weights from which it computes its own.
-
-    Raises:
-        CheckpointError: its tensors do not fit the base's.
-    """
+    """Return an adapter under the names of a base, and over the weights from which it computes its own."""
     if (rejoined := _rejoined(adapter, base)) is not None:
         return rejoined
     conv1d = conv1d_names(base.description)

@@ -140,9 +140,6 @@ class Template:
         """Return the recipe with values chosen, by the names of their marks.
 
         Parameters that a method does not have are left out where the method itself is searched.
-
-        Raises:
-            RecipeError: it is none.
         """
         return recipe_of(self.filled(chosen), self.origin, self.folder)
 

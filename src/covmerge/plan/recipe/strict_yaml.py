@@ -90,11 +90,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
 
 
 def parse_documents(text: str, name: str) -> list[tuple[Any, Origin]]:
-    """Return the value of each document, one at least, as `parse_yaml` does.
-
-    Raises:
-        RecipeError: as `parse_yaml`.
-    """
+    """Return the value of each document, one at least, as `parse_yaml` does."""
     try:
         return _Builder(text, name).documents()
     except yaml.MarkedYAMLError as error:

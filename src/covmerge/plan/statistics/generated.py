@@ -293,9 +293,6 @@ class Generated:
         Args:
             model: of transformers.
             source: what messages call it.
-
-        Raises:
-            InputError: options are for another kind of model, or none are made for this kind.
         """
         if writes(model) and self.start != "random":
             return self._written()

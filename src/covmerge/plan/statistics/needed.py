@@ -211,9 +211,6 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
         max_memory: bytes that the process may take; None: what is free.
         what: takes them, for the message.
         otherwise: what to do, for the message.
-
-    Raises:
-        ResourceError: it does not fit.
     """
     if not fits(needed, max_memory):
         allowed = allowance(max_memory)
@@ -237,11 +234,7 @@ def begin(
     device: str | torch.device,
     advance: Callable[[int], None],
 ) -> Generated:
-    """Return the inputs with what the base began, at the same temperature and seed; the base is let go.
-
-    Raises:
-        InputError: it writes nothing, or cannot be run.
-    """
+    """Return the inputs with what the base began, at the same temperature and seed; the base is let go."""
     model = load_model(base, device, head=False, writing=True)
     if not writes(model.whole):
         raise InputError(

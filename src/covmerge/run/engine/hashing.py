@@ -36,11 +36,7 @@ class Hashing(Protocol):
         ...
 
     def result(self) -> Hashes:
-        """Wait for the hashes.
-
-        Raises:
-            CovmergeError: a source changed, or cannot be read.
-        """
+        """Wait for the hashes."""
         ...
 
 
@@ -121,11 +117,7 @@ def to_share(contents: Contents) -> list[tuple[str, Content]]:
 
 
 def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
-    """Return the hashes of all sources in their order; what was not found costs nothing, and is taken here.
-
-    Raises:
-        CovmergeError: a source changed, or cannot be read.
-    """
+    """Return the hashes of all sources in their order; what nobody found yet is hashed here."""
 
     def taken(key: str, content: Content) -> str:
         known = found.get((key, content.name))

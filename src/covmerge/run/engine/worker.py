@@ -397,9 +397,6 @@ def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
 
     It computes with the number of threads that the executor of threads gives it, so that the bytes are
     the same.
-
-    Raises:
-        CovmergeError: as the stages raise.
     """
     use_threads(cores_of(batch, task, threads))
     start = time.perf_counter()

@@ -152,9 +152,6 @@ def write_adapter_config(
         parameters: names of all tensors of the model.
         parents: configurations of the adapters that were merged.
         base: what the adapter is loaded over.
-
-    Raises:
-        ResourceError: the disk is full.
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
     largest = max(ranks.values())  # which servers hold against their limit

@@ -40,11 +40,7 @@ def write_card(
     config: Mapping[str, Any] | None,
     manifest: Mapping[str, Json],
 ) -> str:
-    """Write README.md into a finished output and return its name: of one merge always the same.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write README.md into a finished output and return its name: of one merge always the same."""
     card = _Card(store, plan, parents, config or {}, manifest)
     content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
     WritableFile(store, CARD_NAME).put(content)

@@ -84,11 +84,7 @@ NO_CHANGES = ConfigChanges()
 
 
 def write_config(store: WritableStore, config: Mapping[str, Any], changes: ConfigChanges) -> None:
-    """Write the config of a base that has no file of it.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write the config of a base that has no file of it."""
     text = json.dumps(config, indent=2) + "\n"
     content = changes.made_to(text.encode(), store.where(CONFIG))
     WritableFile(store, CONFIG).put(content)

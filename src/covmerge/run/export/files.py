@@ -21,11 +21,7 @@ from covmerge.run.engine.outputs import FileOutput
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:
-    """Lay out every part of an output.
-
-    Raises:
-        TensorError: a dtype that safetensors cannot hold.
-    """
+    """Lay out every part of an output."""
     output, modules = plan.recipe.output, plan.modules
     layouts: dict[str, Layout] = {}
     for part, headers in plan.parts.items():
@@ -82,11 +78,7 @@ def folder_of(part: str) -> str:
 
 
 def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
-    """Write the index of each part in several files as transformers does; return their paths.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write the index of each part in several files as transformers does; return their paths."""
     found: list[str] = []
     for part, layout in layouts.items():
         folder = folder_of(part)
@@ -112,11 +104,6 @@ def _write_index(layout: Layout, store: WritableStore) -> str | None:
 
 
 def write_manifest(store: WritableStore, manifest: Mapping[str, Json]) -> None:
-    """Write covmerge.json, whole or not at all; keys keep their order.
-
-    Raises:
-        InputError: the manifest holds a number that is not finite, or what JSON cannot hold.
-        ResourceError: the disk is full.
-    """
+    """Write covmerge.json, whole or not at all; keys keep their order."""
     content = dumps(manifest, what="manifest", indent=1).encode() + b"\n"
     WritableFile(store, MANIFEST_NAME).put(content)

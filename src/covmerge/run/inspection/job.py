@@ -53,11 +53,7 @@ from covmerge.run.sources import OpenCheckpoints
 
 @contextmanager
 def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
-    """Open an output, and close it at the end.
-
-    Raises:
-        InputError: it cannot be opened.
-    """
+    """Open an output, and close it at the end."""
     output = open_plain(folder)
     if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
         output = output.named_as(base.headers)
@@ -104,9 +100,6 @@ class InspectJob:
             checkpoints: base and experts.
             merged: a merged model.
             before: a merge to do again, to show its spectra beside those of the merged model.
-
-        Raises:
-            ResourceError: a matrix of all experts does not fit the memory.
         """
         options = self.options
         base = Model.of(checkpoints.base)

@@ -38,11 +38,7 @@ class Outcome:
 
 
 def check_scorers(scorer: Scorer, scorers: int) -> None:
-    """Refuse a number of models that cannot be scored at once.
-
-    Raises:
-        InputError: it is below one, or above one of a scorer that is no command.
-    """
+    """Refuse a number of models that cannot be scored at once."""
     if scorers < 1:
         raise InputError(f"{Hint('scorers', scorers)}: give 1 or more")
     if scorers > 1 and not isinstance(scorer, Command):
@@ -160,11 +156,7 @@ class SavedScores:
 
     @classmethod
     def read(cls, path: Path) -> SavedScores:
-        """Read a file of scores; none where there is no file.
-
-        Raises:
-            InputError: it is none of covmerge.
-        """
+        """Read a file of scores; none where there is no file."""
         if not path.is_file():
             return cls()
         try:

@@ -183,11 +183,7 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> None:
-        """Refuse, before anything is merged, what cannot be run.
-
-        Raises:
-            InputError: a program, a package or a file is missing.
-        """
+        """Refuse, before anything is merged, what cannot be run."""
         ...
 
     def score(self, model: Path) -> Scores:
@@ -230,11 +226,7 @@ NAMED: Mapping[str, Named] = {
 
 
 def scorer_of(given: AnyScorer) -> Scorer:
-    """Return the scorer that a caller named.
-
-    Raises:
-        InputError: no such name, or a command without `{model}`.
-    """
+    """Return the scorer that a caller named."""
     if isinstance(given, str):
         name, colon, arguments = given.partition(":")
         if colon and name in NAMED:

@@ -87,11 +87,7 @@ def printed_scores(text: str, source: str) -> dict[str, Score]:
 
 
 def score_of(stored: Json) -> Score:
-    """Read `Score.as_json`.
-
-    Raises:
-        InputError: it is nothing of that kind.
-    """
+    """Read `Score.as_json`."""
     return Score(nan) if stored is None else _score(stored, ONE_TASK, "scores.json")
 
 

@@ -69,12 +69,7 @@ class SearchJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
-        """Search.
-
-        Raises:
-            InputError: anything wrong with the inputs.
-            CheckFailed: the merge without a search cannot be scored, or no trial can.
-        """
+        """Search."""
         self._check()
         first = self.template.recipe({mark.name: mark.ends[0] for mark in self.template.marks})
         with open_recipe(first) as checkpoints, self._alone() as work:

@@ -396,9 +396,6 @@ def needs_of(
         threads: of an item that takes all cores.
         nodes: what each node has of every resource.
         max_memory: bytes that the process of a task may take; None: what its node has.
-
-    Raises:
-        ResourceError: no node has as much.
     """
     largest = max((batch for _, batch in load), key=_memory)
     name = largest[0].tensor.name
