@@ -15,7 +15,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.adapters.adapted_base import AdaptedBase
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint, refuse_adapter
 from covmerge.files.checkpoints.open import Source, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
@@ -224,6 +224,12 @@ class OpenCheckpoints:
         for name, file in self.statistics.items():
             found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
         return found
+
+    def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        """Yield the keys of sources whose contents are not those that a manifest records."""
+        now: dict[str, Json] = {key: fingerprint(one) for key, one in self.all()}
+        now |= {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+        return (key for key in now if recorded.get(key, {}).get("content") != now[key])
 
     def opener(self, plans: Sequence[Plan]) -> Opener:
         """Return what opens the same sources in another process, which carries plans out.

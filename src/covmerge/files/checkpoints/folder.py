@@ -36,7 +36,7 @@ from covmerge.files.checkpoints.file_formats import (
     open_divided,
     open_weights,
 )
-from covmerge.files.checkpoints.header import still_readable
+from covmerge.files.checkpoints.header import current_stamp, still_readable
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
@@ -118,7 +118,7 @@ class FileCheckpoint(Kind):
         self.weight_names: Sequence[str] = tuple(map(self.path_of, weights))
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
-        self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+        self._stamps = {file: current_stamp(file) for file in (*weights, *beside)}
 
     def path_of(self, file: StoredFile) -> str:
         """Return where one of its files lies in its folder, with `/` between the parts."""
@@ -185,7 +185,7 @@ class FileCheckpoint(Kind):
                     break
                 digest.update(buffer[:count])
                 done += count
-        check_unchanged(file, self._stamps[file], _stamp(file))
+        check_unchanged(file, self._stamps[file], current_stamp(file))
         return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
@@ -562,8 +562,3 @@ def _existing(store: Store, name: str) -> StoredFile:
             "again"
         )
     return file
-
-
-def _stamp(file: StoredFile) -> Stamp:
-    with still_readable(file):
-        return file.stamp()

@@ -295,6 +295,12 @@ def still_readable(file: StoredFile) -> Generator[None]:
         raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
 
 
+def current_stamp(file: StoredFile) -> Stamp:
+    """The stamp that a file has now, which was there before."""
+    with still_readable(file):
+        return file.stamp()
+
+
 def open_stored(file: StoredFile) -> Opened:
     """Open a file to be read."""
     try:

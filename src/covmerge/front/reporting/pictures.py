@@ -122,10 +122,6 @@ def _local(tag: str) -> str:
     return tag.rpartition("}")[2]
 
 
-with needed_for_reports():
-    from matplotlib.figure import Figure
-
-
 @dataclass(frozen=True)
 class Picture:
     """A picture on a page."""

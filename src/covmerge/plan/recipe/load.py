@@ -98,6 +98,10 @@ def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
     Relative paths in it are relative to the file's folder; in mergekit's recipes to the working directory,
     and then to that.
 
+    Args:
+        path: the file.
+        log: how strictly a recipe of mergekit's is read, and where notes are put.
+
     Raises:
         CheckpointError: the checkpoints of a `run` are not there, or not whole.
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each

@@ -74,10 +74,7 @@ class InspectJob:
     """A recipe to inspect, and the options of one run.
 
     Attributes:
-        recipe: base, experts, what is left to the base; its method is not run.
-        spectra: of which matrices singular values are taken, which is most of the work: of all, of
-            some, evenly from the first to the last, where all would be long, or of none.
-        options: how it is done.
+        spectra: as `covmerge.inspect` has it.
         spectral_flops: of "some" spectra, about; None: what takes a minute or so.
         quadratics: whether it is measured what any weighted sum of the updates would keep of each expert.
     """

@@ -27,16 +27,14 @@ from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.strict_yaml import Origin
 
 _COMPILING_KEYS = (
-    *(
-        "merge_method",
-        "base_model",
-        "models",
-        "slices",
-        "modules",
-        "parameters",
-        "dtype",
-        "out_dtype",
-    ),
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "modules",
+    "parameters",
+    "dtype",
+    "out_dtype",
     *KEYS,
 )
 
