@@ -162,10 +162,6 @@ def flag_of(name: str) -> str:
 def setting_named(path: Sequence[str | int], caller: Caller) -> str | None:
     """Return what a key of a recipe is called where the recipe was made of flags or arguments.
 
-    Args:
-        path: of keys, from the recipe's top.
-        caller: who made the path.
-
     Example:
         >>> setting_named(("output", "dtype"), "python"), setting_named(("output", "dtype"), "flags")
         ('out_dtype', '--out-dtype')

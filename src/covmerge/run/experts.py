@@ -25,9 +25,6 @@ def alike_by_place(experts: Mapping[str, Checkpoint]) -> Iterator[str]:
 def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
     """Say which experts have the same files, whatever these are called.
 
-    Args:
-        sources: as in covmerge.json.
-
     Example:
         >>> content = {"model.safetensors": "sha256:1f"}
         >>> both = {f"expert {name}": {"source": name, "content": content} for name in ("a", "b")}

@@ -164,18 +164,7 @@ class OutputFiles:
         compared: bool = True,
         read: ReadFiles = read_files,
     ) -> MergedFolder:
-        """Write all that belongs to the output beside its weights, and check it.
-
-        Args:
-            done: what the engine did.
-            sources: what covmerge.json says of them.
-            memory: what was expected of it.
-            out: where the output appears.
-            fit: what there is to say of the experts.
-            may_equal_base: a model that equals the base is no failure.
-            compared: whether the output is compared with the base.
-            read: see `seal`.
-        """
+        """Write all that belongs to the output beside its weights, and check it."""
         plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()
         # What was laid in meanwhile may be a link, through which something else would be written.

@@ -41,9 +41,6 @@ class Together:
     def write(self, work: Sequence[tuple[Recipe, Path]]) -> dict[Path, MergeResult]:
         """Merge each recipe to its folder; so many in one reading as the memory holds.
 
-        Returns:
-            What was found, by the folder.
-
         Raises:
             InputError: as a merge. Folders that were begun are left.
             CheckFailed: a model failed its verification.

@@ -53,15 +53,7 @@ class Work:
         journal: Journal | None = None,
         compare: bool = False,
     ) -> tuple[list[RunResult], Hashes]:
-        """Carry the plans out in one reading, and hash the sources meanwhile.
-
-        Args:
-            outputs: where each goes.
-            executor: does the work.
-            contents: what is hashed.
-            journal: of one plan, what is finished.
-            compare: measure the results too.
-        """
+        """Carry the plans out in one reading, and hash the sources meanwhile."""
         self.checkpoints.check_ties(self.plans[0])
         with (
             naming_lost(self.checkpoints.experts),

@@ -286,14 +286,7 @@ def _targets(to: str, group: _Group) -> list[str]:
 def _forward(
     group: _Group, shapes: Mapping[str, Shape], count: int, sizes: Sequence[Shape | None]
 ) -> list[Slots]:
-    """Return a group's tensors before and after each operation of its rule.
-
-    Args:
-        group: the tensors.
-        shapes: theirs.
-        count: of tensors that the rule makes.
-        sizes: their shapes where these are known.
-    """
+    """Return a group's tensors before and after each operation of its rule."""
     slots: Slots = [
         [StoredTensor(name, shapes[name]) for name in group.names[index]]
         for index in sorted(group.names)

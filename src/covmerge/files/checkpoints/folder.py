@@ -260,11 +260,6 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
 
     A single safetensors file of another name serves as well, unless it is one shard of several.
 
-    Args:
-        names: of the files.
-        where: it is, for messages.
-        folders: beside them, in which models may be.
-
     Raises:
         CheckpointError: there are no weights, or no telling which to read.
     """

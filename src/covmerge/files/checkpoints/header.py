@@ -37,11 +37,6 @@ _CUT_SHORT = "the download was probably cut short, fetch the file again"
 def data_start(start: bytes, file_size: int, where: str) -> int:
     """Return the offset of the data, from a file's first 8 bytes.
 
-    Args:
-        start: the first bytes of the file, 8 or more unless the file is shorter.
-        file_size: bytes of the whole file.
-        where: the file, for errors.
-
     Raises:
         CheckpointError: the length of the header is impossible.
     """
@@ -101,10 +96,6 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
 
 def parse_metadata(text: bytes, where: str) -> dict[str, str]:
     """Return what a header says beside its tensors, nothing where `__metadata__` is left out or null.
-
-    Args:
-        text: the JSON header, without the 8 bytes of its length.
-        where: the file, for errors.
 
     Example:
         >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")

@@ -107,17 +107,10 @@ class Scaled(ByRows):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a weight and its scales may be stored as.
-
-    Attributes:
-        dtypes: of the weight.
-        blocks: that may have one scale.
-        bits: of a number.
-        scales: dtypes of the scales.
-    """
+    """What a weight and its scales may be stored as."""
 
     dtypes: tuple[torch.dtype, ...]
-    blocks: Sequence[Block]
+    blocks: Sequence[Block]  # that may have one scale
     bits: int = BYTE
     scales: tuple[torch.dtype, ...] = _SCALES
 

@@ -66,12 +66,7 @@ class Words(ByRows):
 
 
 def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
-    """Find layers with integers in `weight_packed`.
-
-    Args:
-        stored: the checkpoint.
-        schemes: what its config says of the weights of each group of layers.
-    """
+    """Find layers with integers in `weight_packed`."""
     headers = stored.checkpoint.headers
     names = [n for n, h in headers.items() if n.endswith(".weight_packed") and h.dtype in _INT32]
     if not names:

@@ -25,12 +25,7 @@ _MOST_TOKENS = 1 << 16  # of prompts that are run at once; their states are kept
 
 
 def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
-    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32.
-
-    Args:
-        prompts: of each expert.
-        base: the dense base.
-    """
+    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32."""
     encoder = _Encoder.of(base)
     rows: list[Tensor] = []
     for said in prompts:

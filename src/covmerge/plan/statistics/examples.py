@@ -93,11 +93,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Text:
-    """One example of a file; pair and label are None where the file has none.
-
-    Attributes:
-        where: of the file it is, for errors.
-    """
+    """One example of a file; pair and label are None where the file has none."""
 
     text: str
     pair: str | None = None

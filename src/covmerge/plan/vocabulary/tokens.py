@@ -76,11 +76,6 @@ def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
     """Refuse numbers of added tokens that are not the files': those tell which rows were trained as which.
 
     transformers gives added tokens the next free numbers, where its older releases went by the files.
-
-    Args:
-        folder: of the tokenizer.
-        files: of it, checked.
-        ids: the number of every token, as transformers reads it.
     """
     known: Mapping[str, int] | None = None
     for name, token, number in _stated(folder, files):

@@ -194,9 +194,6 @@ def largest_first(
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divide items among some, the largest first and each to the one that has least so far.
 
-    Returns:
-        The places of each one's items, the largest first.
-
     Example:
         >>> shares([1, 5, 2, 4], 2)
         [[1, 0], [3, 2]]

@@ -225,12 +225,6 @@ def work(
 ) -> Iterator[Result]:
     """Do the work of each item, one for each plan, on the same rows; one result after another.
 
-    Args:
-        items: of one range of rows.
-        inputs: these rows of their operands.
-        context: what the work needs to know beside.
-        selections: what counting adds to.
-
     Raises:
         TensorError: NaN or Inf in the inputs, or in a result.
         ResourceError: the device ran full.

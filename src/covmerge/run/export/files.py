@@ -56,11 +56,6 @@ def open_output(
 ) -> FileOutput:
     """Reserve the space of all files; those of an earlier run are kept.
 
-    Args:
-        store: where they lie.
-        layouts: by part.
-        made: another process has done that.
-
     Raises:
         ResourceError: the disk is full.
         CheckpointError: files that were made are not there, or others.

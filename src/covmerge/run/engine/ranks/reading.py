@@ -203,11 +203,6 @@ def lead_reading(
 def help_reading(session: Session, check_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
     """Wait for the one that leads to have all files written, and read a share of them.
 
-    Args:
-        session: what the ranks have in common.
-        check_of: what is done with a file, by what the rank that leads says of it.
-        base: of the merge.
-
     Raises:
         LeaderGoneError: it is all over.
         CovmergeError: as a rank raises over a file.
