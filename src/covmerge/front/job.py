@@ -202,7 +202,7 @@ class Job:
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
-            run=run_figures(done, work.memory, work.checkpoints),
+            run=run_figures(done, work.memory),
             timeline=done.spans,
             diagnostics=account.rows,
             notes=(*plan.notes, *account.notes, *fit.notes),

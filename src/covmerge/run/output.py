@@ -202,7 +202,7 @@ class OutputFiles:
             path=out.folder,
             recipe=plan.recipe,
             stats=stats,
-            run=run_figures(done, memory, self._checkpoints),
+            run=run_figures(done, memory),
             diagnostics=account.rows,
             notes=(*notes, *self._linked, *sealed.notes),
             warnings=warnings,
@@ -374,7 +374,7 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
     return found
 
 
-def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
+def run_figures(done: RunResult, memory: MemoryPlan) -> RunFigures:
     """Seconds and memory of a run."""
     figures: RunFigures = {
         "seconds": done.seconds,

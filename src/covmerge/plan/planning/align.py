@@ -235,7 +235,7 @@ def align(
     placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, placed, (*extra_heads, *refused), ignored, missing)
     _check_extras(base, expert_name, expert, refused)
-    _check_missing(base, expert_name, expert, missing, rules)
+    _check_missing(expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
     _check_heads(base, expert_name, expert, extra_heads)
@@ -607,9 +607,7 @@ def _check_parametrized(expert_name: str, expert: Model, missing: Sequence[str])
             )
 
 
-def _check_missing(
-    base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
-) -> None:
+def _check_missing(expert_name: str, expert: Model, missing: list[str], rules: TensorRules) -> None:
     if missing and rules.missing == "error":
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from covmerge.base.text import some
+from covmerge.base.text import as_written, some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import CARD_NAME
@@ -280,12 +280,8 @@ def _weight(weight: float | Mapping[str, Any]) -> str:
     return inline(json.dumps(weight)) if isinstance(weight, Mapping) else f"{weight:g}"
 
 
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _listed(parameters: Mapping[str, object]) -> str:
-    return ", ".join(f"`{k}` {inline(_value(v))}" for k, v in parameters.items())
+    return ", ".join(f"`{k}` {inline(as_written(v))}" for k, v in parameters.items())
 
 
 def _citation(name: str, paper: Reference) -> str:
