@@ -56,6 +56,7 @@ class Command:
     def __init__(self, text: str, known: Collection[str] = ()) -> None:
         self.name = text
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         try:
             self._words = shlex.split(text)
         except ValueError as error:
@@ -127,6 +128,8 @@ class Command:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env
         ) as process:
             self._running.add(process)
+            if self._stopped:
+                process.kill()
             try:
                 return process.wait()
             except BaseException:
@@ -136,7 +139,8 @@ class Command:
                 self._running.discard(process)
 
     def stop(self) -> None:
-        """End what runs in other threads."""
+        """End what runs in other threads, and what one of them is just starting."""
+        self._stopped = True
         for process in list(self._running):
             process.kill()
 
