@@ -28,7 +28,7 @@ REASONS = {
         r"^files/stores/destination\.py: take it first",
         r"^front/cli/flags\.py: --(weight|stats|methods) \{\}: |^front/cli/flags\.py: --method \{\} drops",
         r"^base/text\.py: keep such",
-        r"^plan/planning/build\.py: (\{\} complex|average)",
+        r"^plan/planning/notes\.py: (\{\} complex|average)",
     ],
     "the intact file is what is merged wherever nothing else is said": [
         r"[Ff]etch (it|them|the files?|its files|the checkpoint) again",

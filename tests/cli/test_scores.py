@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_package
-from covmerge.errors import InputError
+from covmerge.errors import CheckFailed, InputError
 from covmerge.run.scoring.job import outcomes
 from covmerge.run.scoring.scorer import Command
 from tests.advised import advice
@@ -382,3 +383,10 @@ def test_an_interruption_ends_commands_of_other_threads(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         found.throw(KeyboardInterrupt)
     assert not scorer._running
+
+
+def test_an_interruption_ends_a_command_that_another_thread_was_starting():
+    scorer = Command("sleep {model}")
+    scorer.stop()
+    with pytest.raises(CheckFailed, match="was ended by signal 9"):
+        scorer.score(Path("3600"))

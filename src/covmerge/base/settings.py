@@ -24,9 +24,6 @@ def choose(count: int) -> tuple[str, str]:
     In the mean over the bank's sets of experts `auto` loses less than any single method without data
     (lab/docs/bank.md).
 
-    Args:
-        count: of experts.
-
     Example:
         >>> choose(1)[0], choose(4)[0]
         ('average', 'auto')
@@ -164,10 +161,6 @@ def flag_of(name: str) -> str:
 
 def setting_named(path: Sequence[str | int], caller: Caller) -> str | None:
     """Return what a key of a recipe is called where the recipe was made of flags or arguments.
-
-    Args:
-        path: of keys, from the recipe's top.
-        caller: who made the path.
 
     Example:
         >>> setting_named(("output", "dtype"), "python"), setting_named(("output", "dtype"), "flags")

@@ -33,6 +33,11 @@ def shown(value: object) -> str:
         return repr(value)
 
 
+def as_written(value: object) -> str:
+    """Write a value of a recipe as it stands in one: as JSON has it, and text as it is."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between: str = ", ") -> str:
     """Name the first few, and count the others.
 

@@ -147,12 +147,7 @@ class Job:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> MergeResult:
-        """Plan, then merge to tensors in memory or to `out`.
-
-        Raises:
-            InputError: anything wrong with the inputs; nothing is left behind.
-            CheckFailed: the output failed its verification.
-        """
+        """Plan, then merge to tensors in memory or to `out`."""
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
         if self.out is None and self.recipe.output.quantise != "none":
@@ -207,7 +202,7 @@ class Job:
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
-            run=run_figures(done, work.memory, work.checkpoints),
+            run=run_figures(done, work.memory),
             timeline=done.spans,
             diagnostics=account.rows,
             notes=(*plan.notes, *account.notes, *fit.notes),

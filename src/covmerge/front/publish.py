@@ -38,14 +38,6 @@ def commit_files(
 
     The repository and the branch are made if they are not there. Other files there stay.
 
-    Args:
-        folder: where the files lie.
-        names: their paths in it, `/` between the parts.
-        repository: `org/name`.
-        private: whether nobody else may see it.
-        branch: None is the default branch.
-        message: of the commit.
-
     Raises:
         InputError: the client is not installed, the Hub cannot be reached or refuses, or what is
             there already does not go with these files.
@@ -151,15 +143,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Publication:
-    """An output that may be pushed; `prepare` makes it.
-
-    Attributes:
-        folder: the output.
-        files: what is pushed of it, as paths in it.
-        notes: what a user should know before others see it.
-        repository: `org/name`.
-        message: of the commit.
-    """
+    """An output that may be pushed; `prepare` makes it."""
 
     folder: Path
     files: tuple[str, ...]
@@ -207,12 +191,7 @@ def push(
 
 
 def prepare(out: str | Path, repository: str, *, message: str | None = None) -> Publication:
-    """Verify an output and check what others would see of it; nothing is sent.
-
-    Raises:
-        CheckFailed: the output fails its verification.
-        InputError: it is no finished output, or the repository's name is none.
-    """
+    """Verify an output and check what others would see of it; nothing is sent."""
     folder = Path(out)
     named = hub_id(repository)
     if named is None or named.revision is not None:

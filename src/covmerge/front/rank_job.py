@@ -148,11 +148,7 @@ class RankJob:
         return self.out.occupant() not in (None, self.before)
 
     def _was_there(self) -> bool:
-        """Whether the others were done before this rank had started.
-
-        Raises:
-            InputError: there is an output of something else.
-        """
+        """Whether the others were done before this rank had started."""
         if self.before is None or self.work.options.overwrite:
             return False
         if not self._is_of_this_recipe():
@@ -170,11 +166,7 @@ class RankJob:
         return not differing(manifest["recipe"], dump_recipe(self.work.plan.recipe))
 
     def _published(self, batches: int) -> MergeResult:
-        """What there is to say of a merge that another rank has ended.
-
-        Raises:
-            InputError: this one could not have helped.
-        """
+        """What there is to say of a merge that another rank has ended."""
         if not batches and not self.out.is_made_here():
             raise InputError(
                 f"{self.rank} did nothing: {self.out} is there, and nothing was seen of the work on it in "

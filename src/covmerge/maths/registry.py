@@ -80,11 +80,7 @@ class Declared:
             )
 
     def one_of(self, declared: str, choices: Any) -> None:
-        """Refuse a declaration that is none of a `Literal`'s; a function of the parameters may be.
-
-        Raises:
-            ValueError: the message names the choices.
-        """
+        """Refuse a declaration that is none of a `Literal`'s; a function of the parameters may be."""
         given = getattr(self, declared)
         allowed = get_args(choices)
         if not callable(given) and given not in allowed:
@@ -224,11 +220,7 @@ class Declared:
         return parameter in self._signature.parameters
 
     def resolve(self, given: Parameters) -> dict[str, Any]:
-        """Return all parameters: given ones over the defaults.
-
-        Raises:
-            RecipeError: an unknown name, or a value out of its range.
-        """
+        """Return all parameters: given ones over the defaults."""
         for name in given:
             if name not in self._model.model_fields:
                 raise RecipeError(
@@ -319,11 +311,7 @@ class Announced:
         return _package(function) == self.entry.module.partition(".")[0]
 
     def load(self, what: str) -> None:
-        """Import it.
-
-        Raises:
-            RecipeError: it cannot be imported.
-        """
+        """Import it."""
         try:
             self.entry.load()
         except (Exception, SystemExit) as error:  # a stranger's module may raise anything

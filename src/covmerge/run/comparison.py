@@ -20,7 +20,6 @@ from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
-from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison, read_manifest
 from covmerge.files.checkpoints.staging import Staging, check_not_input
 from covmerge.files.stores.address import local_path
@@ -311,20 +310,7 @@ def _cannot_run(
 
 @dataclass(frozen=True)
 class CompareJob:
-    """A recipe, the methods that take its method's place, and the options of one run.
-
-    Attributes:
-        recipe: base, experts, rules, dtypes; its method and parameters are replaced.
-        methods: what to compare, names or pairs of a name and parameters; `all` is every method that can
-            run.
-        parameters: by method, for those that are not to run at their defaults.
-        out: a folder for the models, one each; None writes none.
-        scorer: scores the models; None scores none.
-        bounds: score the base and each expert too.
-        scorers: how many models are scored at once.
-        scoring: receives how far the scoring is.
-        options: how it is done; `resume` takes the models that lie in `out`.
-    """
+    """A recipe and the methods that take its method's place, as `covmerge.compare` has them."""
 
     recipe: Recipe
     methods: str | Sequence[Wanted] = "all"
@@ -545,14 +531,10 @@ def _check_unchanged(
     checkpoints: OpenCheckpoints,
 ) -> None:
     """Refuse models that are not as they were written, and those of sources that changed since."""
-    now: dict[str, Json] = {key: fingerprint(one) for key, one in checkpoints.all()}
-    now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
-    for key, content in now.items():
-        if recorded.get(key, {}).get("content") != content:
-            raise InputError(
-                f"{key} changed since the models in {out} were merged: pass {Hint('overwrite')} to "
-                "merge anew"
-            )
+    for key in checkpoints.changed(recorded):
+        raise InputError(
+            f"{key} changed since the models in {out} were merged: pass {Hint('overwrite')} to merge anew"
+        )
     for entry in entries:
         store = LocalFolder(out / entry.label)
         files = read_manifest(store).get("files", {})

@@ -18,19 +18,12 @@ from covmerge.plan.planning.operations import expert_key
 
 
 def alike_by_place(experts: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """Say which experts lie at one place. That copies are alike is known once they are hashed.
-
-    Args:
-        experts: by name.
-    """
+    """Say which experts lie at one place. That copies are alike is known once they are hashed."""
     return _alike({name: _found_at(checkpoint) for name, checkpoint in experts.items()})
 
 
 def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
     """Say which experts have the same files, whatever these are called.
-
-    Args:
-        sources: as in covmerge.json.
 
     Example:
         >>> content = {"model.safetensors": "sha256:1f"}

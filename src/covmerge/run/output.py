@@ -164,21 +164,7 @@ class OutputFiles:
         compared: bool = True,
         read: ReadFiles = read_files,
     ) -> MergedFolder:
-        """Write all that belongs to the output beside its weights, and check it.
-
-        Args:
-            done: what the engine did.
-            sources: what covmerge.json says of them.
-            memory: what was expected of it.
-            out: where the output appears.
-            fit: what there is to say of the experts.
-            may_equal_base: a model that equals the base is no failure.
-            compared: whether the output is compared with the base.
-            read: see `seal`.
-
-        Raises:
-            CheckFailed: the output failed its verification.
-        """
+        """Write all that belongs to the output beside its weights, and check it."""
         plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()
         # What was laid in meanwhile may be a link, through which something else would be written.
@@ -216,7 +202,7 @@ class OutputFiles:
             path=out.folder,
             recipe=plan.recipe,
             stats=stats,
-            run=run_figures(done, memory, self._checkpoints),
+            run=run_figures(done, memory),
             diagnostics=account.rows,
             notes=(*notes, *self._linked, *sealed.notes),
             warnings=warnings,
@@ -302,12 +288,7 @@ def manifest(
 
 @dataclass(frozen=True)
 class Sealed:
-    """An output that was checked, with a manifest that has the hashes of its files.
-
-    Attributes:
-        report: of the checks.
-        notes: what a user should know.
-    """
+    """An output that was checked, with a manifest that has the hashes of its files."""
 
     report: Verification
     notes: tuple[str, ...]
@@ -393,7 +374,7 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
     return found
 
 
-def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
+def run_figures(done: RunResult, memory: MemoryPlan) -> RunFigures:
     """Seconds and memory of a run."""
     figures: RunFigures = {
         "seconds": done.seconds,

@@ -16,8 +16,8 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
-from covmerge.base.types import Json, LinearGroup, Merged, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.base.types import LinearGroup, Merged, TensorHeader
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.remote import store_at
@@ -78,24 +78,18 @@ def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
 
 def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:
     """Refuse sources that are not those of the merge."""
-    recorded: Mapping[str, Mapping[str, Any]] = manifest["sources"]
-    now: dict[str, Json] = {key: fingerprint(one) for key, one in checkpoints.all()}
-    now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
     decided = checkpoints.text.vocabulary
     if decided is not None and manifest.get("vocabulary") != decided.as_json():
         raise InputError(
             "the sources' tokenizers are not what they were when they were merged: put them back, or "
             f"verify without {Hint('deep')}"
         )
-    for key, content in now.items():
-        if recorded.get(key, {}).get("content") != content:
-            raise InputError(
-                f"{key} is not what was merged: its content has another hash than {MANIFEST_NAME} "
-                f"records. Put the source back, or verify without {Hint('deep')}"
-            )
+    for key in checkpoints.changed(manifest["sources"]):
+        raise InputError(
+            f"{key} is not what was merged: its content has another hash than {MANIFEST_NAME} "
+            f"records. Put the source back, or verify without {Hint('deep')}"
+        )
 
-
-# Some tensors of a merged model computed again by reference implementations in float64.
 
 # Which tensors of a merged model are computed again, and which by a reference implementation.
 

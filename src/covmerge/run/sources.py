@@ -15,7 +15,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.files.adapters.adapted_base import AdaptedBase
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
-from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
+from covmerge.files.checkpoints.base import Checkpoint, fingerprint, refuse_adapter
 from covmerge.files.checkpoints.open import Source, open_checkpoint
 from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.quantised.view import dequantised, is_quantised
@@ -59,16 +59,7 @@ def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Views:
-    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model.
-
-    Attributes:
-        slices: of the recipe.
-        tokenizer: of the recipe.
-        chat_template: of the recipe.
-        form: of the output.
-        moe: the mixture that the experts become.
-        text: what was decided on tokenizer and chat template; None: nothing yet.
-    """
+    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model."""
 
     slices: Sequence[Slice] = ()
     tokenizer: TokenizerRules | None = None
@@ -128,13 +119,6 @@ class OpenCheckpoints:
 
         An adapter that is made of adapters needs no weights of their base, which may then be stored
         quantised, and are not fetched or hashed.
-
-        Args:
-            recipes: over the same checkpoints.
-            whole: as in `covmerge.plan.planning.build_plans`.
-
-        Raises:
-            InputError: as `covmerge.plan.planning.build_plans`.
         """
         adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
         base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
@@ -241,6 +225,12 @@ class OpenCheckpoints:
             found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
         return found
 
+    def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        """Yield the keys of sources whose contents are not those that a manifest records."""
+        now: dict[str, Json] = {key: fingerprint(one) for key, one in self.all()}
+        now |= {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+        return (key for key in now if recorded.get(key, {}).get("content") != now[key])
+
     def opener(self, plans: Sequence[Plan]) -> Opener:
         """Return what opens the same sources in another process, which carries plans out.
 
@@ -269,11 +259,7 @@ class OpenCheckpoints:
             return replace(described, identity=again.identity())
 
     def check_versions(self) -> None:
-        """Check that other processes could see a source change.
-
-        Raises:
-            InputError: a server does not tell the version of a file.
-        """
+        """Check that other processes could see a source change."""
         for key, checkpoint in self.all():
             identity = checkpoint.identity()
             files: Any = identity["files"] if identity["kind"] == "remote" else {}
@@ -304,18 +290,7 @@ def open_checkpoints(
     statistics: Mapping[str, str | Path],
     views: Views = Views(),
 ) -> Generator[OpenCheckpoints]:
-    """Open base, experts and statistics files, and close all of them at the end.
-
-    Args:
-        base: of the recipe.
-        experts: by name.
-        statistics: files by expert.
-        views: how they are seen.
-
-    Raises:
-        InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
-            nothing that slices can be taken of.
-    """
+    """Open base, experts and statistics files, and close all of them at the end."""
     if views.slices and statistics:
         raise InputError(
             "statistics go by the names of whole models, and the recipe has slices: leave out one of them"
@@ -425,11 +400,7 @@ class Description:
 
     @contextmanager
     def __call__(self) -> Generator[Sources]:
-        """Open them.
-
-        Raises:
-            CheckpointError: they are not what they were.
-        """
+        """Open them."""
         with self.open() as opened:
             if opened.identity() != self.identity:
                 raise CheckpointError(

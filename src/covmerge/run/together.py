@@ -27,31 +27,19 @@ from covmerge.run.work import Work
 
 @dataclass
 class Together:
-    """Merges of the same checkpoints.
-
-    Attributes:
-        checkpoints: of all of them.
-        options: how it is done.
-    """
+    """Merges of the same checkpoints."""
 
     checkpoints: OpenCheckpoints
     options: RunOptions
     _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def check(self, recipe: Recipe) -> None:
-        """Plan a merge, and refuse one that the memory cannot hold.
-
-        Raises:
-            InputError: everything that would stop it before its first tensor.
-        """
+        """Plan a merge, and refuse one that the memory cannot hold."""
         plan, _ = self.checkpoints.plan(recipe)
         self.options.memory([plan])
 
     def write(self, work: Sequence[tuple[Recipe, Path]]) -> dict[Path, MergeResult]:
         """Merge each recipe to its folder; so many in one reading as the memory holds.
-
-        Returns:
-            What was found, by the folder.
 
         Raises:
             InputError: as a merge. Folders that were begun are left.

@@ -22,14 +22,7 @@ from covmerge.run.sources import OpenCheckpoints
 
 @dataclass(frozen=True)
 class Work:
-    """What is settled before the first tensor is read.
-
-    Attributes:
-        plans: over the same checkpoints; often one.
-        checkpoints: what is read.
-        memory: how it is divided.
-        options: how the work is done.
-    """
+    """What is settled before the first tensor is read."""
 
     plans: Sequence[Plan]
     checkpoints: OpenCheckpoints
@@ -60,18 +53,7 @@ class Work:
         journal: Journal | None = None,
         compare: bool = False,
     ) -> tuple[list[RunResult], Hashes]:
-        """Carry the plans out in one reading, and hash the sources meanwhile.
-
-        Args:
-            outputs: where each goes.
-            executor: does the work.
-            contents: what is hashed.
-            journal: of one plan, what is finished.
-            compare: measure the results too.
-
-        Raises:
-            CovmergeError: as the work raises; the first error ends it.
-        """
+        """Carry the plans out in one reading, and hash the sources meanwhile."""
         self.checkpoints.check_ties(self.plans[0])
         with (
             naming_lost(self.checkpoints.experts),

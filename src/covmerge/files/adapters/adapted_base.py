@@ -25,10 +25,6 @@ class AdaptedBase(View):
 
     It may be stored quantised (bitsandbytes, GPTQ, AWQ, ...): then `headers` has what the adapters
     update as it would be without, and of the rest what is stored plainly.
-
-    Args:
-        stored: the base.
-        adapters: of it.
     """
 
     def __init__(self, stored: Checkpoint, adapters: Iterable[Checkpoint]) -> None:

@@ -248,9 +248,6 @@ class AdapterCheckpoint(View):
             base: that it is merged over.
             names: of the base's tensors, by those that this adapter has for them.
             conv1d: as for `named_as`.
-
-        Raises:
-            CheckpointError: the tensors of a layer do not fit the base's.
         """
         if not self._contents.folded:
             return self
@@ -473,11 +470,6 @@ def open_adapter_folder(
 
     A model beside the adapter has precedence.
 
-    Args:
-        source: as the user wrote it.
-        store: the folder.
-        stored_as: what its files are read as.
-
     Raises:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
     """
@@ -505,14 +497,6 @@ def open_adapter_file(
     """Open one file of weights, as an adapter where its names are those of one.
 
     They are PEFT's, diffusers' or those of Kohya's scripts.
-
-    Args:
-        source: as the user wrote it.
-        given: the file.
-        stored_as: what it is read as.
-
-    Raises:
-        CheckpointError: the file is malformed, or an adapter of a kind that is not read.
     """
     file = local_file(given)
     configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
@@ -551,9 +535,6 @@ def open_adapter_memory(
         config: a `PeftConfig`, what adapter_config.json has of it, or the `peft_config` of a model with one
             adapter.
         under: some weights of the model that it is in, by their names there.
-
-    Raises:
-        CheckpointError: the adapter is damaged, or of a kind that is not read.
     """
     given: Any = config
     if isinstance(given, Mapping) and "peft_type" not in given:
@@ -575,9 +556,6 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
     """Open a repository of the Hub that holds an adapter and no model; None for any other.
 
     The adapter is downloaded: its headers say less than its configuration, and it is small.
-
-    Raises:
-        CheckpointError: the Hub cannot be reached, or the adapter cannot be read.
     """
     if is_offline(source):
         folder = cached_snapshot(source, name, revision)

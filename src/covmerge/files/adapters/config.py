@@ -275,11 +275,7 @@ class AdapterConfig:
         )
 
     def expect(self, modules: Iterable[str]) -> None:
-        """Match the patterns against modules of which much will be asked, and their parameters.
-
-        Raises:
-            CheckpointError: that takes too long, or one is no pattern.
-        """
+        """Match the patterns against modules of which much will be asked, and their parameters."""
         ends = {end for found in self._parameters.values() for end in found}
         owners = list(modules)
         self._matcher.ask([*owners, *(f"{owner}.{end}" for owner in owners for end in ends)])

@@ -121,9 +121,6 @@ class Folds:
         headers: of the weights and biases that are computed from the base's, by the adapter's names.
         ranks: of the updates that are factors, with their shapes.
         missing: the layers that have no place in the base.
-
-    Raises:
-        CheckpointError: a layer's tensors do not fit the base's.
     """
 
     def __init__(
@@ -182,11 +179,7 @@ class Folds:
             self._base.materialize()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return (rows of) a weight or a bias as the adapter makes it, in the dtype of its header.
-
-        Raises:
-            CheckpointError: the adapter or the base changed or ended early, or a part is damaged.
-        """
+        """Return (rows of) a weight or a bias as the adapter makes it, in the dtype of its header."""
         dtype = self.headers[name].dtype
         if name in self._biases:
             place = self._biases[name]
@@ -203,11 +196,7 @@ class Folds:
         return value.to(dtype).view(len(rows), *place.weight.shape[1:])
 
     def factors(self, name: str) -> LowRank:
-        """Return the factors of an update, as the base's tensor is oriented.
-
-        Raises:
-            CheckpointError: as `read`.
-        """
+        """Return the factors of an update, as the base's tensor is oriented."""
         place = self._places[name]
         factors = place.layer.kind.factors
         assert factors is not None

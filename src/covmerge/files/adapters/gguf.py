@@ -49,14 +49,6 @@ def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
 class GgufFactors(View):
     """A view of a GGUF file's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
 
-    Args:
-        stored: the file.
-        settings: what it says of itself.
-
-    Attributes:
-        fields: PEFT's configuration of it.
-        architecture: whose names it has.
-
     Raises:
         CheckpointError: it is no LoRA of plain matrices, or says nothing of its alpha.
     """

@@ -29,15 +29,7 @@ _FUSE = (
 
 
 class TurnedFactors(View):
-    """A view of mlx-lm's factors under PEFT's names and in its orientation, A `(r, d_in)`, B `(d_out, r)`.
-
-    Args:
-        stored: the file of weights.
-        rank: that its configuration states.
-
-    Raises:
-        CheckpointError: it holds anything else than factors of layers and embeddings, of that rank.
-    """
+    """mlx-lm's factors under PEFT's names and in its orientation, A `(r, d_in)`, B `(d_out, r)`."""
 
     def __init__(self, stored: Checkpoint, rank: int) -> None:
         super().__init__(stored)

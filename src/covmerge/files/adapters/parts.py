@@ -152,11 +152,6 @@ def updates_of_base(
     A tensor is found by its name, dots and underscores being alike, and by its shape: both text
     encoders of a pipeline have the same names.
 
-    Args:
-        updates: of the file.
-        base: headers of a part of a pipeline, or of a whole one in a single file.
-        where: the adapter, for errors.
-
     Returns:
         The updates by the base's names, and how many of which part the base has no tensor for.
 

@@ -55,11 +55,7 @@ class Patterns:
                 )
 
     def first(self, field: str, name: str) -> tuple[int, str | None] | None:
-        """Return the number of the first pattern of a field that matches, and its group `idx`.
-
-        Raises:
-            CheckpointError: a pattern is no regular expression, or matching takes too long.
-        """
+        """Return the number of the first pattern of a field that matches, and its group `idx`."""
         if not self._fields.get(field, ((), False))[0]:
             return None
         if name not in self._found.get(field, {}):
@@ -67,11 +63,7 @@ class Patterns:
         return self._found[field][name]
 
     def ask(self, names: Iterable[str]) -> None:
-        """Have many names matched at once: a process takes longer to start than most names.
-
-        Raises:
-            CheckpointError: as `first`.
-        """
+        """Have many names matched at once: a process takes longer to start than most names."""
         asked = sorted(set(names))
         fields = {field: value for field, value in self._fields.items() if value[0]}
         if not fields or not asked:

@@ -230,9 +230,6 @@ class Checkpoint(Kind, Protocol):
         """Return the folder with its companion files; of a repository of the Hub they are fetched.
 
         Its weights are not, and `folder` may still be unknown.
-
-        Raises:
-            CheckpointError: they cannot be fetched.
         """
         ...
 
@@ -297,9 +294,6 @@ def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str
         why: they are needed.
         expert: its name in the recipe, if it has one.
         then: what else is to be done with the model that this makes.
-
-    Raises:
-        InputError: it is an adapter.
     """
     if checkpoint.is_adapter:
         raise InputError(
@@ -311,11 +305,7 @@ def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str
 
 
 def check_unchanged(file: StoredFile | Path, before: object, now: object) -> None:
-    """Refuse another file than was opened, by its stamp or a hash of it.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Refuse another file than was opened, by its stamp or a hash of it."""
     if before != now:
         raise CheckpointError(
             f"{file} changed while it was in use: let whatever writes it finish, and start again"
@@ -359,11 +349,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def tensor_name(key: object, where: str, then: str = "") -> str:
-    """Return a key of a state dict as the name of a tensor; `then` says what is to be done with others.
-
-    Raises:
-        CheckpointError: it is no string, or none that `check_name` takes.
-    """
+    """Return a key of a state dict as the name of a tensor; `then` says what is to be done with others."""
     if not isinstance(key, str):
         raise CheckpointError(
             f"{where} has the key {shorten(key)}: tensors are named by strings{then}"
@@ -430,9 +416,5 @@ def copy_rows(tensor: Tensor, rows: range | None) -> Tensor:
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the hashes of a checkpoint's content by file name, or the commit; files are read for it.
-
-    Raises:
-        CheckpointError: it changed since it was opened, or cannot be read.
-    """
+    """Return the hashes of a checkpoint's content by file name, or the commit; files are read for it."""
     return {content.name: content.hash(at_once) for content in checkpoint.contents()}

@@ -39,13 +39,6 @@ def notes_on_others(
 ) -> Iterator[str]:
     """Say which files of weights beside the model's own are left aside.
 
-    Args:
-        store: the model's folder.
-        chosen: the file that led to the model's weights.
-        others: names of further files of weights.
-        headers: the model's tensors.
-        opened: opens a file of weights.
-
     Raises:
         CheckpointError: one of them holds other tensors of the same model. What lies on the Hub is not
             fetched to look.

@@ -106,13 +106,7 @@ class Conversion(NamedTuple):
 def converted(
     expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
 ) -> Conversion:
-    """Return what an expert's tensors make of those that only the base has by their names.
-
-    Args:
-        expert: shapes by name.
-        base: shapes by name.
-        config: of the base.
-    """
+    """Return what an expert's tensors make of those that only the base has by their names."""
     if base.keys() <= expert.keys():
         return Conversion({}, "")
     made = _of_weight_norms(expert, base)
@@ -143,12 +137,7 @@ def converted(
 
 
 def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:
-    """Return the tensors that a model has in memory as parts of one of its files, each with its part.
-
-    Args:
-        shapes: by name, of the files.
-        config: of the model.
-    """
+    """Return the tensors that a model has in memory as parts of one of its files, each with its part."""
     found: dict[str, Assembly] = {}
     _, rules = _of_transformers(config)
     if any(rule.by and len(rule.targets) > 1 for rule in rules):
@@ -297,14 +286,7 @@ def _targets(to: str, group: _Group) -> list[str]:
 def _forward(
     group: _Group, shapes: Mapping[str, Shape], count: int, sizes: Sequence[Shape | None]
 ) -> list[Slots]:
-    """Return a group's tensors before and after each operation of its rule.
-
-    Args:
-        group: the tensors.
-        shapes: theirs.
-        count: of tensors that the rule makes.
-        sizes: their shapes where these are known.
-    """
+    """Return a group's tensors before and after each operation of its rule."""
     slots: Slots = [
         [StoredTensor(name, shapes[name]) for name in group.names[index]]
         for index in sorted(group.names)

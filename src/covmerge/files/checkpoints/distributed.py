@@ -81,11 +81,7 @@ def open_distributed(store: Store, names: Collection[str]) -> DistributedFiles |
 
 
 class DistributedFiles(PiecedFiles):
-    """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside.
-
-    Args:
-        metadata: the file `.metadata`.
-    """
+    """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside."""
 
     def __init__(self, metadata: StoredFile) -> None:
         where = str(metadata)

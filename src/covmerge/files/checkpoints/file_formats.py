@@ -64,11 +64,7 @@ MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind
 
 
 def open_weights(file: StoredFile) -> WeightFile:
-    """Open one file of weights by its suffix.
-
-    Raises:
-        CheckpointError: it is of an unknown format, or malformed.
-    """
+    """Open one file of weights by its suffix."""
     for kind in FILE_FORMATS:
         if kind.open is not None and file.suffix in kind.suffixes:
             return kind.open(file)
@@ -80,10 +76,6 @@ def open_weights(file: StoredFile) -> WeightFile:
 
 
 def open_divided(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open what the processes of a training left in a folder; None: there is no such thing.
-
-    Raises:
-        CheckpointError: files are missing, damaged, or do not belong together.
-    """
+    """Open what the processes of a training left in a folder; None: there is no such thing."""
     found = (kind.find(store, names) for kind in FILE_FORMATS if kind.find is not None)
     return next((files for files in found if files is not None), None)

@@ -36,7 +36,7 @@ from covmerge.files.checkpoints.file_formats import (
     open_divided,
     open_weights,
 )
-from covmerge.files.checkpoints.header import still_readable
+from covmerge.files.checkpoints.header import current_stamp, still_readable
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
@@ -118,7 +118,7 @@ class FileCheckpoint(Kind):
         self.weight_names: Sequence[str] = tuple(map(self.path_of, weights))
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
-        self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+        self._stamps = {file: current_stamp(file) for file in (*weights, *beside)}
 
     def path_of(self, file: StoredFile) -> str:
         """Return where one of its files lies in its folder, with `/` between the parts."""
@@ -185,7 +185,7 @@ class FileCheckpoint(Kind):
                     break
                 digest.update(buffer[:count])
                 done += count
-        check_unchanged(file, self._stamps[file], _stamp(file))
+        check_unchanged(file, self._stamps[file], current_stamp(file))
         return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
@@ -259,11 +259,6 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     """Choose what to read among the files of a folder or repository, as transformers does.
 
     A single safetensors file of another name serves as well, unless it is one shard of several.
-
-    Args:
-        names: of the files.
-        where: it is, for messages.
-        folders: beside them, in which models may be.
 
     Raises:
         CheckpointError: there are no weights, or no telling which to read.
@@ -363,11 +358,7 @@ def _kind(name: str) -> str | None:
 
 
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
-    """Return a config.json.
-
-    Raises:
-        CheckpointError: it is malformed, or far too long.
-    """
+    """Return a config.json."""
     config = read_object(file, values=_CONFIG_VALUES)
     mlx: object = config.get(MLX)
     if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
@@ -392,11 +383,7 @@ def weights_stem(config: Mapping[str, Any] | None) -> str:
 
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
-    """Return the file name of every tensor, from an index of shards.
-
-    Raises:
-        CheckpointError: the index is malformed.
-    """
+    """Return the file name of every tensor, from an index of shards."""
     mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
     entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
     if not entries or not all(isinstance(file, str) for file in entries.values()):
@@ -446,11 +433,7 @@ def check_weight_map(
 
 
 def open_folder(source: str, store: Store) -> FileCheckpoint:
-    """Open a model folder.
-
-    Raises:
-        CheckpointError: nothing there can be read, or the files contradict each other.
-    """
+    """Open a model folder."""
     where = str(store)
     try:
         names = set(store.names())
@@ -485,10 +468,6 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 def open_modules(store: Store, names: Collection[str]) -> Modules:
     """Open the weights that a model of sentence-transformers has in folders of its modules.
 
-    Args:
-        store: the model's folder.
-        names: of its files.
-
     Raises:
         CheckpointError: a module has weights that are not read, or lies outside the folder.
     """
@@ -517,15 +496,7 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
 
 
 def module_files(store: Store, names: Collection[str]) -> list[str]:
-    """Return the files of weights that a model has in folders of its modules, as paths in its own.
-
-    Args:
-        store: the model's folder.
-        names: of its files.
-
-    Raises:
-        CheckpointError: as `open_modules`.
-    """
+    """Return the files of weights that a model has in folders of its modules, as paths in its own."""
     paths: list[str] = []
     for folder in module_folders(store, names):
         file = weights_in(store, folder)
@@ -566,11 +537,7 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
-    """Open one file of weights by itself.
-
-    Raises:
-        CheckpointError: it is of an unknown kind, or malformed.
-    """
+    """Open one file of weights by itself."""
     return FileCheckpoint(source, _open_all([file]))
 
 
@@ -590,8 +557,3 @@ def _existing(store: Store, name: str) -> StoredFile:
             "again"
         )
     return file
-
-
-def _stamp(file: StoredFile) -> Stamp:
-    with still_readable(file):
-        return file.stamp()

@@ -74,11 +74,7 @@ class _Copies:
 
 
 def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder; None where it is none.
-
-    Raises:
-        CheckpointError: a rank's file is missing, damaged, or has other tensors than the others.
-    """
+    """Open such a folder; None where it is none."""
     matches = [match for name in names if (match := RANKS.fullmatch(name))]
     if not matches:
         return None

@@ -43,11 +43,6 @@ class FileHashes:
 def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> FileHashes:
     """Read a file of a folder once, from its first byte to its last.
 
-    Args:
-        folder: the folder, or another store.
-        name: path of the file in it.
-        inspect: is shown all tensors, block by block, in the order of the file.
-
     Raises:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
         FileNotFoundError: there is none.
@@ -87,12 +82,7 @@ def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> F
 
 
 def sha256_of(file: StoredFile) -> str:
-    """Return the SHA-256 of a whole file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        FileNotFoundError: there is none.
-    """
+    """Return the SHA-256 of a whole file."""
     with _Reader(file) as reader:
         digest = hashlib.sha256()
         for chunk in reader.rest():

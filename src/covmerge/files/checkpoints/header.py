@@ -37,11 +37,6 @@ _CUT_SHORT = "the download was probably cut short, fetch the file again"
 def data_start(start: bytes, file_size: int, where: str) -> int:
     """Return the offset of the data, from a file's first 8 bytes.
 
-    Args:
-        start: the first bytes of the file, 8 or more unless the file is shorter.
-        file_size: bytes of the whole file.
-        where: the file, for errors.
-
     Raises:
         CheckpointError: the length of the header is impossible.
     """
@@ -101,13 +96,6 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
 
 def parse_metadata(text: bytes, where: str) -> dict[str, str]:
     """Return what a header says beside its tensors, nothing where `__metadata__` is left out or null.
-
-    Args:
-        text: the JSON header, without the 8 bytes of its length.
-        where: the file, for errors.
-
-    Raises:
-        CheckpointError: it is not a mapping of strings to strings.
 
     Example:
         >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
@@ -291,23 +279,21 @@ class SlottedFile:
 
 @contextmanager
 def still_readable(file: StoredFile) -> Generator[None]:
-    """Name a file that can no longer be read.
-
-    Raises:
-        CheckpointError: in place of an OSError.
-    """
+    """Name a file that can no longer be read."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
 
 
-def open_stored(file: StoredFile) -> Opened:
-    """Open a file to be read.
+def current_stamp(file: StoredFile) -> Stamp:
+    """The stamp that a file has now, which was there before."""
+    with still_readable(file):
+        return file.stamp()
 
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
+
+def open_stored(file: StoredFile) -> Opened:
+    """Open a file to be read."""
     try:
         return file.open()
     except OSError as error:

@@ -39,11 +39,7 @@ _AT_ONCE = 8
 
 
 def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder; None where it is none.
-
-    Raises:
-        CheckpointError: files are damaged, or do not belong together.
-    """
+    """Open such a folder; None where it is none."""
     found = sorted(name for name in names if SLICES.fullmatch(name))
     if not found:
         return None

@@ -102,11 +102,6 @@ def changes(before: object, now: Mapping[str, object], listed: Collection[str]) 
 def differences(before: object, now: object, path: str = "") -> Iterator[str]:
     """Name each key whose value is another, with both values.
 
-    Args:
-        before: a JSON value.
-        now: another.
-        path: of keys, which led here.
-
     Example:
         >>> list(differences({"method": "ace", "eps": 1}, {"method": "ties"}))
         ['eps was 1 and is not set now', "method was 'ace' and is now 'ties'"]

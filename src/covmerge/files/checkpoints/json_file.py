@@ -80,16 +80,7 @@ _MAX_DEPTH = 64
 def read_object(
     file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
-    """Read the JSON object that is a whole file.
-
-    Args:
-        file: the file.
-        values: see `parse_object`.
-        size: bytes that it may have.
-
-    Raises:
-        CheckpointError: the file cannot be read, is larger, or is not a JSON object.
-    """
+    """Read the JSON object that is a whole file."""
     try:
         found, *_ = local_file(file).stamp()
         if found > size:  # before anything is fetched, where it is far away
@@ -105,9 +96,6 @@ def read_object(
 
 def unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """Return what makes an object of pairs for `json.loads`, and refuses a key that is there twice.
-
-    Args:
-        where: the JSON is, for messages.
 
     Example:
         >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys("line 3"))
@@ -137,9 +125,6 @@ def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str,
         where: what is being parsed, for errors.
         values: values, commas in texts counted among them, that it may have: they take far more
             memory than their bytes, and are counted before any is made.
-
-    Raises:
-        CheckpointError: it is not such an object.
 
     Example:
         >>> parse_object(b'{"a": [1]}', "config.json")

@@ -92,12 +92,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the output, and in which of them every tensor lies.
-
-    Attributes:
-        shards: the files.
-        stem: what their names begin with.
-    """
+    """The files of the output, and in which of them every tensor lies."""
 
     shards: tuple[Shard, ...]
     stem: str = "model"

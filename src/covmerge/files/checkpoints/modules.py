@@ -61,12 +61,7 @@ class Folder:
 
 
 class ModuleWeights:
-    """A file of weights of a module, whose tensors have the names of the whole model.
-
-    Args:
-        read: the file.
-        module: what it belongs to.
-    """
+    """A file of weights of a module, whose tensors have the names of the whole model."""
 
     def __init__(self, read: WeightFile, module: Module) -> None:
         self._read = read
@@ -89,10 +84,6 @@ class ModuleWeights:
 
 def module_folders(store: Store, names: Collection[str]) -> list[Folder]:
     """Return the folders of all modules of a model but its own, as far as they are there.
-
-    Args:
-        store: the model's folder.
-        names: of its files.
 
     Raises:
         CheckpointError: a module is named to lie outside the folder, or there are far too many.

@@ -104,11 +104,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def open_remote(address: Address) -> Checkpoint:
-    """Open what lies at an address: a file of weights by its suffix, else a folder of a bucket.
-
-    Raises:
-        CheckpointError: as `open_checkpoint`.
-    """
+    """Open what lies at an address: a file of weights by its suffix, else a folder of a bucket."""
     try:
         return _open_remote(address)
     except OSError as error:
@@ -139,11 +135,7 @@ def _open_remote(address: Address) -> Checkpoint:
 
 
 def open_store(source: str, store: Store) -> Checkpoint:
-    """Open the checkpoint that a store holds, a model or an adapter.
-
-    Raises:
-        CheckpointError: as `open_checkpoint`.
-    """
+    """Open the checkpoint that a store holds, a model or an adapter."""
     return open_adapter_folder(source, store) or open_folder(source, store)
 
 

@@ -33,11 +33,7 @@ _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 
 
 def check_whole(size: int, where: str) -> None:
-    """Refuse a file that has to be loaded whole and is too large for it.
-
-    Raises:
-        CheckpointError: it is.
-    """
+    """Refuse a file that has to be loaded whole and is too large for it."""
     if size > MAX_WHOLE_BYTES:
         raise CheckpointError(
             f"{where} is {size} bytes in torch's format from before 1.6, which has to be loaded "

@@ -36,9 +36,6 @@ def load_records(path: Path) -> object:
     """Return what is pickled in a file of `torch.save` (of any version) or `pickle.dump`.
 
     Plain values are themselves, tensors are `Laid`, and objects are `Inert`.
-
-    Raises:
-        CheckpointError: the file is damaged, or promises more than it holds.
     """
     where = str(path)
     try:
@@ -59,16 +56,7 @@ def load_records(path: Path) -> object:
 
 
 def load_archive(file: IO[bytes], size: int, where: str) -> object:
-    """Return what is pickled in a zip of `torch.save`, as `load_records`.
-
-    Args:
-        file: the zip.
-        size: its bytes.
-        where: what messages call it.
-
-    Raises:
-        CheckpointError: as `load_records`.
-    """
+    """Return what is pickled in a zip of `torch.save`, as `load_records`."""
 
     def read(start: int, count: int) -> bytes:
         file.seek(start)
@@ -83,16 +71,7 @@ def load_archive(file: IO[bytes], size: int, where: str) -> object:
 
 
 def load_metadata(data: bytes, where: str, steps: int) -> object:
-    """Return a plain pickle that holds no tensor, as `load_records`.
-
-    Args:
-        data: it.
-        where: what messages call it.
-        steps: the most that it may take.
-
-    Raises:
-        CheckpointError: as `load_records`.
-    """
+    """Return a plain pickle that holds no tensor, as `load_records`."""
     try:
         return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
     except CheckpointError:

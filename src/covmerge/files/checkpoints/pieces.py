@@ -55,12 +55,6 @@ class Pieced:
 class PiecedFiles:
     """The files of all processes of a training, as one file of weights.
 
-    Args:
-        where: what messages call them.
-        files: all of them.
-        tensors: in their order.
-        note: what a reader of the report should know, if anything.
-
     Raises:
         CheckpointError: the pieces of a tensor are not side by side, or do not make it up.
     """

@@ -30,7 +30,7 @@ from covmerge.files.checkpoints.folder import (
     module_files,
     open_folder,
 )
-from covmerge.files.checkpoints.header import open_stored, read_into, still_readable
+from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into, still_readable
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
@@ -38,7 +38,7 @@ from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.remote import RemoteStore
-from covmerge.files.stores.store import Stamp, StoredFile, child
+from covmerge.files.stores.store import StoredFile, child
 
 _BESIDE = re.compile(r".*(?<!\.index)\.(json|txt|model|jinja|tiktoken)", re.S)
 _FOLDERS = re.compile(r"[0-9]_.*|additional_chat_templates", re.S)
@@ -111,7 +111,7 @@ class RemoteCheckpoint(View):
     def _as_served(self, file: StoredFile, version: str, pace: Pace) -> str:
         pace(0)
         stamp = self._files.stamps[file]
-        check_unchanged(file, stamp, _asked(file))
+        check_unchanged(file, stamp, current_stamp(file))
         return f"version:{version} size:{stamp[0]}"
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
 
 
 def _fetch(file: StoredFile, to: Path) -> None:
-    size = _asked(file)[0]
+    size = current_stamp(file)[0]
     if size > _MOST:
         raise CheckpointError(
             f"{file} has {size} bytes, which no such file needs to have: is it the right folder?"
@@ -180,11 +180,6 @@ def _is_there(file: StoredFile) -> bool:
 def _version(file: StoredFile) -> str:
     with still_readable(file):
         return cast("RemoteStore", file.store).version(file.name)
-
-
-def _asked(file: StoredFile) -> Stamp:
-    with still_readable(file):
-        return file.stamp()
 
 
 # Repositories of the Hugging Face Hub: headers for planning, weights only for the merge.

@@ -81,11 +81,7 @@ class Staging:
         return self.out.journal
 
     def check(self) -> None:
-        """Refuse what entering the context refuses of the output itself; nothing is created.
-
-        Raises:
-            InputError: the output exists, or may not be replaced.
-        """
+        """Refuse what entering the context refuses of the output itself; nothing is created."""
         there = self.out.occupant()
         if there is None:
             return
@@ -118,11 +114,7 @@ class Staging:
         return None
 
     def foresee(self) -> None:
-        """Refuse what entering the context would refuse now; nothing is created.
-
-        Raises:
-            InputError: the output exists or may not be replaced, or an unfinished merge waits.
-        """
+        """Refuse what entering the context would refuse now; nothing is created."""
         self.check()
         self._check_unfinished()
 
@@ -214,11 +206,7 @@ def output_path(out: object) -> Path:
 
 
 def destination_of(out: Path | Destination) -> Destination:
-    """Return a folder that is given by its path or its address as a destination.
-
-    Raises:
-        InputError: it is a name that no output can have, or nothing is written there.
-    """
+    """Return a folder that is given by its path or its address as a destination."""
     if not isinstance(out, Path):
         return out
     address = None if hub_address(out) else address_of(out)

@@ -203,9 +203,6 @@ class PickledTensors:
     """A dict of tensors, read without running anything that the pickle names.
 
     Files that are no zip are in memory as a whole.
-
-    Raises:
-        CheckpointError: it holds something else, is damaged, or promises more than it holds.
     """
 
     settings: Mapping[str, Any] | None = None
@@ -234,11 +231,7 @@ class PickledTensors:
 
 
 def tensors_of(records: object, where: str) -> dict[str, Laid]:
-    """Return the tensors of a pickled dict by their names.
-
-    Raises:
-        CheckpointError: it is no dict, or has something else than tensors named by strings.
-    """
+    """Return the tensors of a pickled dict by their names."""
     if not isinstance(records, Mapping):
         raise CheckpointError(f"{where} holds a {kind_of(records)}, not a dict of tensors")
     found: dict[str, Laid] = {}

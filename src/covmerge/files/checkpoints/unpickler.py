@@ -68,11 +68,7 @@ class Laid(_Fixed):
         return first, shape, spanned
 
     def tensor(self, rows: range | None = None) -> Tensor:
-        """Read (rows of) it into memory of its own, and of its storage what lies between.
-
-        Raises:
-            CheckpointError: the file ends early.
-        """
+        """Read (rows of) it into memory of its own, and of its storage what lies between."""
         first, shape, spanned = self.span(rows)
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
@@ -211,21 +207,13 @@ class Loading:
     kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
 
     def make(self, size: int) -> None:
-        """Count bytes that are about to be made.
-
-        Raises:
-            CheckpointError: there are more than the file has.
-        """
+        """Count bytes that are about to be made."""
         self.left -= size
         if self.left < 0:
             raise CheckpointError(f"{self.where} makes more bytes than it holds: {NEXT}")
 
     def kind(self, origin: str) -> type[Inert]:
-        """Return the stand-in of a class or function.
-
-        Raises:
-            CheckpointError: there are too many.
-        """
+        """Return the stand-in of a class or function."""
         if origin not in self.kinds:
             if len(self.kinds) == _MAX_NAMES:
                 raise CheckpointError(

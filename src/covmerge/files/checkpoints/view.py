@@ -92,9 +92,6 @@ class RealParts(View):
     """A view of a checkpoint in which complex tensors have one more axis: real and imaginary part.
 
     These are merged as any other numbers.
-
-    Args:
-        stored: the checkpoint.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
@@ -170,10 +167,6 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
     """Return what a base calls tensors that it has under another name; the rest is left out.
 
     Two tensors never get one name, and a name that the base has stays.
-
-    Args:
-        names: of a checkpoint's tensors.
-        base: the base's names.
 
     Example:
         >>> respelled(["language_model.model.norm.weight"], ["model.language_model.norm.weight"])

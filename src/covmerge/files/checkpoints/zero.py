@@ -51,11 +51,7 @@ _Group = Sequence[tuple[int, LaidPart]]  # a rank's flat tensors, and where each
 
 
 def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder, or one that has one; None where it is none.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or it is divided in another way.
-    """
+    """Open such a folder, or one that has one; None where it is none."""
     found = _step_folder(store, names)
     if found is None:
         return None

@@ -43,11 +43,7 @@ class Weight(Grouped):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `qweight`; see `Found`.
-
-    Raises:
-        CheckpointError: another version of AWQ, or sizes that contradict each other.
-    """
+    """Find layers with `qweight`; see `Found`."""
     stored.setting("bits", _BITS)
     stored.setting("version", "gemm", "GEMM", None)
     stored.version("gemm", "GEMM")

@@ -103,11 +103,7 @@ class FourBit(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `SCB`, or with a `quant_state`; see `Found`.
-
-    Raises:
-        CheckpointError: sizes that contradict each other.
-    """
+    """Find layers with `SCB`, or with a `quant_state`; see `Found`."""
     headers = stored.checkpoint.headers
     eight = [_eight_bit(stored, n.removesuffix(".SCB")) for n in headers if n.endswith(".SCB")]
     four = [_four_bit(stored, name, end) for name, end in _states(stored)]

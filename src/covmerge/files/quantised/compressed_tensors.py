@@ -54,11 +54,7 @@ Schemes = list[dict[str, Any]]
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale`; see `Found`.
-
-    Raises:
-        CheckpointError: another format of compressed-tensors, or sizes that contradict each other.
-    """
+    """Find layers with `weight_scale`; see `Found`."""
     stored.setting("format", *_FORMATS)
     schemes = _of_weights(stored)
     headers = stored.checkpoint.headers
@@ -126,11 +122,7 @@ def _columns(packed: TensorHeader, bits: int) -> int:
 
 
 def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
-    """Bits and groups of floating-point weights in groups, of those that are read.
-
-    Raises:
-        CheckpointError: there are others.
-    """
+    """Bits and groups of floating-point weights in groups, of those that are read."""
     found: list[tuple[int, int]] = []
     for scheme in schemes:
         group = scheme.get("group_size")
@@ -171,11 +163,7 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
 
 
 def _of_weights(stored: Stored) -> Schemes:
-    """What a config says of the weights of each group of layers.
-
-    Raises:
-        CheckpointError: it says what no such weights have.
-    """
+    """What a config says of the weights of each group of layers."""
     groups: object = stored.settings.get("config_groups") or {}
     schemes = cast("dict[str, Any]", groups).values() if isinstance(groups, dict) else [groups]
     found: Schemes = []

@@ -107,17 +107,10 @@ class Scaled(ByRows):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a weight and its scales may be stored as.
-
-    Attributes:
-        dtypes: of the weight.
-        blocks: that may have one scale.
-        bits: of a number.
-        scales: dtypes of the scales.
-    """
+    """What a weight and its scales may be stored as."""
 
     dtypes: tuple[torch.dtype, ...]
-    blocks: Sequence[Block]
+    blocks: Sequence[Block]  # that may have one scale
     bits: int = BYTE
     scales: tuple[torch.dtype, ...] = _SCALES
 
@@ -129,11 +122,7 @@ NVFP4 = Numbers(FLOAT4, [(1, 16)], 4, (torch.float8_e4m3fn,))
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale_inv`; see `Found`.
-
-    Raises:
-        CheckpointError: sizes that contradict each other.
-    """
+    """Find layers with `weight_scale_inv`; see `Found`."""
     stored.setting("fmt", "e4m3", "float8_e4m3fn", None)
     given = stored.settings.get("weight_block_size")
     blocks = [] if given is None else [as_block(stored, given)]

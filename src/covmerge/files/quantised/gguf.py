@@ -118,11 +118,7 @@ class PlainTensor:
 
 
 def find(stored: Stored) -> Found:
-    """Find the tensors of a GGUF file; see `Found`.
-
-    Raises:
-        CheckpointError: an architecture, a type or a tensor that is not read, or packages are missing.
-    """
+    """Find the tensors of a GGUF file; see `Found`."""
     try:
         loader: Any = importlib.import_module(_LOADER)
     except ImportError as error:
@@ -226,11 +222,6 @@ class _Outer:
     transformers looks for the tensors' names in the model, and then once more in every module of it, for
     the few architectures whose names lack their beginning: nearly all of the time to open a small model,
     and minutes where a name is of no parameter at all.
-
-    Args:
-        module: the model.
-        depth: see above.
-        names: those of its parameters, where they are others than it has itself.
     """
 
     def __init__(self, module: Any, depth: int, names: Collection[str] | None = None) -> None:
@@ -305,11 +296,7 @@ def _by_config(stored: Stored) -> str | None:
 
 
 def check_rope(model: Checkpoint) -> None:
-    """Refuse a config that is made of metadata where the file scales its rope, which no such config has.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuse a config that is made of metadata where the file scales its rope, which no such config has."""
     settings = None if model.quantisation is None else model.quantisation.settings
     if not isinstance(settings, GgufSettings):
         return
@@ -374,12 +361,7 @@ def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
 
 
 def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
-    """Return what a file is read as: what the config beside it states; else as its matrices, or bfloat16.
-
-    Args:
-        config: the one beside it; empty if there is none.
-        kinds: the types of its matrices.
-    """
+    """Return what a file is read as: what its config states; else as its matrices, or bfloat16."""
     if not any(key in config for key in DTYPE_KEYS) and len(kinds) == 1:
         return _READ.get(next(iter(kinds)), torch.bfloat16)
     return dtype_of(config)

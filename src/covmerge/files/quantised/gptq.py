@@ -59,11 +59,7 @@ class Weight(Grouped):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `qweight`; see `Found`.
-
-    Raises:
-        CheckpointError: a format of GPTQ that is not read, or sizes that contradict each other.
-    """
+    """Find layers with `qweight`; see `Found`."""
     bits = stored.setting("bits", *_BITS)
     version = stored.version("gptq", "gptq_v2")
     stored.setting("is_marlin_format", False, None)

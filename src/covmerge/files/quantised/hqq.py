@@ -70,11 +70,7 @@ class Weight(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `W_q`; see `Found`.
-
-    Raises:
-        CheckpointError: a state that is not read, or sizes that contradict each other.
-    """
+    """Find layers with `W_q`; see `Found`."""
     stored.check_local()
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".W_q") for name in headers if name.endswith(".W_q")]

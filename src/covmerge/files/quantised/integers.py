@@ -64,18 +64,12 @@ WORD = 32
 
 @dataclass(frozen=True)
 class Grouped:
-    """A packed matrix; `stored` names its words, its zero points, its scales, and what else is of it.
-
-    Attributes:
-        bits: of a weight.
-        group: inputs that have one scale.
-        source: the checkpoint, for errors.
-    """
+    """A packed matrix; `stored` names its words, its zero points, its scales, and what else is of it."""
 
     header: TensorHeader
     stored: tuple[str, ...]
     bits: int
-    group: int
+    group: int  # inputs that have one scale
     source: str
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:

@@ -80,11 +80,7 @@ class Small(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `scales`; see `Found`.
-
-    Raises:
-        CheckpointError: a mode that is not read, or sizes that contradict each other.
-    """
+    """Find layers with `scales`; see `Found`."""
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".scales") for name in headers if name.endswith(".scales")]
     tensors = tuple(_weight(stored, module, _of_layer(stored, module)) for module in modules)

@@ -34,11 +34,7 @@ _BESIDE = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale`; see `Found`.
-
-    Raises:
-        CheckpointError: layers that are not their weights alone, or sizes that contradict each other.
-    """
+    """Find layers with `weight_scale`; see `Found`."""
     headers = stored.checkpoint.headers
     beside = next((name for name in headers if name.rpartition(".")[2] in _BESIDE), None)
     if beside is not None:

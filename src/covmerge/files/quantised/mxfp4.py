@@ -44,11 +44,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def find(stored: Stored) -> Found:
-    """Find tensors stored as `_blocks` and `_scales`; see `Found`.
-
-    Raises:
-        CheckpointError: sizes that contradict each other.
-    """
+    """Find tensors stored as `_blocks` and `_scales`; see `Found`."""
     names = [n for n in stored.checkpoint.headers if n.endswith("_blocks")]
     tensors = tuple(_experts(stored, name.removesuffix("_blocks")) for name in names)
     return Found(tensors, "MXFP4, an exponent for 32 weights")

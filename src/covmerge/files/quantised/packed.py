@@ -98,11 +98,7 @@ class Stored:
         return self.settings.get("quant_method")
 
     def refuse(self, why: str, way: str | None = None) -> NoReturn:
-        """Say what of it is not read, and what to do: `way`, or how it is dequantised.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Say what of it is not read, and what to do: `way`, or how it is dequantised."""
         declared = (
             "gguf"
             if isinstance(self.settings, GgufSettings)
@@ -114,21 +110,13 @@ class Stored:
         )
 
     def check_dtype(self) -> None:
-        """See that the dtype that its config states is one that weights are read as.
-
-        Raises:
-            CheckpointError: it is another one.
-        """
+        """See that the dtype that its config states is one that weights are read as."""
         stated = next(_stated(self.checkpoint.config or {}), "bfloat16")
         if stated not in _DTYPES:
             self.refuse(f"its dtype is {shorten(stated)}, where {', '.join(_DTYPES)} can be read")
 
     def check_local(self) -> None:
-        """See that weights are here, where the shapes of layers lie among them.
-
-        Raises:
-            CheckpointError: they are the Hub's.
-        """
+        """See that weights are here, where the shapes of layers lie among them."""
         hub = self.checkpoint.hub
         if hub is not None and self.checkpoint.folder is None:
             self.refuse(
@@ -137,11 +125,7 @@ class Stored:
             )
 
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
-        """Return a setting, one of those that are read.
-
-        Raises:
-            CheckpointError: it is another one.
-        """
+        """Return a setting, one of those that are read."""
         value = self.settings.get(key, default)
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(
@@ -150,11 +134,7 @@ class Stored:
         return value
 
     def version(self, usual: str, *others: str) -> str:
-        """Return which of a format's orders it is in, of which a config may have two names.
-
-        Raises:
-            CheckpointError: it is another one, or the names contradict each other.
-        """
+        """Return which of a format's orders it is in, of which a config may have two names."""
         keys = ("checkpoint_format", "format")
         first, second = (self.setting(key, usual, *others, None) for key in keys)
         if None not in (first, second) and first != second:
@@ -162,11 +142,7 @@ class Stored:
         return first or second or usual
 
     def group(self, default: int | None = None) -> int:
-        """Return how many inputs have one scale; -1: all.
-
-        Raises:
-            CheckpointError: it is none.
-        """
+        """Return how many inputs have one scale; -1: all."""
         value = self.settings.get("group_size", default)
         if type(value) is not int or not (value == -1 or SMALLEST <= value < 2**31):
             self.refuse(
@@ -177,11 +153,7 @@ class Stored:
     def part(
         self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
     ) -> TensorHeader:
-        """Return the header of a part of a packed tensor, of one of these dtypes and shapes.
-
-        Raises:
-            CheckpointError: it is not stored, or another one.
-        """
+        """Return the header of a part of a packed tensor, of one of these dtypes and shapes."""
         header = self.checkpoint.headers.get(name)
         if header is None:
             self.refuse(f"'{name}' is missing")

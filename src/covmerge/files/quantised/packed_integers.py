@@ -66,15 +66,7 @@ class Words(ByRows):
 
 
 def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
-    """Find layers with integers in `weight_packed`.
-
-    Args:
-        stored: the checkpoint.
-        schemes: what its config says of the weights of each group of layers.
-
-    Raises:
-        CheckpointError: integers that are not read, or sizes that contradict each other.
-    """
+    """Find layers with integers in `weight_packed`."""
     headers = stored.checkpoint.headers
     names = [n for n, h in headers.items() if n.endswith(".weight_packed") and h.dtype in _INT32]
     if not names:
@@ -118,11 +110,7 @@ def _size(stored: Stored, scheme: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str) -> None:
-    """See that a weight without zero points is one of a symmetric scheme.
-
-    Raises:
-        CheckpointError: all schemes have zero points.
-    """
+    """See that a weight without zero points is one of a symmetric scheme."""
     if schemes and all(scheme.get("symmetric") is False for scheme in schemes):
         stored.refuse(f"its weights are asymmetric, and '{name}' is missing")
 

@@ -18,11 +18,7 @@ _OF_ACTIVATIONS = ("input_scale", "output_scale")
 
 
 def find(stored: Stored) -> Found:
-    """Find weights with `_data`; see `Found`.
-
-    Raises:
-        CheckpointError: groups of 2 or 4 bits, or sizes that contradict each other.
-    """
+    """Find weights with `_data`; see `Found`."""
     headers = stored.checkpoint.headers
     grouped = next((name for name in headers if name.endswith(_GROUPED)), None)
     if grouped is not None:

@@ -26,11 +26,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `_weight_qdata`; see `Found`.
-
-    Raises:
-        CheckpointError: kinds of tensors that are not read, or sizes that contradict each other.
-    """
+    """Find layers with `_weight_qdata`; see `Found`."""
     headers = stored.checkpoint.headers
     modules = [name.rpartition(".")[0] for name in headers if name.rpartition(".")[2] == _DATA]
     for name in headers:

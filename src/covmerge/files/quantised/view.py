@@ -162,9 +162,6 @@ class Dequantised(View):
     Rows are read packed, with their scales, and computed in float32, then rounded to the tensor's dtype:
     nothing else is kept of them. docs/quantised.md says how, format by format.
 
-    Args:
-        stored: the checkpoint, whose weights are here.
-
     Raises:
         CheckpointError: its format is not read, or sizes of packed tensors, scales and config contradict
             each other.
@@ -217,11 +214,7 @@ def is_quantised(checkpoint: Checkpoint) -> bool:
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors.
-
-    Raises:
-        CheckpointError: as `Dequantised`, or it is quantised and does not say how.
-    """
+    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors."""
     checkpoint = in_real_parts(checkpoint)
     if is_quantised(checkpoint):
         return Dequantised(checkpoint)
@@ -248,11 +241,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
-    """Open a checkpoint, and see it as a plain one.
-
-    Raises:
-        CheckpointError: as `covmerge.files.checkpoints.open_checkpoint` and `Dequantised`.
-    """
+    """Open a checkpoint, and see it as a plain one."""
     checkpoint = open_checkpoint(source)
     try:
         return unwrapped(dequantised(checkpoint))

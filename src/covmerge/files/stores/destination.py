@@ -134,12 +134,6 @@ class LocalDestination:
 
     Args:
         out: the folder; symbolic links are resolved, so a link goes on to point to it.
-
-    Attributes:
-        folder: the resolved folder.
-
-    Raises:
-        InputError: it is a name that no output can have.
     """
 
     def __init__(self, out: Path) -> None:

@@ -89,11 +89,7 @@ class HubStore:
 
     @classmethod
     def find(cls, source: str, name: str, revision: str | None) -> HubStore:
-        """Ask the Hub what it has at a branch, tag or commit (None: the default branch).
-
-        Raises:
-            CheckpointError: there is no such repository or revision, or not for this user.
-        """
+        """Ask the Hub what it has at a branch, tag or commit (None: the default branch)."""
         with _named_errors(source, name, revision):
             answer = _told(source, name, revision)
         try:
@@ -198,11 +194,7 @@ class HubStore:
             )
 
     def fetch(self, name: str, offset: int, count: int) -> bytes:
-        """Fetch `count` bytes of a file, and no more behind them even where the server ignores ranges.
-
-        Raises:
-            CheckpointError: the Hub refuses, or sends less.
-        """
+        """Fetch `count` bytes of a file, and no more behind them even where the server ignores ranges."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 

@@ -86,9 +86,6 @@ class Lock:
 
         A folder is renamed first: a process that worked in it finds it gone, and puts nothing into it
         while it is removed.
-
-        Raises:
-            OSError: something cannot be removed.
         """
         removed = self._path.parent / REMOVED
         if removed.is_symlink():
@@ -104,11 +101,7 @@ class Lock:
                 child.unlink()
 
     def remove_folder(self, only: Collection[str] | None = None) -> None:
-        """Remove all that the folder holds, or what has one of these names; the lock, and the empty folder.
-
-        Raises:
-            OSError: something cannot be removed.
-        """
+        """Remove what the folder holds, or what has one of these names; then the lock and the folder."""
         self.clear_folder(only)
         # The lock goes last: until then nobody else can begin to work here.
         self._remove()

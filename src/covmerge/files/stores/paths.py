@@ -43,11 +43,7 @@ inside the folder are read, correct the name
 
 
 def check_bare(name: str, where: str) -> None:
-    """Refuse a name that is not that of a file, and nothing else.
-
-    Raises:
-        CheckpointError: it has the parts of a path.
-    """
+    """Refuse a name that is not that of a file, and nothing else."""
     if name in {"", ".", ".."} or "\\" in name or "\0" in name or Path(name).name != name:
         raise CheckpointError(
             f"{where} names the file {name!r}: only bare names of files inside the folder are "

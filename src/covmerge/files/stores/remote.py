@@ -41,10 +41,6 @@ class RemoteStore:
 
     What a server says of a file is asked for again after a while, so that one which changes ends the work
     early; that none has changed is settled by the reader, at the end, by `stamp`.
-
-    Args:
-        server: that has them.
-        path: what the server calls the folder.
     """
 
     folder = None
@@ -83,11 +79,7 @@ class RemoteStore:
         return _stamp(self._stat(name, anew=True))
 
     def version(self, name: str) -> str:
-        """Return what the server calls the file's version; "": it has no name for it.
-
-        Raises:
-            OSError: as `stamp`.
-        """
+        """Return what the server calls the file's version; "": it has no name for it."""
         return self._stat(name).version
 
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
@@ -297,11 +289,7 @@ def remote_store(address: Address) -> RemoteStore:
 
 
 def store_at(given: str | Path) -> LocalFolder | RemoteStore:
-    """Return a folder that is given by its path or its address as a store, for an output that is looked at.
-
-    Raises:
-        InputError: as `address_of`.
-    """
+    """Return the folder at a path or an address as a store, to read an output."""
     address = address_of(given)
     if address is None:
         return LocalFolder(local_path(given))
@@ -309,11 +297,7 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
 
 
 def server_at(address: Address) -> tuple[Server, str]:
-    """Return the server of an address, and what it calls what lies there.
-
-    Raises:
-        InputError: the packages that it takes are not installed.
-    """
+    """Return the server of an address, and what it calls what lies there."""
     of_objects = address.scheme in OBJECTS
     return ObjectServer.at(address) if of_objects else PageServer.at(address)
 

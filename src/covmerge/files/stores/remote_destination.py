@@ -50,9 +50,6 @@ _SEND = 6 * 3600.0  # seconds for one file
 class RemoteDestination:
     """A folder of a bucket that an output becomes; see `Destination`.
 
-    Args:
-        address: of the folder.
-
     Raises:
         InputError: nothing is written there, or the packages that it takes are not installed.
     """

@@ -79,11 +79,7 @@ _BLOCK = 2**20
 
 
 class CheckedFile:
-    """Checksums of what was read of one file; for any thread.
-
-    Args:
-        size: bytes of the file.
-    """
+    """Checksums of what was read of one file; for any thread."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -96,11 +92,7 @@ class CheckedFile:
         return range(asked.start - asked.start % _BLOCK, min(end, self._size))
 
     def check(self, data: memoryview, offset: int) -> None:
-        """Note what was read of whole blocks, and compare it with what was read of them before.
-
-        Raises:
-            ChangedError: it is not what was read before.
-        """
+        """Note what was read of whole blocks, and compare it with what was read of them before."""
         for start in range(0, len(data), _BLOCK):
             checksum = zlib.crc32(data[start : start + _BLOCK])
             with self._lock:
@@ -310,10 +302,6 @@ _VERSIONS = ("generation", "ETag", "etag")
 
 class ObjectServer:
     """Files of buckets; a path is the bucket and the key.
-
-    Args:
-        scheme: of the addresses, such as s3.
-        writing: it is written to.
 
     Raises:
         InputError: the file system is not installed.

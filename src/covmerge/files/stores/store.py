@@ -210,11 +210,7 @@ class WritableFile(StoredFile):
 
 
 def child(store: Store, name: str) -> StoredFile:
-    """Return the file that a stranger's file names; it need not exist.
-
-    Raises:
-        CheckpointError: as `Store.check`.
-    """
+    """Return the file that a stranger's file names; it need not exist."""
     store.check(name)
     return StoredFile(store, name)
 
@@ -238,11 +234,7 @@ def tree(store: Store, inside: str = "") -> Iterator[str]:
 
 
 def file_at(store: Store, path: str) -> StoredFile:
-    """Return the file at a path in a store; it need not exist.
-
-    Raises:
-        CheckpointError: a part of the path leads elsewhere, as `Store.check`.
-    """
+    """Return the file at a path in a store; it need not exist."""
     *folders, name = path.split("/")
     for folder in folders:
         store.check(folder)

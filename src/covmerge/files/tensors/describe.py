@@ -113,9 +113,6 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
 def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
     """Say what every stored tensor of a checkpoint is, by what earlier runs remember if they do.
 
-    Args:
-        checkpoint: an open one; no tensor is read.
-
     Example:
         >>> import torch
         >>> from covmerge.files.checkpoints.open import open_checkpoint

@@ -172,11 +172,7 @@ class _NotFarBeyond(TorchFunctionMode):
 
 
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
-    """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has.
-
-    Raises:
-        SkeletonUnavailable: transformers does not know the model, or fails to build it.
-    """
+    """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has."""
     transformers: Any = importlib.import_module("transformers")
     with _quiet(transformers):
         return _build(transformers, config, stored)
@@ -234,11 +230,7 @@ def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_many_keys(config: Mapping[str, Any]) -> None:
-    """Refuse a config that would take long to go through, but for what is dropped of it.
-
-    Raises:
-        SkeletonUnavailable: it has more keys than any model needs.
-    """
+    """Refuse a config that would take long to go through, but for what is dropped of it."""
     count = _keys({key: value for key, value in config.items() if not _DROPPED_KEYS.search(key)})
     if count > _MOST_KEYS:
         raise SkeletonUnavailable(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from covmerge.base.text import as_written
 
 if TYPE_CHECKING:
     from covmerge.maths.methods import Method
@@ -86,7 +87,7 @@ def step_page(step: Step) -> dict[str, Any]:
     from covmerge.maths.steps import registry
 
     shown = next((p for p in step.parameters if p.default is not None), None)
-    given = "" if shown is None else f": {{{shown.name}: {show_value(shown.default)}}}"
+    given = "" if shown is None else f": {{{shown.name}: {as_written(shown.default)}}}"
     return {
         "name": step.name,
         "when": step.when,
@@ -171,11 +172,6 @@ def data(method: Method) -> str:
     return _DATA[method.data]
 
 
-def show_value(value: Any) -> str:
-    """Write a value as in a recipe."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _details(method: Declared) -> list[str]:
     """The paragraphs of the kernel's docstring between its first line and its arguments."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")[1:]
@@ -203,7 +199,7 @@ def _examples(method: Method) -> tuple[str, str]:
     command += f" --method {method.name}"
     recipe = f"method: {method.name}"
     if shown is not None:
-        value = show_value(shown.default)
+        value = as_written(shown.default)
         command += f" --set {shown.name}={value}"
         recipe += f"\nparameters: {{{shown.name}: {value}}}"
     return f"{command} OUT", recipe
@@ -366,18 +362,18 @@ def _section(each: dict[str, Any]) -> Iterator[str]:
 def parameter_row(parameter: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """What a page says of a parameter: its name, what it may be, its default, and what it means."""
     families = parameter.get("family_defaults", {}).items()
-    special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
+    special = ", ".join(f"{family}: {as_written(value)}" for family, value in families)
     return (
         parameter["name"],
         parameter["allowed"],
-        show_value(parameter["default"]),
+        as_written(parameter["default"]),
         parameter["description"] + (f" ({special})" if special else ""),
     )
 
 
 def _defaults(each: dict[str, Any]) -> str:
     given = (p for p in each["parameters"] if p["default"] is not None)
-    return ", ".join(f"{p['name']} {show_value(p['default'])}" for p in given) or "–"
+    return ", ".join(f"{p['name']} {as_written(p['default'])}" for p in given) or "–"
 
 
 def _cost(each: dict[str, Any]) -> str:

@@ -22,11 +22,7 @@ class Command(TyperCommand):
     """A command that refuses an option of one value where it stands twice; click would take the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options that stand twice, then go on.
-
-        Raises:
-            InputError: one does.
-        """
+        """Refuse options that stand twice, then go on."""
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():
             if (
@@ -60,11 +56,7 @@ class OpenGroup(TyperGroup):
         return [*super().list_commands(ctx), *commands]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, None where there is no such.
-
-        Raises:
-            InputError: it is of another package, and cannot be used or is not installed.
-        """
+        """Return a command, None where there is no such."""
         if cmd_name in self.commands:
             return super().get_command(ctx, cmd_name)
         commands, refused = self._others

@@ -81,11 +81,7 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def check_one_form(*, as_json: bool, as_csv: bool) -> None:
-    """Refuse two forms of one output, before the work.
-
-    Raises:
-        InputError: both are wanted.
-    """
+    """Refuse two forms of one output, before the work."""
     if as_json and as_csv:
         raise InputError("--json and --csv both say what is printed: leave out one of them")
 

@@ -94,10 +94,6 @@ def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
     Args:
         file: of the recipe.
         flags: those that were given, by the settings' names; pairs are still `NAME=VALUE`.
-
-    Raises:
-        CheckpointError: the checkpoints of a run are not there, or not whole.
-        RecipeError: the file or a flag is wrong.
     """
     log = ImportLog(flags.get("lenient", False))
     of_run = _check_source(file, flags)
@@ -146,10 +142,6 @@ def read_windows(flags: Mapping[str, Any]) -> dict[str, Recipe]:
     """Return several merges of a run's checkpoints, by the names of their folders; {} where it is one.
 
     Full models are all over the same checkpoints, with the weight 0 of those that a window leaves out.
-
-    Raises:
-        CheckpointError: the checkpoints of a run are not there, or not whole.
-        RecipeError: a flag is wrong, or another says what one output alone has.
     """
     lists = {name: str(flags.get(_OF_RUN[name], "")).split(",") for name in _SEVERAL}
     if all(len(values) == 1 for values in lists.values()):
@@ -212,10 +204,6 @@ def read_stages(
         out: the output of the one without a name, or of all where each has one.
         stages: folder of those that have a name.
         report: whether there is to be one, which is of one output.
-
-    Raises:
-        CheckpointError: the checkpoints of a run are not there, or not whole.
-        RecipeError: a file or a flag is wrong.
     """
     log = ImportLog(flags.get("lenient", False))
     if file is None and (out is None or stages is not None):
@@ -275,11 +263,7 @@ def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | N
 
 
 def shown_options(flags: Mapping[str, Any]) -> RunOptions:
-    """Return the options of a run; its progress is shown on standard error.
-
-    Raises:
-        InputError: as `covmerge.run.engine.executors.run_options`.
-    """
+    """Return the options of a run; its progress is shown on standard error."""
     workers = flags.get("workers", "1")
     number = workers.isascii() and workers.isdigit()
     shown = {"progress": BytesProgress(stderr()), "collecting": ExamplesProgress(stderr())}
@@ -287,11 +271,7 @@ def shown_options(flags: Mapping[str, Any]) -> RunOptions:
 
 
 def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read `METHOD.KEY=VALUE` pairs.
-
-    Raises:
-        RecipeError: a pair that is not of this form.
-    """
+    """Read `METHOD.KEY=VALUE` pairs."""
     parameters: dict[str, dict[str, Any]] = {}
     for name, value in _values("--set", given, "ace.eps=1e-5").items():
         method, dot, key = name.partition(".")
@@ -319,11 +299,7 @@ def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:
 
 
 def pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
-    """Read `NAME=VALUE` pairs.
-
-    Raises:
-        RecipeError: a pair that is not of this form, or a name that is given twice.
-    """
+    """Read `NAME=VALUE` pairs."""
     found: dict[str, str] = {}
     for text in given:
         name, _, value = text.partition("=")

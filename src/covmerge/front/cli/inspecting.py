@@ -82,13 +82,7 @@ def inspect(
 
 
 def show(console: Console, inspection: Inspection, *, verbose: bool = False) -> None:
-    """Print findings, and pictures of 80 columns that need no colour.
-
-    Args:
-        console: to print to.
-        inspection: to print.
-        verbose: print what single methods would make of the experts too.
-    """
+    """Print findings, and pictures of 80 columns that need no colour."""
     base, count = printable(inspection.base), len(inspection.experts)
     verdict = _verdict(inspection)
     console.print(f"Inspected {counted(count, 'expert')} of {base}: {verdict}", soft_wrap=True)

@@ -98,9 +98,6 @@ def measure_speed(
     """Measure for about two seconds.
 
     Where all sources lie on this machine, a piece of the plan is carried out, and its result forgotten.
-
-    Raises:
-        InputError: the device cannot be used.
     """
     begun = time.process_time()
     target, dtype = usable_device(device), plan.compute_dtype

@@ -65,11 +65,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
 
 
 def check_report(recipe: Recipe, out: Path) -> None:
-    """Refuse, before the work, what no report can be made of.
-
-    Raises:
-        InputError: a package of the page is missing, the recipe has no base, or the output is elsewhere.
-    """
+    """Refuse, before the work, what no report can be made of."""
     check_packages()
     local_path(out)
     if recipe.base is None:
@@ -173,12 +169,7 @@ def _warn_of_memory(peak: int, limit: int | None) -> None:
 def merge_windows(
     windows: Mapping[str, Recipe], out: Path, options: RunOptions, *, as_json: bool
 ) -> None:
-    """Merge each window to its folder in OUT, those over the same checkpoints in one reading.
-
-    Raises:
-        InputError: anything wrong with the inputs; nothing is left behind.
-        CheckFailed: an output failed its verification.
-    """
+    """Merge each window to its folder in OUT, those over the same checkpoints in one reading."""
     local_path(out)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, recipe in windows.items():
@@ -244,11 +235,6 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
 
     With `resume` a stage that is finished is taken as it is, if it is as it was written, and its recipe
     and its sources are the same.
-
-    Raises:
-        InputError: anything wrong with the inputs, or with what lies at an output's place.
-        CheckFailed: an output failed its verification.
-        KeyboardInterrupt: with how to go on.
     """
     *stages, _ = recipes
     if not stages:
@@ -289,11 +275,7 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
 
 
 def _check_sources(recipes: Sequence[tuple[Path, Recipe]]) -> None:
-    """Open what later recipes read of models that are there already, as their own merges will.
-
-    Raises:
-        CheckpointError: one is not there, or cannot be read.
-    """
+    """Open what later recipes read of models that are there already, as their own merges will."""
     made = {str(folder) for folder, _ in recipes}
     for _, recipe in recipes[1:]:
         for source in dict.fromkeys(_models(recipe)):

@@ -16,14 +16,7 @@ _HELP = descriptions()
 
 
 def setting(name: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
-    """Return the flag of a setting, with what Python says of it for its help.
-
-    Args:
-        name: of the setting, in Python.
-        panel: of the help.
-        metavar: what stands for its value.
-        **more: as `typer.Option` takes it.
-    """
+    """Return the flag of a setting, with what Python says of it for its help."""
     text = _HELP.get(name, "").replace("`", "")
     more.setdefault("help", text[:1].upper() + text[1:])
     return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)

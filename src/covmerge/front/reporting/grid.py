@@ -34,9 +34,6 @@ class Panel(Generic[_Of]):
 def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
     """Sort layers into panels, in the order in which their kinds come.
 
-    Args:
-        layers: names, and what is to be shown of each.
-
     Example:
         >>> names = ["h.0.fc.weight", "h.1.fc.weight", "pooler.weight"]
         >>> for panel in panels((name, name) for name in names):

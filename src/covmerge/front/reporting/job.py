@@ -50,11 +50,7 @@ class ReportJob:
     share: float | None = None
 
     def run(self) -> Report:
-        """Verify the output, and read it with the base and experts that its manifest names.
-
-        Raises:
-            InputError: not an output of covmerge, or a source that is no longer there.
-        """
+        """Verify the output, and read it with the base and experts that its manifest names."""
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / MANIFEST_NAME))
         with recorded_in(self.folder / MANIFEST_NAME), open_recipe(recipe) as checkpoints:
@@ -112,12 +108,7 @@ _HEAD = 2048  # bytes of a page that hold it
 
 
 def write_html(report: Report, path: Path, *, overwrite: bool = False) -> None:
-    """Write the page whole, or leave everything as it was.
-
-    Raises:
-        InputError: as `check_page`.
-        ResourceError: the disk is full.
-    """
+    """Write the page whole, or leave everything as it was."""
     check_page(path, overwrite=overwrite)
     from covmerge.front.reporting.html import render
 
@@ -125,11 +116,7 @@ def write_html(report: Report, path: Path, *, overwrite: bool = False) -> None:
 
 
 def check_page(path: Path, *, overwrite: bool = False) -> None:
-    """Check that a page can be written: to a new file, over an earlier page, or with leave.
-
-    Raises:
-        InputError: another file is there, or no folder to hold it, or a package is missing.
-    """
+    """Check that a page can be written: to a new file, over an earlier page, or with leave."""
     check_packages()
     check_place(path, FILE_NAME, "report", _GENERATOR, overwrite=overwrite)
 
@@ -143,9 +130,6 @@ def check_place(path: Path, example: str, what: str, generator: str, *, overwrit
         what: the kind of page, for people.
         generator: how the page's `generator` begins. A page of the same kind is replaced.
         overwrite: whether any other file is replaced too.
-
-    Raises:
-        InputError: another file is there, or no folder to hold it.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder: name a file, such as {path / example}")
@@ -163,9 +147,5 @@ def check_place(path: Path, example: str, what: str, generator: str, *, overwrit
 
 
 def check_packages() -> None:
-    """Check that the packages of a page are there.
-
-    Raises:
-        InputError: one is not; it says what to install.
-    """
+    """Check that the packages of a page are there."""
     import_module("covmerge.front.reporting.html")

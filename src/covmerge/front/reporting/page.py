@@ -33,14 +33,7 @@ RETENTION = (
 
 @dataclass(frozen=True)
 class Message:
-    """Something that a reader must not miss.
-
-    Attributes:
-        severity: how bad it is.
-        who: experts that it is about; empty: all, or the base.
-        text: what it is, and what to do next.
-        tensors: some of those that it is about.
-    """
+    """Something that a reader must not miss."""
 
     severity: str
     who: str

@@ -122,22 +122,9 @@ def _local(tag: str) -> str:
     return tag.rpartition("}")[2]
 
 
-with needed_for_reports():
-    from matplotlib.figure import Figure
-
-
 @dataclass(frozen=True)
 class Picture:
-    """A picture on a page.
-
-    Attributes:
-        name: for links to it.
-        title: what to read from it.
-        caption: how to read it.
-        svg: the drawing.
-        tables: the numbers behind it.
-        small: whether it may stand beside another.
-    """
+    """A picture on a page."""
 
     name: str
     title: str

@@ -104,11 +104,7 @@ COLOURS: Mapping[str, Colour] = {
 
 @contextmanager
 def needed_for_reports() -> Generator[None]:
-    """Around imports of the extra: say how to get it.
-
-    Raises:
-        InputError: a package is not there.
-    """
+    """Around imports of the extra: say how to get it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -26,23 +26,13 @@ from covmerge.run.sources import OpenCheckpoints, open_recipe
 
 @dataclass(frozen=True)
 class ViewJob:
-    """What is inspected, and the options of one run.
-
-    Attributes:
-        path: an output of covmerge, or a recipe.
-        options: how it is done.
-    """
+    """What is inspected, and the options of one run."""
 
     path: Path
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Scene:
-        """Read every matrix once.
-
-        Raises:
-            InputError: neither an output nor a recipe, a source that is no longer there, or nothing to
-                weigh.
-        """
+        """Read every matrix once."""
         if not self.path.exists():
             raise InputError(
                 f"{self.path} is not there: name a folder that `covmerge merge` wrote, or a recipe file"

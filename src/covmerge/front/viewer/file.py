@@ -21,21 +21,12 @@ _SCRIPTS = ("prediction.js", "recipe.js", "view.js")  # each uses those before i
 
 
 def check_page(path: Path, *, overwrite: bool = False) -> None:
-    """Check that a page can be written: to a new file, over an earlier page, or with leave.
-
-    Raises:
-        InputError: another file is there, or no folder to hold it.
-    """
+    """Check that a page can be written: to a new file, over an earlier page, or with leave."""
     check_place(path, FILE_NAME, "page of weights", _GENERATOR, overwrite=overwrite)
 
 
 def write_html(scene: Scene, path: Path, *, overwrite: bool = False) -> None:
-    """Write the page whole, or leave everything as it was.
-
-    Raises:
-        InputError: as `check_page`.
-        ResourceError: the disk is full.
-    """
+    """Write the page whole, or leave everything as it was."""
     check_page(path, overwrite=overwrite)
     replace_file(path, render(scene))
 

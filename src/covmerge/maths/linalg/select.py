@@ -209,11 +209,6 @@ def search(vector: Vector, count: int, ranks: Sequence[int]) -> list[MagnitudeSe
 
     It is read twice, for the sample and to count, as long as the guess is good; half precision once.
 
-    Args:
-        vector: values of one dtype.
-        count: how many there are.
-        ranks: of which magnitudes.
-
     Raises:
         ValueError: there are fewer values than a rank asks for.
 

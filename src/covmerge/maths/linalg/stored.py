@@ -35,10 +35,6 @@ def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     A cast to float8_e4m3fn gives the largest number of the dtype where others give Inf, so that its result
     does not tell of an overflow. What rounds to the largest number is none: it ends halfway to the next.
 
-    Args:
-        values: finite numbers.
-        dtype: what they are stored in.
-
     Raises:
         OverflowError: a number is too large for the dtype.
 

@@ -39,7 +39,7 @@ from covmerge.maths.linalg.spectral import (
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import BOUND, Reference, register
 
 # What ACE-Merging goes by, of one layer and of several at once: its constants and where a rank ends.
 
@@ -147,13 +147,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2603.02945",
         equations="Eqs. 5–19, Algorithm 1",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=False,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="near the expert, not equal to it: centring takes off the mean row and the "
-        "prior shrinks",
+    laws=BOUND.copies_give(
+        None,
+        "near the expert, not equal to it: centring takes off the mean row and the prior shrinks",
     ),
     cost=_cost,
     factored="both",

@@ -12,10 +12,10 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.registry import (
+    AXIS_BOUND_UP_TO_BOUNDS,
     AnyRows,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     TensorPass,
@@ -47,13 +47,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 @register(
     "arcee_fusion",
     equation="W̄ = W₀ + Δ ⊙ [I ≥ median I + 1.5 (Q₃ − Q₁)],  I = |Δ| · KL(softmax W_1 ‖ softmax W₀) by rows",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="its most important entries",
-    ),
+    laws=AXIS_BOUND_UP_TO_BOUNDS.copies_give(None, "its most important entries"),
     cost=EntryCost(PerEntry(copies=1), PerEntry(60, copies=6, bytes=8)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _tensor_pass_bytes),

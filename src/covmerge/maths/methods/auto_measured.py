@@ -30,7 +30,7 @@ from covmerge.maths.methods.closed_form import (
     stack_average,
     stack_weighted,
 )
-from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.registry import AXIS_BOUND, register
 
 # The second half of `auto_measured`: the spectrum of what least squares gave, brought nearer to flat.
 #
@@ -323,13 +323,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = G̃_t + s_tψ_t Tr(G̃_t) Δ_tᵀΔ_t/‖Δ_t‖²,  G̃_t = 0.9 E[z zᵀ] + 0.1 diag E[z zᵀ],  "
     "λ, τ, q, a, b_t, s_t and ψ_t of docs/auto-measured.md",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=False,  # the diagonal belongs to the axes
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert, whatever the inputs of each copy",
-    ),
+    # The diagonal belongs to the axes.
+    laws=AXIS_BOUND.copies_give(1.0, "the expert, whatever the inputs of each copy"),
     cost=_cost,
     data="gram",
     diagnostics=EqualisedMeasured,

@@ -23,7 +23,7 @@ from covmerge.maths.methods.inner import (
     cores_of,
     merge_inside,
 )
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _RANK = 16
@@ -77,12 +77,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2606.03723",
         equations="the authors' code, `merge_space=low_rank_core`",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=True,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: nan,  # by how many directions the expert has
-        replicas_text="what the inner method makes of copies of the expert, truncated to rank r",
+    laws=EQUIVARIANT.copies_give(
+        nan,  # by how many directions the expert has
+        "what the inner method makes of copies of the expert, truncated to rank r",
     ),
     cost=_cost,
     factored="both",

@@ -16,9 +16,9 @@ from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
 from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
+    SCALE_BOUND,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     Reference,
@@ -78,13 +78,7 @@ def _entry_bytes(parameters: Parameters) -> float:
         arxiv="2603.04972",
         equations="the fixed-point algorithm on the sphere",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=False,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=SCALE_BOUND.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(100, copies=2), PerEntry(copies=3)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),

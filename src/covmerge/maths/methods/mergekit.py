@@ -72,9 +72,6 @@ def places(tensors: Mapping[str, Drawn]) -> dict[str, list[int]]:
     mergekit draws from one stream for one tensor after the other, in the lexicographic order of their
     names, and for one expert after the other, the base aside.
 
-    Args:
-        tensors: by name, all of an output.
-
     Example:
         >>> half = Drawn("bernoulli", [0.5, 1.0, 0.5], entries=10)
         >>> places({"h.2": half, "h.10": half})

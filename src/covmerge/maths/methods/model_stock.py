@@ -17,9 +17,9 @@ from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
+    UP_TO_BOUNDS,
     AnyRows,
     Groups,
-    Laws,
     Parameters,
     Reference,
     TensorPass,
@@ -61,13 +61,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         arxiv="2403.19522",
         equations="the interpolation ratio of N models",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=None,  # but for the floor of 1e-6
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=UP_TO_BOUNDS.copies_give(1.0, "the expert"),  # a floor of 1e-6
     cost=_cost,
     unit=_unit,
     tensor_pass=TensorPass(

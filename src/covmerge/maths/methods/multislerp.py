@@ -24,10 +24,10 @@ from covmerge.maths.methods.arithmetic import (
 )
 from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
+    SCALE_BOUND,
     AnyRows,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     TensorPass,
@@ -107,13 +107,7 @@ def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
     "multislerp",
     equation="W̄ = Σ w_t ‖W_t‖ (cos ‖v‖ m + sin ‖v‖ v/‖v‖),  m ∝ Σ w_t u_t,  v = Σ w_t (u_t − ⟨u_t, m⟩ m),"
     "  u_t = W_t/‖W_t‖",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=False,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=SCALE_BOUND.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(30, copies=4), PerEntry(copies=3)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.registry import EntryCost, Laws, PerEntry, register
+from covmerge.maths.methods.registry import BOUND, EntryCost, PerEntry, register
 
 _NEAREST = 1e-6  # the least that a distance counts as
 
@@ -17,13 +17,7 @@ _NEAREST = 1e-6  # the least that a distance counts as
 @register(
     "nearswap",
     equation="W̄ = s W_1 + (1 − s) W₀,  s = min(1, t / max(|W_1 − W₀|, 10⁻⁶))",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=False,
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: None,
-        replicas_text="each entry moved by t at most",
-    ),
+    laws=BOUND.copies_give(None, "each entry moved by t at most"),
     cost=EntryCost(PerEntry(copies=1), PerEntry(10, copies=4)),
     unit="element",
     sees="weights",

@@ -22,10 +22,10 @@ from covmerge.maths.methods.arithmetic import (
 )
 from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
+    SCALE_BOUND,
     AnyRows,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     TensorPass,
@@ -61,13 +61,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 @register(
     "nuslerp",
     equation="W̄ = sin((1 − t)θ)/sin θ W_1 + sin(tθ)/sin θ W_2,  t = w_2 / (w_1 + w_2)",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=False,
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=SCALE_BOUND.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(copies=2), PerEntry(40, copies=4)),
     unit=_unit,
     tensor_pass=TensorPass(

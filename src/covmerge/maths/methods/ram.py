@@ -13,10 +13,10 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.registry import (
+    AXIS_BOUND_UP_TO_BOUNDS,
     AnyRows,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     Reference,
@@ -55,13 +55,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         arxiv="2601.13572",
         equations="RAM and RAM+",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: nan,
-        replicas_text="the expert's entries above ε",
-    ),
+    laws=AXIS_BOUND_UP_TO_BOUNDS.copies_give(nan, "the expert's entries above ε"),
     cost=EntryCost(PerEntry(20, copies=3, bytes=2), PerEntry(copies=2, bytes=2 * 8)),
     unit=_unit,
     tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, together=True),

@@ -146,9 +146,14 @@ class Laws:
         return replace(self, replicas=same, replicas_text=text)
 
 
-# What most methods promise: all three, or all but rotations, as the axes matter to them.
+# What methods promise: all three; all but rotations, as the axes matter; all but the scale; order alone.
 EQUIVARIANT = Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True)
 AXIS_BOUND = replace(EQUIVARIANT, rotation_equivariant=False)
+SCALE_BOUND = replace(EQUIVARIANT, scale_equivariant=False)
+BOUND = replace(AXIS_BOUND, scale_equivariant=False)
+# The scale is kept but for absolute bounds, which usual updates may not reach: nothing is promised of it.
+UP_TO_BOUNDS = replace(EQUIVARIANT, scale_equivariant=None)
+AXIS_BOUND_UP_TO_BOUNDS = replace(AXIS_BOUND, scale_equivariant=None)
 
 
 @dataclass(frozen=True)

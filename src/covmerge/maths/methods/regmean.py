@@ -16,7 +16,7 @@ from covmerge.maths.covariance.measured import (
 )
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import solve_ridge, stack_average
-from covmerge.maths.methods.registry import Laws, Reference, register
+from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 from covmerge.maths.methods.summaries import JITTER
 
 OffDiagonal = Annotated[
@@ -32,12 +32,10 @@ Ridge = Annotated[
 ]
 
 _EQUATION = "W̄ = W₀ + (Σ Δ_t G̃_t)(Σ G̃_t + ρI)⁻¹,  G̃_t = a·E[z zᵀ] + (1 − a)·diag E[z zᵀ]"
-_LAWS = Laws(
-    order_invariant=True,
-    scale_equivariant=True,
-    rotation_equivariant=False,  # the diagonal belongs to the axes; true for a = 1 alone
-    replicas=lambda parameters, count: 1.0 if parameters["ridge"] == 0 else None,
-    replicas_text="the expert, whatever the data of each copy; shrunk by a ridge",
+# The diagonal belongs to the axes; true for a = 1 alone.
+_LAWS = AXIS_BOUND.copies_give(
+    lambda parameters, count: 1.0 if parameters["ridge"] == 0 else None,
+    "the expert, whatever the data of each copy; shrunk by a ridge",
 )
 
 

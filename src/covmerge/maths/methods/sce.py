@@ -17,9 +17,9 @@ from covmerge.maths.linalg.lapack import exponent_of
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
+    AXIS_BOUND_UP_TO_BOUNDS,
     EntryCost,
     Groups,
-    Laws,
     Parameters,
     PerEntry,
     Reference,
@@ -84,13 +84,7 @@ def _entry_bytes(parameters: Parameters) -> float:
         arxiv="2408.07990",
         equations="SCE: Select, Calculate, Erase",
     ),
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=None,  # but for absolute bounds, which usual updates may not reach
-        rotation_equivariant=False,
-        replicas=lambda parameters, count: 1.0,
-        replicas_text="the expert",
-    ),
+    laws=AXIS_BOUND_UP_TO_BOUNDS.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(40, copies=3), PerEntry(copies=3, bytes=8)),
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),

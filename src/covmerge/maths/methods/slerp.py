@@ -15,7 +15,14 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.maths.methods.registry import AnyRows, Groups, Laws, Parameters, TensorPass, register
+from covmerge.maths.methods.registry import (
+    UP_TO_BOUNDS,
+    AnyRows,
+    Groups,
+    Parameters,
+    TensorPass,
+    register,
+)
 
 _PART = 2**20  # entries at once
 _STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
@@ -51,13 +58,8 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 @register(
     "slerp",
     equation="W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1,  cos θ = ⟨W₀, W_1⟩ / ‖W₀‖‖W_1‖",
-    laws=Laws(
-        order_invariant=True,
-        scale_equivariant=None,  # on the line, which nearly parallel weights take
-        rotation_equivariant=True,
-        replicas=lambda parameters, count: nan,
-        replicas_text="half of its update where it is small",
-    ),
+    # The scale is kept on the line, which nearly parallel weights take.
+    laws=UP_TO_BOUNDS.copies_give(nan, "half of its update where it is small"),
     cost=_cost,
     unit="tensor",
     tensor_pass=TensorPass(_tensor_pass, lambda parameters: 0.0, readings=lambda parameters: 2),

@@ -30,12 +30,7 @@ Numbers = Callable[[tuple[int, ...]], Tensor]  # uniform in [0, 1), float32, for
 
 
 class Rows(NamedTuple):
-    """Some rows of an update.
-
-    Attributes:
-        update: as they lie.
-        numbers: for these rows; asked in the order of the rows.
-    """
+    """Some rows of an update."""
 
     update: Tensor
     numbers: Numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import Strength, balanced
-from covmerge.maths.methods.registry import MULTIPLY_ADD, Laws, Reference
+from covmerge.maths.methods.registry import EQUIVARIANT, MULTIPLY_ADD, Reference
 from covmerge.maths.steps.registry import register_step
 
 
@@ -18,7 +18,7 @@ from covmerge.maths.steps.registry import register_step
         arxiv="2606.03723",
         equations="the balance of norms before its bases are found, as in the authors' code",
     ),
-    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    laws=EQUIVARIANT,
     cost=MULTIPLY_ADD,
     unit="tensor",
     factored="both",

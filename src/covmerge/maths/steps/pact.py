@@ -15,7 +15,7 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm, qr
 from covmerge.maths.linalg.spectral import EXACT, leading_svd
 from covmerge.maths.linalg.symmetric import gram
-from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
 
@@ -53,7 +53,7 @@ def _cost(
         arxiv="2606.18627",
         equations="as in the code under its name (`pact_utils.py`; `own: 0` as `sift_utils.py`)",
     ),
-    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    laws=EQUIVARIANT,
     cost=_cost,
     needs_base=True,
 )

@@ -14,7 +14,7 @@ from covmerge.maths.linalg.auto import FLOAT64, Cost, svd_cost, symmetric_cost
 from covmerge.maths.linalg.cholesky import factorize
 from covmerge.maths.linalg.spectral import truncated_svd
 from covmerge.maths.linalg.symmetric import add_gram_, mirror_
-from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
 
@@ -41,7 +41,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2604.16826",
         equations="as in its code (`pico/pico.py`)",
     ),
-    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    laws=EQUIVARIANT,
     cost=_cost,
     factored="both",
 )

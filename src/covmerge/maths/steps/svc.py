@@ -13,7 +13,7 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.spectral import TruncatedSvd, sizes_of_equals, truncated_svd
-from covmerge.maths.methods.registry import Laws, Reference
+from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
 
@@ -38,7 +38,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2602.05536",
         equations="Algorithm 1, as FusionBench has it (`singular_value_calibration`)",
     ),
-    laws=Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True),
+    laws=EQUIVARIANT,
     cost=_cost,
     factored="both",
 )

@@ -23,13 +23,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True)
 class Subject:
-    """A method at its default parameters, alone or with steps around it.
-
-    Attributes:
-        name: of the method.
-        before: steps before it.
-        after: steps after it.
-    """
+    """A method at its default parameters, alone or with steps around it."""
 
     name: str
     before: Steps = ()

@@ -74,9 +74,6 @@ def gates_of(
         sources: the dense base (None), and its experts where they are read.
         experts: names of all, in order.
         layers: how many there are.
-
-    Raises:
-        InputError: the base has no tokenizer, or a prompt is nothing to it.
     """
     return _WAYS[moe.gates](_Asked(moe, sources, experts, layers))
 

@@ -25,15 +25,7 @@ _MOST_TOKENS = 1 << 16  # of prompts that are run at once; their states are kept
 
 
 def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
-    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32.
-
-    Args:
-        prompts: of each expert.
-        base: the dense base.
-
-    Raises:
-        InputError: the base has no tokenizer, or a prompt is nothing to it.
-    """
+    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32."""
     encoder = _Encoder.of(base)
     rows: list[Tensor] = []
     for said in prompts:
@@ -66,9 +58,6 @@ class HiddenStates:
         prompts: of each expert.
         base: the dense base.
         chosen: of the states `(layers, prompts, tokens, hidden)`, those of a prompt.
-
-    Raises:
-        InputError: the base has no tokenizer, or a prompt is nothing to it.
     """
 
     def __init__(
@@ -80,11 +69,7 @@ class HiddenStates:
         self._batches = [[encoder.batch(p) for p in (s.positive, s.negative) if p] for s in prompts]
 
     def __call__(self, layer: int) -> Tensor:
-        """Return the router of a layer `(experts, hidden)`, float32.
-
-        Raises:
-            InputError: the base cannot be run, or the prompts say nothing.
-        """
+        """Return the router of a layer `(experts, hidden)`, float32."""
         with self._lock:
             return self._rows[layer]
 
@@ -162,11 +147,7 @@ class _Encoder:
         return ids
 
     def batch(self, prompts: Sequence[str]) -> Batch:
-        """Return prompts as the base is run on them, padded on the left with BOS.
-
-        Raises:
-            InputError: they are too long, or nothing to the base.
-        """
+        """Return prompts as the base is run on them, padded on the left with BOS."""
         encoded = [self(text) for text in prompts]
         longest = max(map(len, encoded))
         if longest * len(encoded) > _MOST_TOKENS:

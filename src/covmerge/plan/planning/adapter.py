@@ -111,11 +111,7 @@ def plan_adapter(
     experts: Mapping[str, Checkpoint],
     config: Mapping[str, Any] | None,
 ) -> AdapterPlan:
-    """Decide what becomes of every tensor when the output is an adapter; `config` is the base's.
-
-    Raises:
-        InputError: what the experts or the recipe ask for cannot be held by an adapter.
-    """
+    """Decide what becomes of every tensor when the output is an adapter; `config` is the base's."""
     form = recipe.output.names or PEFT_FORM
     _refuse_modules(tensors)
     adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
@@ -364,11 +360,7 @@ class _Whole:
         self._biases: set[str] = set()
 
     def add(self, tensor: TensorPlan, *, must: bool) -> None:
-        """Hold a tensor, if there is a place for it.
-
-        Raises:
-            TensorError: there is none, and it must be held.
-        """
+        """Hold a tensor, if there is a place for it."""
         if tensor.info.parameter.endswith(f".{_BIAS}"):
             self._biases.add(tensor.name)
             return

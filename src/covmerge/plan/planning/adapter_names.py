@@ -113,11 +113,7 @@ class LoraNames:
         self._config = config or {}
 
     def of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor.
-
-        Raises:
-            RecipeError: it is of no part of a pipeline that is known.
-        """
+        """Return the name of a tensor."""
         written = list(self._written(tensor))
         for form, name in written:
             if form == self.form:

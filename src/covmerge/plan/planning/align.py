@@ -47,9 +47,6 @@ def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[s
     Args:
         base: what a message calls it, and the names of its tensors.
         expert: the same.
-
-    Raises:
-        TensorError: one of them is packed, and the other is not.
     """
     for (called, given), (other, others) in ((base, expert), (expert, base)):
         names, beside = dict.fromkeys(given), dict.fromkeys(others)
@@ -141,11 +138,7 @@ class Alignment:
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse an expert of another model type, or weights that are quantised and cannot be read.
-
-    Raises:
-        InputError: it is such a one.
-    """
+    """Refuse an expert of another model type, or weights that are quantised and cannot be read."""
     for model in (base, expert):
         dequantised(model.checkpoint)
     types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
@@ -242,7 +235,7 @@ def align(
     placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, placed, (*extra_heads, *refused), ignored, missing)
     _check_extras(base, expert_name, expert, refused)
-    _check_missing(base, expert_name, expert, missing, rules)
+    _check_missing(expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
     _check_heads(base, expert_name, expert, extra_heads)
@@ -360,11 +353,7 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
 
 
 def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
-    """Return an adapter under the names of a base, and over the weights from which it computes its own.
-
-    Raises:
-        CheckpointError: its tensors do not fit the base's.
-    """
+    """Return an adapter under the names of a base, and over the weights from which it computes its own."""
     if (rejoined := _rejoined(adapter, base)) is not None:
         return rejoined
     conv1d = conv1d_names(base.description)
@@ -618,9 +607,7 @@ def _check_parametrized(expert_name: str, expert: Model, missing: Sequence[str])
             )
 
 
-def _check_missing(
-    base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
-) -> None:
+def _check_missing(expert_name: str, expert: Model, missing: list[str], rules: TensorRules) -> None:
     if missing and rules.missing == "error":
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "

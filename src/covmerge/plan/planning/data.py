@@ -30,11 +30,6 @@ def check_statistics(
 ) -> None:
     """Check that every method of a recipe has the files it needs, collected on these models.
 
-    Args:
-        recipe: whose methods.
-        experts: by name.
-        statistics: the files.
-
     Raises:
         RecipeError: an expert without a file, or a file that was collected in another way.
         InputError: a file of another model.

@@ -169,11 +169,7 @@ class Form:
         raise NotImplementedError
 
     def copied(self, base: BaseRows) -> Result:
-        """Return rows of the base in this form.
-
-        Raises:
-            TensorError: as `encode`.
-        """
+        """Return rows of the base in this form."""
         raise NotImplementedError
 
     def completed(self, result: Result, base: BaseRows) -> Result:
@@ -314,9 +310,6 @@ class PackedTensor(Form):
         """Pack merged rows, rounded once, from the dtype of the computation.
 
         Rows that are the base's, to the bit, become what it stores of them, where that is the same layout.
-
-        Raises:
-            TensorError: weights that are not finite, or that the format cannot hold.
         """
         (exact,) = result.tensors
         known = None if base.rows.is_meta else base.rows
@@ -437,11 +430,7 @@ class AdapterFactors(Form):
 
 
 def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
-    """Round to the dtype of the output.
-
-    Raises:
-        TensorError: `what` these rows are does not fit it.
-    """
+    """Round to the dtype of the output."""
     try:
         return stored_as(rows, output.dtype)
     except OverflowError as error:

@@ -37,13 +37,7 @@ _MOST_FIXED = 2**20  # bytes of a tensor that is no parameter: rotation frequenc
 
 @dataclass(frozen=True)
 class AsGguf:
-    """The tensors of a model, each as its file has it.
-
-    Attributes:
-        tensors: all of them, with their forms.
-        head: what the file has beside them.
-        notes: what a user should know.
-    """
+    """The tensors of a model, each as its file has it."""
 
     tensors: tuple[TensorPlan, ...]
     head: GgufHead

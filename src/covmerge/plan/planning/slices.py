@@ -15,11 +15,6 @@ from covmerge.plan.recipe import Mixture, Slice
 def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint) -> Checkpoint:
     """Return a source as it looks to a plan of these slices; itself without slices.
 
-    Args:
-        slices: of the recipe.
-        expert: its name; None for the base.
-        checkpoint: the source.
-
     Raises:
         InputError: an adapter, or a model without these layers.
     """

@@ -39,22 +39,14 @@ class Settings:
         return tuple(key for key, value in self.given.items() if is_varied(value))
 
     def check(self) -> None:
-        """Check names, and every value that a parameter may have.
-
-        Raises:
-            RecipeError: an unknown name, or a value out of its range.
-        """
+        """Check names, and every value that a parameter may have."""
         self.shown()
         for name, value in self.given.items():
             if is_varied(value):
                 check_varied(value, lambda one, name=name: self._check(name, one))
 
     def at(self, name: str, depth: float) -> dict[str, Any]:
-        """Return all parameters for one tensor.
-
-        Raises:
-            RecipeError: a value out of its range, or one that differs where the whole model is ranked.
-        """
+        """Return all parameters for one tensor."""
         found = {key: value_at(value, name, depth) for key, value in self.given.items()}
         said = {key: value for key, value in found.items() if value is not UNSAID}
         parameters = self.method.resolve(said, self.family)

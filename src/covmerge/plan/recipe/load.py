@@ -53,11 +53,7 @@ def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
 
 
 def refuse_marks(data: object, origin: Origin) -> None:
-    """Refuse a recipe with marked values, which only a search can carry out.
-
-    Raises:
-        RecipeError: it has one.
-    """
+    """Refuse a recipe with marked values, which only a search can carry out."""
     for place, _ in marks_in(data, origin):
         raise RecipeError(
             f"{origin.where(place)}: {key_path(place)} is marked by `search`, and only `covmerge search` "
@@ -216,11 +212,7 @@ def _check_apart(last: Path, folders: Iterable[str]) -> None:
 
 
 def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
-    """Return what a recipe file of mergekit's is as a recipe of covmerge, with paths from here.
-
-    Raises:
-        RecipeError: it is none, or what it says cannot be done; one line for each problem.
-    """
+    """Return what a recipe file of mergekit's is as a recipe of covmerge, with paths from here."""
     data, origin = read_yaml(path)
     if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
         raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
@@ -230,11 +222,7 @@ def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> tuple[Any, Origin]:
-    """Read a short YAML file of one document.
-
-    Raises:
-        RecipeError: it cannot be read, or is no YAML.
-    """
+    """Read a short YAML file of one document."""
     return parse_yaml(_text(Path(path)), str(path))
 
 

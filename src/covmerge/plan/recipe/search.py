@@ -25,6 +25,7 @@ from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
 from covmerge.plan.recipe.schema import Recipe
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
+from covmerge.plan.recipe.varied import is_number
 
 _NEARLY_NONE = (
     1e-6  # of a range's upper end: what stands for a weight of 0, which would leave an expert out
@@ -140,9 +141,6 @@ class Template:
         """Return the recipe with values chosen, by the names of their marks.
 
         Parameters that a method does not have are left out where the method itself is searched.
-
-        Raises:
-            RecipeError: it is none.
         """
         return recipe_of(self.filled(chosen), self.origin, self.folder)
 
@@ -217,7 +215,7 @@ def _mark_of(place: KeyPath, given: object, *, whole: bool) -> Mark:
         raise ValueError(f"search is {shown(given)}: write names of methods, two at least")
     log = len(values) == 3 and values[2] == "log"
     ends = values[:2] if log else values
-    if len(ends) == 2 and all(map(_is_number, ends)):
+    if len(ends) == 2 and all(map(is_number, ends)):
         low, high = (float(cast("float", end)) for end in ends)
         if place[0] == "experts" and low == 0.0 < high:
             low = high * _NEARLY_NONE
@@ -270,7 +268,3 @@ def _at(data: Any, place: Sequence[str | int]) -> Any:
     for key in place:
         data = data[key]
     return data
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

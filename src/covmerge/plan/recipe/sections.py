@@ -430,11 +430,7 @@ class TokenizerRules(StrictModel):
         return BASE in (self.source, *(row.of for row in self.tokens.values()))
 
     def check(self, experts: Collection[str], *, base: bool) -> None:
-        """Refuse names that no expert has, and experts whose names have another meaning here.
-
-        Raises:
-            ValueError: such a name, or a base where the recipe has none.
-        """
+        """Refuse names that no expert has, and experts whose names have another meaning here."""
         for word in (BASE, UNION, ZERO):
             if word in experts:
                 raise ValueError(
@@ -451,11 +447,7 @@ class TokenizerRules(StrictModel):
 
 
 def check_template(template: str, experts: Collection[str], *, base: bool) -> None:
-    """Refuse what is neither a template, nor the name of one or of a model.
-
-    Raises:
-        ValueError: so it is.
-    """
+    """Refuse what is neither a template, nor the name of one or of a model."""
     if "{" in template:
         return
     choices = (AUTO, BASE, *TEMPLATES)

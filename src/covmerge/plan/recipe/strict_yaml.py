@@ -74,10 +74,6 @@ class Origin:
 def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
     """Return the value of a YAML document (None when empty) and the line of every key in it.
 
-    Args:
-        text: the document.
-        name: the file's name, for messages.
-
     Raises:
         RecipeError: not YAML, or YAML that covmerge refuses: a duplicate key, a key that is not
             text, a tag, too many values or aliases, too deep a nesting, a second document.
@@ -94,11 +90,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
 
 
 def parse_documents(text: str, name: str) -> list[tuple[Any, Origin]]:
-    """Return the value of each document, one at least, as `parse_yaml` does.
-
-    Raises:
-        RecipeError: as `parse_yaml`.
-    """
+    """Return the value of each document, one at least, as `parse_yaml` does."""
     try:
         return _Builder(text, name).documents()
     except yaml.MarkedYAMLError as error:

@@ -256,8 +256,9 @@ def _one_form() -> str:
 
 
 def _of_one_kind(points: Sequence[object]) -> bool:
-    return all(map(_is_number, points)) or all(isinstance(point, bool) for point in points)
+    return all(map(is_number, points)) or all(isinstance(point, bool) for point in points)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number; booleans, which Python counts among them, are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -205,15 +205,7 @@ _MOST_BATCHES = 1000  # each waits in a thread
 
 
 class Blocks:
-    """A model without its head, of which one block at a time has weights.
-
-    Args:
-        checkpoint: a folder, or a repository of the Hub.
-        device: where it runs.
-
-    Raises:
-        InputError: as `load_model`.
-    """
+    """A model without its head, of which one block at a time has weights."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device) -> None:
         self.model = load_model(checkpoint, device, head=False, by_block=True)
@@ -245,9 +237,6 @@ class Blocks:
             batches: on the CPU.
             watching: entered with a batch and the layers that it may come to.
             passed: called with every batch behind every block, and before the first.
-
-        Raises:
-            InputError: the model cannot run on them, or there are too many.
         """
         if len(batches) > _MOST_BATCHES:
             raise InputError(

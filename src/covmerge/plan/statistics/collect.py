@@ -365,9 +365,6 @@ def fitting(
         how: with the number that is asked for, if one is.
         needed: bytes of the model and its sums.
         max_memory: bytes that the process may take; None: what is free.
-
-    Raises:
-        ResourceError: not one text fits, or not as many as are asked for.
     """
     turns = 2 if generated.start == "user" else 1
     tokens = turns * (generated.tokens or Written.tokens) + (

@@ -93,11 +93,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Text:
-    """One example of a file; pair and label are None where the file has none.
-
-    Attributes:
-        where: of the file it is, for errors.
-    """
+    """One example of a file; pair and label are None where the file has none."""
 
     text: str
     pair: str | None = None
@@ -109,9 +105,6 @@ def read_texts(path: Path, reading: Reading) -> list[Text]:
     """Read texts: a line each (`.txt`), or with columns (`.jsonl`, `.json`, `.csv`).
 
     Lines and texts that are empty are passed over.
-
-    Raises:
-        InputError: the file cannot be read, is of another kind, or lacks the text column.
     """
     if path.suffix not in _READERS:
         raise InputError(
@@ -235,9 +228,6 @@ def tokenized(
     """Yield batches of a tokenizer's tensors, padded to the longest of each batch.
 
     Where labels are wanted and every text of a batch has one, they become `labels`.
-
-    Raises:
-        InputError: a label is none of the model's.
     """
     limit = reading.max_length or longest_text(tokenizer, config)
     paired = any(text.pair is not None for text in texts)
@@ -297,11 +287,7 @@ def _label_of(text: Text, config: Any) -> float:
 
 
 def checked(batches: Iterable[Batch], max_examples: int | None) -> Iterator[Batch]:
-    """Pass batches on, the last one cut to the number of examples asked for.
-
-    Raises:
-        InputError: a batch that is no mapping to tensors of one length.
-    """
+    """Pass batches on, the last one cut to the number of examples asked for."""
     left = max_examples
     for number, batch in enumerate(batches, start=1):
         if left == 0:

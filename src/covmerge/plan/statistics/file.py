@@ -154,11 +154,7 @@ class StatisticsFile:
         return value
 
     def check_model(self, what: str, checkpoint: Checkpoint) -> None:
-        """Check that the statistics are those of this model.
-
-        Raises:
-            InputError: they were collected on another one.
-        """
+        """Check that the statistics are those of this model."""
         if probe(checkpoint) != self.about.probe:
             raise InputError(
                 f"{self.path} was collected on {shorten(self.about.source)}, which has other weights "
@@ -167,11 +163,7 @@ class StatisticsFile:
             )
 
     def check_content(self) -> None:
-        """Check all tensors against their hash, which reads them once.
-
-        Raises:
-            InputError: they are not what was written.
-        """
+        """Check all tensors against their hash, which reads them once."""
         digest = hashlib.sha256()
         for key, header in self._file.headers.items():  # in the order of the file
             digest.update(key.encode())

@@ -39,11 +39,6 @@ class FisherCollector:
       language model without `labels`, the next tokens of the text.
 
     Padding positions carry no label.
-
-    Args:
-        model: the model with its head.
-        labels: `model` or `data`.
-        seed: of the drawn labels.
     """
 
     def __init__(self, model: RunningModel, *, labels: Labels, seed: int) -> None:
@@ -258,9 +253,6 @@ class GramCollector:
 
         Args:
             layers: some of them; None: all.
-
-        Raises:
-            InputError: layers that shared an input at first had different ones later.
         """
         groups: dict[str, list[str]] = {}
         for layer in self._layers if layers is None else layers:
@@ -275,11 +267,7 @@ class GramCollector:
         return found
 
     def take(self, layers: Sequence[ObservedLayer]) -> Iterator[Statistic]:
-        """Yield the statistics of some layers, which must not be called again, and let go of each sum.
-
-        Raises:
-            InputError: as `statistics`.
-        """
+        """Yield the statistics of some layers, which must not be called again, and let go of each sum."""
         self._taken.update(layer.name for layer in layers)
         for statistic in self.statistics(layers):
             yield statistic

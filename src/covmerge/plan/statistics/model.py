@@ -209,11 +209,7 @@ class RunningModel:
             raise InputError(f"{path}, {error}") from error
 
     def tokenizer(self, reading: Reading) -> Any:
-        """Return the tokenizer that is asked for, or the model's own.
-
-        Raises:
-            InputError: there is none that transformers can load.
-        """
+        """Return the tokenizer that is asked for, or the model's own."""
         return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
 
     def run(self, batch: Batch, *, head: bool = False) -> Any:
@@ -238,9 +234,6 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
 
     Returns:
         Whether it is a language model that writes, as far as that can be told from its config.
-
-    Raises:
-        InputError: it has no chat template, or cannot be loaded.
     """
     config = checkpoint.config or {}
     named: Any = config.get("architectures")
@@ -417,14 +410,7 @@ def quiet(transformers: Any) -> Generator[None]:
 
 
 def require_transformers(why: str = "collecting runs the model") -> Any:
-    """Return transformers.
-
-    Args:
-        why: what asks for it.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Return transformers."""
     try:
         return importlib.import_module("transformers")
     except ImportError:

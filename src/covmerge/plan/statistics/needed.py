@@ -84,10 +84,6 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
 
     The weights and the sums of the largest block, of what is in none, what one batch adds to a sum, and
     all inputs on their way: whatever is drawn for a model.
-
-    Args:
-        model: that is run.
-        examples: that are drawn.
     """
     try:
         parts = _parts(model)
@@ -98,12 +94,7 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
 
 
 def memory_of_batches(model: Checkpoint, batches: Sequence[Batch]) -> int:
-    """Return what is still missing where all but blocks and batches on their way is in memory.
-
-    Args:
-        model: that is run block by block.
-        batches: that go through it together.
-    """
+    """Return what is still missing where all but blocks and batches on their way is in memory."""
     try:
         parts = _parts(model)
     except SkeletonUnavailable:
@@ -145,10 +136,6 @@ def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
 
     Keys and values of all layers, one layer's states, attention of all tokens to all, and the odds of a
     token. What a config does not say counts for nothing.
-
-    Args:
-        config: of the model.
-        tokens: of the text.
     """
     width, layers = (
         _number(config, "hidden_size", "n_embd"),
@@ -224,9 +211,6 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
         max_memory: bytes that the process may take; None: what is free.
         what: takes them, for the message.
         otherwise: what to do, for the message.
-
-    Raises:
-        ResourceError: it does not fit.
     """
     if not fits(needed, max_memory):
         allowed = allowance(max_memory)
@@ -250,18 +234,7 @@ def begin(
     device: str | torch.device,
     advance: Callable[[int], None],
 ) -> Generated:
-    """Return the inputs with what the base began, at the same temperature and seed; the base is let go.
-
-    Args:
-        base: a language model.
-        generated: inputs that start from the base.
-        reading: how many.
-        device: where the base runs.
-        advance: called with the number of texts that were begun.
-
-    Raises:
-        InputError: it writes nothing, or cannot be run.
-    """
+    """Return the inputs with what the base began, at the same temperature and seed; the base is let go."""
     model = load_model(base, device, head=False, writing=True)
     if not writes(model.whole):
         raise InputError(

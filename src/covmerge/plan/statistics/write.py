@@ -53,9 +53,6 @@ def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
         beside: the folder that it is made in, so that a file can be renamed out of it.
         prefix: what its name begins with.
 
-    Raises:
-        OSError: it cannot be made.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> with scratch_folder(Path(mkdtemp()), ".work-") as folder:
@@ -195,12 +192,7 @@ class GrowingFile:
             self._file.seek(LENGTH_BYTES + self._room)
 
     def add(self, kind: Kind, statistic: Statistic) -> None:
-        """Write a statistic.
-
-        Raises:
-            InputError: it is not finite.
-            ResourceError: the disk is full.
-        """
+        """Write a statistic."""
         keys = [f"{kind}/{name}" for name in statistic.names]
         header = TensorHeader(keys[0], tuple(statistic.total.shape), torch.float32)
         self._content.update(keys[0].encode())
@@ -227,12 +219,7 @@ class GrowingFile:
         generated: Mapping[str, str | int | float] | None = None,
         notes: Sequence[str] = (),
     ) -> About:
-        """Write what it says of itself, which is as in `About`, and return it.
-
-        Raises:
-            InputError: there is nothing of a kind, or too much is said.
-            ResourceError: the disk is full.
-        """
+        """Write what it says of itself, which is as in `About`, and return it."""
         found = {key.partition("/")[0] for key in self._rows}
         if found != self._totals.keys():
             raise InputError(
@@ -313,12 +300,7 @@ def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Pat
 
 
 def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
-    """Write files of one folder, and return what they say of themselves.
-
-    Raises:
-        InputError: a statistic is not finite, or as `files_in`.
-        ResourceError: the disk is full.
-    """
+    """Write files of one folder, and return what they say of themselves."""
     abouts: dict[Path, About] = {}
     with files_in(next(iter(files)).parent, overwrite=overwrite) as place:
         for out, contents in files.items():

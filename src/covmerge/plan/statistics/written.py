@@ -72,9 +72,6 @@ class Written:
         seed: of the sampling, which also depends on the size of the batches.
         begun: what it goes on from, where that is the base's.
         shared: whether all experts are shown the same: each writes its own.
-
-    Raises:
-        InputError: there is no such start, or a number is out of range.
     """
 
     shared: ClassVar[bool] = False
@@ -247,16 +244,7 @@ def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Te
 
 
 def check_template(tokenizer: Any, source: str, start: Start) -> None:
-    """Refuse a start of a chat template where there is none.
-
-    Args:
-        tokenizer: of transformers.
-        source: where it is from.
-        start: one of `TEMPLATED`.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Refuse a start of a chat template where there is none."""
     problem = _lacks_template(tokenizer)
     if problem:
         other = "a file of examples" if _first(tokenizer) is None else f"{Hint('start', 'bos')}"
@@ -335,11 +323,7 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
 
 
 def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, as far as the model has them.
-
-    Raises:
-        InputError: what is stated is no token.
-    """
+    """The tokens that end a text, as far as the model has them."""
     rows = rows_of(model)
     return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
 

@@ -40,14 +40,7 @@ _SPACES = ("\u0120", "\u2581")
 
 @dataclass(frozen=True)
 class Text:
-    """The output's tokens and chat template.
-
-    Attributes:
-        vocabulary: the rows of the sources; None: they are taken as they are.
-        tables: by source, what has these rows.
-        files: of its tokenizer; None: the base's.
-        notes: what a user should know.
-    """
+    """The output's tokens and chat template."""
 
     vocabulary: Vocabulary | None = None
     tables: Mapping[str | None, Tables] = field(default_factory=dict[str | None, Tables])
@@ -64,11 +57,7 @@ class Text:
         return found
 
     def check_masks(self, names: Collection[str]) -> None:
-        """Refuse masks of tensors that have other rows in the base as it is stored.
-
-        Raises:
-            InputError: one has.
-        """
+        """Refuse masks of tensors that have other rows in the base as it is stored."""
         base = self.tables.get(None)
         if self.vocabulary is None or base is None or base.names.isdisjoint(names):
             return
@@ -80,11 +69,7 @@ class Text:
             )
 
     def views_of(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
-        """Return the sources as they look under its vocabulary; the base's key is None.
-
-        Raises:
-            InputError: an adapter updates rows that are others now.
-        """
+        """Return the sources as they look under its vocabulary; the base's key is None."""
         if self.vocabulary is None:
             return dict(sources)
         base = self.tables.get(None)
@@ -105,9 +90,6 @@ def decide(
         rules: of the recipe, if it has any.
         template: the chat template that it asks for.
         sources: the base, whose key is None, then the experts in their order.
-
-    Raises:
-        InputError: a tokenizer is missing or cannot be read, or a rule asks for what no model has.
     """
     if rules is None and template is None:
         return Text()

@@ -28,11 +28,7 @@ KEY = "chat_template"
 
 
 def template_of(folder: Path | None) -> str | None:
-    """Return the chat template of a model: of several the one that is called `default`.
-
-    Raises:
-        CheckpointError: a file of it cannot be read.
-    """
+    """Return the chat template of a model: of several the one that is called `default`."""
     if folder is None:
         return None
     file = safe_child(folder, TEMPLATE)
@@ -72,9 +68,6 @@ def chosen_template(
     Args:
         wanted: `auto`, `base`, an expert's name, a format's, or a template.
         folders: of the base, whose key is None, and of the experts, in their order.
-
-    Raises:
-        InputError: the model has none.
     """
     if "{" in wanted:
         return wanted, "the recipe"
@@ -190,11 +183,7 @@ class TokenizerFiles:
     generation: Mapping[str, Any] | None = None
 
     def write(self) -> Iterator[tuple[str, bytes]]:
-        """The files with their content, none twice.
-
-        Raises:
-            CheckpointError: a file is not what it was.
-        """
+        """The files with their content, none twice."""
         for path in sorted(self.folder.iterdir()):
             name = path.name
             if not path.is_file() or not is_tokenizer_file(name) or not self._keeps(name):

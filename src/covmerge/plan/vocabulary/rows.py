@@ -285,12 +285,6 @@ class Retokenized(View):
     A row that it lacks is read of the sources that have it, and cast to its dtype; where it is the mean
     of several, or of all rows (padding), it is computed in float64 and rounded once. Rows are gathered
     from the files as they are asked for: no embedding is held.
-
-    Args:
-        key: of the source.
-        sources: all of them that have embeddings of their own.
-        tables: of each.
-        vocabulary: the rows.
     """
 
     def __init__(

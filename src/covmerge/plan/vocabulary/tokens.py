@@ -35,9 +35,6 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
     """Refuse an added_tokens.json that gives a token no number, or two tokens one.
 
     transformers would fail somewhere else, or give another number without a word.
-
-    Raises:
-        InputError: it does.
     """
     tokens: dict[int, str] = {}
     for token, number in content.items():
@@ -61,11 +58,7 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_listed(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer_config.json whose list of tokens is none, or has one under what is no number.
-
-    Raises:
-        InputError: it does.
-    """
+    """Refuse a tokenizer_config.json whose list of tokens is none, or has one under what is no number."""
     decoder: Any = config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
         raise InputError(
@@ -83,14 +76,6 @@ def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
     """Refuse numbers of added tokens that are not the files': those tell which rows were trained as which.
 
     transformers gives added tokens the next free numbers, where its older releases went by the files.
-
-    Args:
-        folder: of the tokenizer.
-        files: of it, checked.
-        ids: the number of every token, as transformers reads it.
-
-    Raises:
-        InputError: there is such a token.
     """
     known: Mapping[str, int] | None = None
     for name, token, number in _stated(folder, files):
@@ -224,11 +209,7 @@ class Tokenizer:
         return end
 
     def extended(self, more: Sequence[Added]) -> tuple[dict[str, int], bytes]:
-        """Return the numbers of its tokens and of more, and the tokenizer.json that has them all.
-
-        Raises:
-            InputError: a token cannot be added.
-        """
+        """Return the numbers of its tokens and of more, and the tokenizer.json that has them all."""
         tokenizer, transformers = _loaded(self.folder, self.files)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -388,11 +369,7 @@ def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder, of bytes that were bounded and checked.
-
-    Raises:
-        InputError: there is none, or it cannot be loaded.
-    """
+    """Return transformers' tokenizer of a folder, of bytes that were bounded and checked."""
     return _loaded(folder, read_files(folder))[0]
 
 

@@ -24,9 +24,6 @@ def named_device(name: str) -> torch.device:
     """Return the device that a name means, which another machine may have.
 
     `auto` is a GPU of CUDA's where this machine has one.
-
-    Raises:
-        InputError: it means none.
     """
     if name == AUTO_DEVICE:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,11 +39,7 @@ def named_device(name: str) -> torch.device:
 
 
 def usable_device(name: str) -> torch.device:
-    """Return a device that can hold a tensor here.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Return a device that can hold a tensor here."""
     device = named_device(name)
     try:
         torch.empty(0, device=device)
@@ -63,9 +56,6 @@ def own_device(name: str, place: int, count: int | None = None) -> torch.device:
         place: of the process among those of its machine, from 0.
         count: of the GPUs that it sees, which CUDA_VISIBLE_DEVICES may have left it; None: as CUDA says.
 
-    Raises:
-        InputError: it means no device.
-
     Example:
         >>> [str(own_device("cuda", place, 2)) for place in range(3)]
         ['cuda:0', 'cuda:1', 'cuda:0']
@@ -77,12 +67,7 @@ def own_device(name: str, place: int, count: int | None = None) -> torch.device:
 
 
 def gpus_of(name: str, count: int | None = None) -> int:
-    """Return among how many GPUs of this machine a name leaves a choice; 0: among none.
-
-    Args:
-        name: of a device.
-        count: see `own_device`.
-    """
+    """Return among how many GPUs of this machine a name leaves a choice; 0: among none."""
     device = named_device(name)
     if device.type != "cuda" or is_one(device):
         return 0
@@ -156,9 +141,6 @@ def check_room(
 
     Returns:
         Bytes that are left beside the largest of it; None: the device has no memory of its own.
-
-    Raises:
-        ResourceError: something takes more than a process may.
     """
     free = _free_on(device) if free is None else free
     if free is None:
@@ -184,11 +166,7 @@ def check_room(
 
 @contextmanager
 def naming_where_full(item: WorkItem, device: torch.device) -> Generator[None]:
-    """Name the tensor over which a device ran full, whatever its plan had said.
-
-    Raises:
-        ResourceError: it did.
-    """
+    """Name the tensor over which a device ran full, whatever its plan had said."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

@@ -164,15 +164,7 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
 def diagnostics_in(
     plan: Plan, entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[TensorDiagnostics, ...]:
-    """Return the methods' diagnostics in a merge, each as its own type.
-
-    Args:
-        plan: of the merge.
-        entries: of its tensors, as in covmerge.json; an older one may lack some.
-
-    Raises:
-        InputError: an entry is not what its method writes.
-    """
+    """Return the methods' diagnostics in a merge, each as its own type."""
     found: list[TensorDiagnostics] = []
     for tensor in plan.tensors:
         merge, entry = tensor.merge, entries.get(tensor.name, {})

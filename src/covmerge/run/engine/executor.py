@@ -88,25 +88,13 @@ class Executor(Protocol):
         ...
 
     def hashing(self, contents: Contents) -> Hashing:
-        """Return what hashes the sources beside the work, wherever that is done best.
-
-        Args:
-            contents: of all sources.
-        """
+        """Return what hashes the sources beside the work, wherever that is done best."""
         return InStep(contents)
 
     def read_files(
         self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """Read the files of the finished output once more, wherever that is done best.
-
-        Args:
-            sizes: bytes of each, by name.
-            file_check: what is done with each.
-            base: of the merge.
-
-        Returns:
-            What was found, by name.
 
         Raises:
             CovmergeError: as `file_check` raises.
@@ -205,9 +193,6 @@ def largest_first(
 
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divide items among some, the largest first and each to the one that has least so far.
-
-    Returns:
-        The places of each one's items, the largest first.
 
     Example:
         >>> shares([1, 5, 2, 4], 2)

@@ -36,11 +36,7 @@ class Hashing(Protocol):
         ...
 
     def result(self) -> Hashes:
-        """Wait for the hashes.
-
-        Raises:
-            CovmergeError: a source changed, or cannot be read.
-        """
+        """Wait for the hashes."""
         ...
 
 
@@ -121,15 +117,7 @@ def to_share(contents: Contents) -> list[tuple[str, Content]]:
 
 
 def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
-    """Return the hashes of all sources in their order; what was not found costs nothing, and is taken here.
-
-    Args:
-        contents: of all sources.
-        found: hashes by key of the source and name.
-
-    Raises:
-        CovmergeError: a source changed, or cannot be read.
-    """
+    """Return the hashes of all sources in their order; what nobody found yet is hashed here."""
 
     def taken(key: str, content: Content) -> str:
         known = found.get((key, content.name))
@@ -173,12 +161,7 @@ ReadFiles = Callable[[Mapping[str, int], FileCheck, Checkpoint], Mapping[str, Js
 
 
 def files_at_once(count: int, processes: int = 1) -> int:
-    """Return how many files a process reads at once.
-
-    Args:
-        count: of files.
-        processes: that share its machine.
-    """
+    """Return how many files a process reads at once."""
     return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 

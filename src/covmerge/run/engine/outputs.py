@@ -113,11 +113,7 @@ class Room:
     folder: Path
 
     def check(self) -> None:
-        """Refuse an output that does not fit.
-
-        Raises:
-            ResourceError: with the bytes needed and free.
-        """
+        """Refuse an output that does not fit."""
         if self.needed > self.free:
             raise ResourceError(
                 f"no room for the output: {format_size(self.needed)} needed, "

@@ -110,11 +110,7 @@ def run(
 def run_part(
     plan: Plan, output: Output, sources: Sources, context: Context, *, executor: Executor
 ) -> None:
-    """Do a part of what another process runs, keeps the journal of, and ends.
-
-    Raises:
-        CovmergeError: as `run`.
-    """
+    """Do a part of what another process runs, keeps the journal of, and ends."""
     task = _with_thresholds([(plan, output)], Task(sources, context), executor, _untold)
     with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
         for _ in finished:

@@ -58,12 +58,7 @@ class _Buffer:
 
 
 class Transfer:
-    """Sends inputs to a device. One thread sends, and another computes on the device's current stream.
-
-    Args:
-        device: where they are sent.
-        size: bytes of a buffer.
-    """
+    """Sends inputs to a device. One thread sends, and another computes on the device's current stream."""
 
     def __init__(self, device: torch.device, size: int = _BYTES) -> None:
         self._device = device

@@ -225,12 +225,6 @@ def work(
 ) -> Iterator[Result]:
     """Do the work of each item, one for each plan, on the same rows; one result after another.
 
-    Args:
-        items: of one range of rows.
-        inputs: these rows of their operands.
-        context: what the work needs to know beside.
-        selections: what counting adds to.
-
     Raises:
         TensorError: NaN or Inf in the inputs, or in a result.
         ResourceError: the device ran full.
@@ -397,15 +391,6 @@ def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
 
     It computes with the number of threads that the executor of threads gives it, so that the bytes are
     the same.
-
-    Args:
-        index: of the batch.
-        batch: its items.
-        task: what they need.
-        threads: of an item that takes all cores.
-
-    Raises:
-        CovmergeError: as the stages raise.
     """
     use_threads(cores_of(batch, task, threads))
     start = time.perf_counter()

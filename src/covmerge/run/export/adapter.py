@@ -35,13 +35,7 @@ _MORE_THAN_TEXT = ("vision_config", "audio_config", "auto_map")
 
 
 def library_of(output: Store, config: Mapping[str, Any], *, adapter: bool) -> str | None:
-    """Return what the Hub calls the library of an output, where it is certain.
-
-    Args:
-        output: the output.
-        config: config.json of the base; empty if it has none.
-        adapter: whether the output is an adapter.
-    """
+    """Return what the Hub calls the library of an output, where it is certain."""
     if adapter:
         return DIFFUSERS if output.is_file(LORA_NAME) else PEFT
     if output.is_file(MODULES):
@@ -91,14 +85,7 @@ def pipeline_of(config: Mapping[str, Any]) -> str | None:
 def how_to_load(
     output: Store, library: str | None, config: Mapping[str, Any], base: HubModel | None
 ) -> Iterator[str]:
-    """The lines of a program that loads an output.
-
-    Args:
-        output: the output.
-        library: what `library_of` returns for it.
-        config: config.json of the base; empty if it has none.
-        base: the base, if it is known on the Hub.
-    """
+    """The lines of a program that loads an output."""
     loader = architecture(config) or "AutoModel"
     if library == PEFT:
         source = '"BASE"'
@@ -165,9 +152,6 @@ def write_adapter_config(
         parameters: names of all tensors of the model.
         parents: configurations of the adapters that were merged.
         base: what the adapter is loaded over.
-
-    Raises:
-        ResourceError: the disk is full.
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
     largest = max(ranks.values())  # which servers hold against their limit

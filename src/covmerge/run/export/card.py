@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from covmerge.base.text import some
+from covmerge.base.text import as_written, some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import CARD_NAME
@@ -40,18 +40,7 @@ def write_card(
     config: Mapping[str, Any] | None,
     manifest: Mapping[str, Json],
 ) -> str:
-    """Write README.md into a finished output and return its name: of one merge always the same.
-
-    Args:
-        store: the output.
-        plan: of the merge.
-        parents: who was merged.
-        config: config.json of the base, if it has one.
-        manifest: what covmerge.json says.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write README.md into a finished output and return its name: of one merge always the same."""
     card = _Card(store, plan, parents, config or {}, manifest)
     content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
     WritableFile(store, CARD_NAME).put(content)
@@ -291,12 +280,8 @@ def _weight(weight: float | Mapping[str, Any]) -> str:
     return inline(json.dumps(weight)) if isinstance(weight, Mapping) else f"{weight:g}"
 
 
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _listed(parameters: Mapping[str, object]) -> str:
-    return ", ".join(f"`{k}` {inline(_value(v))}" for k, v in parameters.items())
+    return ", ".join(f"`{k}` {inline(as_written(v))}" for k, v in parameters.items())
 
 
 def _citation(name: str, paper: Reference) -> str:

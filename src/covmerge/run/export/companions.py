@@ -32,12 +32,7 @@ _ASIDE = ("transformers_version", "_from_model_config")
 
 
 def notes_on_generation(base: Path | None, experts: Mapping[str, Path | None]) -> Iterator[str]:
-    """Say of each expert in what its generation settings differ from the base's, which the output has.
-
-    Args:
-        base: its folder, if it has one.
-        experts: by name, the same.
-    """
+    """Say of each expert in what its generation settings differ from the base's, which the output has."""
     if base is None:
         return
     try:

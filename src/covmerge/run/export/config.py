@@ -54,10 +54,6 @@ class ConfigChanges:
         The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
         config that states none stays as it is: transformers then goes by the weights.
 
-        Args:
-            content: of the file.
-            origin: its path, for errors.
-
         Raises:
             CheckpointError: `content` is not a JSON object.
         """
@@ -88,16 +84,7 @@ NO_CHANGES = ConfigChanges()
 
 
 def write_config(store: WritableStore, config: Mapping[str, Any], changes: ConfigChanges) -> None:
-    """Write the config of a base that has no file of it.
-
-    Args:
-        store: of the output.
-        config: the base's.
-        changes: in what the output's differs.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write the config of a base that has no file of it."""
     text = json.dumps(config, indent=2) + "\n"
     content = changes.made_to(text.encode(), store.where(CONFIG))
     WritableFile(store, CONFIG).put(content)

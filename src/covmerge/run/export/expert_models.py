@@ -33,11 +33,7 @@ BASE_PROBE = "base_probe"  # in covmerge.json: what tells the base from others o
 
 
 def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
-    """Write masks/rescalers.json, each expert's factor and the hash of its masks; return its path.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write masks/rescalers.json, each expert's factor and the hash of its masks; return its path."""
     masks = store.inside(MASKS_FOLDER)
     records: dict[str, Json] = {
         expert: {"rescaler": factor, "sha256": sha256_of(StoredFile(masks, _masks_of(expert)))}

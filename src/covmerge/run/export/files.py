@@ -21,11 +21,7 @@ from covmerge.run.engine.outputs import FileOutput
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:
-    """Lay out every part of an output.
-
-    Raises:
-        TensorError: a dtype that safetensors cannot hold.
-    """
+    """Lay out every part of an output."""
     output, modules = plan.recipe.output, plan.modules
     layouts: dict[str, Layout] = {}
     for part, headers in plan.parts.items():
@@ -60,11 +56,6 @@ def open_output(
 ) -> FileOutput:
     """Reserve the space of all files; those of an earlier run are kept.
 
-    Args:
-        store: where they lie.
-        layouts: by part.
-        made: another process has done that.
-
     Raises:
         ResourceError: the disk is full.
         CheckpointError: files that were made are not there, or others.
@@ -82,15 +73,7 @@ def folder_of(part: str) -> str:
 
 
 def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
-    """Write the index of each part in several files as transformers does; return their paths.
-
-    Args:
-        layouts: by part.
-        store: of the output.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write the index of each part in several files as transformers does; return their paths."""
     found: list[str] = []
     for part, layout in layouts.items():
         folder = folder_of(part)
@@ -116,11 +99,6 @@ def _write_index(layout: Layout, store: WritableStore) -> str | None:
 
 
 def write_manifest(store: WritableStore, manifest: Mapping[str, Json]) -> None:
-    """Write covmerge.json, whole or not at all; keys keep their order.
-
-    Raises:
-        InputError: the manifest holds a number that is not finite, or what JSON cannot hold.
-        ResourceError: the disk is full.
-    """
+    """Write covmerge.json, whole or not at all; keys keep their order."""
     content = dumps(manifest, what="manifest", indent=1).encode() + b"\n"
     WritableFile(store, MANIFEST_NAME).put(content)

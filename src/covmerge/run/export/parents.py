@@ -56,10 +56,6 @@ class Licence:
 def read_licence(card: Path, model: HubModel | None) -> Licence | None:
     """Return the licence that a model card names, or None.
 
-    Args:
-        card: README.md of a model.
-        model: which model it is, for a link to a file of it.
-
     Raises:
         CheckpointError: the card cannot be read.
     """
@@ -89,11 +85,7 @@ def shared_licence(licences: Mapping[str, Licence | None]) -> Licence | None:
 
 
 def licence_notes(licences: Mapping[str, Licence | None]) -> Iterator[str]:
-    """Say which parent has which licence, if they do not agree, and where one binds the others.
-
-    Args:
-        licences: by parent; None where nothing is known.
-    """
+    """Say which parent has which licence, if they do not agree, and where one binds the others."""
     holders: dict[str, list[str]] = {}
     for parent, licence in licences.items():
         holders.setdefault("unknown" if licence is None else str(licence), []).append(parent)

@@ -53,11 +53,7 @@ from covmerge.run.sources import OpenCheckpoints
 
 @contextmanager
 def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
-    """Open an output, and close it at the end.
-
-    Raises:
-        InputError: it cannot be opened.
-    """
+    """Open an output, and close it at the end."""
     output = open_plain(folder)
     if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
         output = output.named_as(base.headers)
@@ -78,10 +74,7 @@ class InspectJob:
     """A recipe to inspect, and the options of one run.
 
     Attributes:
-        recipe: base, experts, what is left to the base; its method is not run.
-        spectra: of which matrices singular values are taken, which is most of the work: of all, of
-            some, evenly from the first to the last, where all would be long, or of none.
-        options: how it is done.
+        spectra: as `covmerge.inspect` has it.
         spectral_flops: of "some" spectra, about; None: what takes a minute or so.
         quadratics: whether it is measured what any weighted sum of the updates would keep of each expert.
     """
@@ -104,9 +97,6 @@ class InspectJob:
             checkpoints: base and experts.
             merged: a merged model.
             before: a merge to do again, to show its spectra beside those of the merged model.
-
-        Raises:
-            ResourceError: a matrix of all experts does not fit the memory.
         """
         options = self.options
         base = Model.of(checkpoints.base)

@@ -165,14 +165,7 @@ def findings_of(
     *,
     half: bool,
 ) -> Iterator[Finding]:
-    """Say what the sums and spectra of the layers give away.
-
-    Args:
-        layers: of all experts.
-        experts: their names.
-        adapters: those that are stored as adapters.
-        half: whether the base, and so the merged model, is stored in half precision.
-    """
+    """Say what the sums and spectra of the layers give away."""
     matrices = [layer for layer in layers if layer.is_matrix]
     for expert in experts:
         if expert not in adapters:

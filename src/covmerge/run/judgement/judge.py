@@ -347,11 +347,6 @@ def owned_by(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, str]:
 def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints) -> Fit:
     """Judge the experts by what a run measured.
 
-    Args:
-        plan: what was carried out.
-        done: the statistics of its items.
-        checkpoints: base and experts.
-
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """

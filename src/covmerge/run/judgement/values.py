@@ -35,13 +35,7 @@ _LEAST = 0.5  # share of the numbers that must be there: not lost with integers,
 def changed_integers(
     plan: Plan, done: Sequence[Mapping[str, Json]], whose: str
 ) -> Iterator[Finding]:
-    """Say which experts have other values than the output in tensors that are not merged.
-
-    Args:
-        plan: what was carried out.
-        done: the statistics of its items.
-        whose: what the output's values are, as text.
-    """
+    """Say which experts have other values than the output in tensors that are not merged."""
     found = _differing(plan, done)
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}

@@ -47,9 +47,6 @@ def read_columns(path: Path, choices: Collection[tuple[str, ...]]) -> dict[str, 
     Args:
         path: `.csv`, or `.jsonl` with one object a line.
         choices: sets of columns; the first one that the file has is read.
-
-    Raises:
-        InputError: there is no such file, no row, or none of these sets of columns.
     """
     try:
         text = read_regular(path, _MOST_BYTES).decode()

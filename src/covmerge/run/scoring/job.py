@@ -30,13 +30,7 @@ from covmerge.run.scoring.values import Scores, score_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of scoring a model.
-
-    Attributes:
-        scores: by task; None where it failed.
-        failed: why.
-        seconds: that it took.
-    """
+    """What came of scoring a model."""
 
     scores: Scores | None
     failed: str | None
@@ -44,11 +38,7 @@ class Outcome:
 
 
 def check_scorers(scorer: Scorer, scorers: int) -> None:
-    """Refuse a number of models that cannot be scored at once.
-
-    Raises:
-        InputError: it is below one, or above one of a scorer that is no command.
-    """
+    """Refuse a number of models that cannot be scored at once."""
     if scorers < 1:
         raise InputError(f"{Hint('scorers', scorers)}: give 1 or more")
     if scorers > 1 and not isinstance(scorer, Command):
@@ -159,22 +149,14 @@ def _digest(content: object) -> str:
 
 
 class SavedScores:
-    """Scores by what they depend on: the model's hash and the scorer's key.
-
-    Args:
-        entries: of the file.
-    """
+    """Scores by what they depend on: the model's hash and the scorer's key."""
 
     def __init__(self, entries: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._entries = dict(entries or {})
 
     @classmethod
     def read(cls, path: Path) -> SavedScores:
-        """Read a file of scores; none where there is no file.
-
-        Raises:
-            InputError: it is none of covmerge.
-        """
+        """Read a file of scores; none where there is no file."""
         if not path.is_file():
             return cls()
         try:

@@ -56,6 +56,7 @@ class Command:
     def __init__(self, text: str, known: Collection[str] = ()) -> None:
         self.name = text
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         try:
             self._words = shlex.split(text)
         except ValueError as error:
@@ -127,6 +128,8 @@ class Command:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env
         ) as process:
             self._running.add(process)
+            if self._stopped:
+                process.kill()
             try:
                 return process.wait()
             except BaseException:
@@ -136,7 +139,8 @@ class Command:
                 self._running.discard(process)
 
     def stop(self) -> None:
-        """End what runs in other threads."""
+        """End what runs in other threads, and what one of them is just starting."""
+        self._stopped = True
         for process in list(self._running):
             process.kill()
 
@@ -183,18 +187,11 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> None:
-        """Refuse, before anything is merged, what cannot be run.
-
-        Raises:
-            InputError: a program, a package or a file is missing.
-        """
+        """Refuse, before anything is merged, what cannot be run."""
         ...
 
     def score(self, model: Path) -> Scores:
         """Score a model.
-
-        Args:
-            model: its folder.
 
         Raises:
             CovmergeError: it failed; the message says how.
@@ -233,11 +230,7 @@ NAMED: Mapping[str, Named] = {
 
 
 def scorer_of(given: AnyScorer) -> Scorer:
-    """Return the scorer that a caller named.
-
-    Raises:
-        InputError: no such name, or a command without `{model}`.
-    """
+    """Return the scorer that a caller named."""
     if isinstance(given, str):
         name, colon, arguments = given.partition(":")
         if colon and name in NAMED:

@@ -43,13 +43,7 @@ class Scored:
 
 @dataclass(frozen=True, repr=False)
 class ScoreTable(Tabular):
-    """What a scorer found.
-
-    Attributes:
-        scorer: its name.
-        rows: one for each model that was scored.
-        failed: by model, why it was not.
-    """
+    """What a scorer found."""
 
     scorer: str
     rows: tuple[Scored, ...]

@@ -87,11 +87,7 @@ def printed_scores(text: str, source: str) -> dict[str, Score]:
 
 
 def score_of(stored: Json) -> Score:
-    """Read `Score.as_json`.
-
-    Raises:
-        InputError: it is nothing of that kind.
-    """
+    """Read `Score.as_json`."""
     return Score(nan) if stored is None else _score(stored, ONE_TASK, "scores.json")
 
 
@@ -166,9 +162,6 @@ class Resamples:
 
     The statistic is the mean over tasks of the mean over examples and training seeds. Examples are
     drawn, seeds are not: an interval says how far the result depends on the examples.
-
-    Args:
-        sizes: test examples of each task.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:

@@ -38,22 +38,7 @@ _WORK = ".trials"
 
 @dataclass(frozen=True)
 class SearchJob:
-    """A recipe with marks, what scores its merges, and how it is searched.
-
-    Attributes:
-        template: the recipe.
-        scorer: scores each model.
-        out: folder of the record, the table, the best recipe and its model.
-        count: trials in all.
-        objectives: tasks that are searched together; none: the mean over all tasks.
-        sampler: what chooses; see `SAMPLERS`.
-        seed: of what it draws.
-        together: how many are merged in one reading.
-        scorers: how many of these are scored at once.
-        all_examples: the search sees all of them, and nothing is held out.
-        progress: receives how far it is.
-        options: how it is done; `resume` goes on with the search in `out`.
-    """
+    """A recipe with marks, what scores its merges, and how it is searched: as `covmerge.search` has it."""
 
     template: Template
     scorer: Scorer
@@ -69,12 +54,6 @@ class SearchJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
-        """Search.
-
-        Raises:
-            InputError: anything wrong with the inputs.
-            CheckFailed: the merge without a search cannot be scored, or no trial can.
-        """
         self._check()
         first = self.template.recipe({mark.name: mark.ends[0] for mark in self.template.marks})
         with open_recipe(first) as checkpoints, self._alone() as work:

@@ -62,14 +62,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Asked:
-    """A choice of values that is to be tried.
-
-    Attributes:
-        number: of the trial.
-        chosen: by the name of each mark.
-        together: how many were asked for at once.
-        handle: Optuna's.
-    """
+    """A choice of values that is to be tried."""
 
     number: int
     chosen: Mapping[str, Value]
@@ -79,13 +72,6 @@ class Asked:
 
 class Trials:
     """The trials of a search, and what is tried next.
-
-    Args:
-        folder: of the record.
-        template: what is searched.
-        objectives: how many.
-        sampler: what chooses.
-        seed: of what is drawn.
 
     Raises:
         InputError: Optuna is not installed, or the record is none.

@@ -28,13 +28,7 @@ Found = Mapping[str, FileHashes | str]
 
 
 def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashes | str:
-    """Read a file of an output once, and return its hashes, or what is wrong with it.
-
-    Args:
-        store: the output.
-        name: path of the file in it.
-        inspect: is given its tensors as they are read.
-    """
+    """Read a file of an output once, and return its hashes, or what is wrong with it."""
     try:
         return hash_file(store, name, inspect)
     except FileNotFoundError:

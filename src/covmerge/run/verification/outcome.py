@@ -48,12 +48,7 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class Verification(Tabular):
-    """Outcome of all checks on one output.
-
-    Attributes:
-        folder: where it is, or another store.
-        checks: in the order in which they were made.
-    """
+    """Outcome of all checks on one output."""
 
     folder: Path | Store
     checks: tuple[Check, ...]

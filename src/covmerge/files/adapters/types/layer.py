@@ -106,33 +106,21 @@ class Layer:
         return self.config is not None and kind.is_older(self.config.fields)
 
     def integer(self, name: str, default: int, least: int = 0) -> int:
-        """Return a field that is a whole number.
-
-        Raises:
-            CheckpointError: it is not, or is smaller than `least`.
-        """
+        """Return a field that is a whole number."""
         value: object = self.option(name, default)
         if type(value) is not int or value < least:
             self._refuse_option(name, f"which is a whole number of at least {least}")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a field that is a finite number.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Return a field that is a finite number."""
         value: object = self.option(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
             self._refuse_option(name, "which is a finite number")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a field that is true or false.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Return a field that is true or false."""
         value: object = self.option(name, default)
         if not isinstance(value, bool):
             self._refuse_option(name, "which is true or false")
@@ -255,11 +243,7 @@ class AdapterType:
 
 
 def check_shapes(kind: AdapterType, layer: Layer) -> None:
-    """Check that a layer has the tensors that its type asks for, before any of them is read.
-
-    Raises:
-        CheckpointError: one is missing, is not wanted, or is of another shape.
-    """
+    """Check that a layer has the tensors that its type asks for, before any of them is read."""
     expected = kind.shapes(layer)
     for part in expected:  # first: ranks, and so the shapes, are those of other parts
         if part not in layer:
@@ -305,11 +289,7 @@ def alpha_of(layer: Layer) -> dict[str, Shape]:
 
 
 def check_places(layer: Layer, places: Tensor, count: int) -> None:
-    """Check that places are those of so many numbers.
-
-    Raises:
-        CheckpointError: one is outside.
-    """
+    """Check that places are those of so many numbers."""
     if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < count:
         layer.refuse(
             f"is {list(layer.shape)} in the base, and its places go from {int(places.min())} to "

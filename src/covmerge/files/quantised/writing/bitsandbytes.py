@@ -126,13 +126,7 @@ class ToFourBit:
 def of_four_bit(
     packed: FourBit, headers: Mapping[str, TensorHeader], values: Mapping[str, Tensor]
 ) -> Packing:
-    """Return how a matrix is packed as one is that a checkpoint has.
-
-    Args:
-        packed: what reads it.
-        headers: of what is stored.
-        values: the stored tensors that say what numbers stand for.
-    """
+    """Return how a matrix is packed as one is that a checkpoint has."""
     weight, absmax, known, *beside, state_name = packed.stored
     kind = state_name.rpartition("__")[2]
     state: dict[str, object] = {

@@ -49,12 +49,7 @@ class GgufHead:
 
 
 def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
-    """Lay tensors out in one file, each aligned, in the order of the head.
-
-    Args:
-        head: of the file.
-        headers: of what is stored of them, blocks as their bytes.
-    """
+    """Lay tensors out in one file, each aligned, in the order of the head."""
     package: Any = importlib.import_module("gguf")
     stored = {header.name: header for header in headers}
     fixed = {name: header for name, (header, _) in head.fixed.items()}
@@ -164,13 +159,7 @@ class ToBlocks:
 
 
 def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None:
-    """Return how a tensor is packed in a type of GGUF, as it lies in a file; None: rows do not allow it.
-
-    Args:
-        packed: what reads it of a file.
-        kind: the type that it is to have, of `WRITTEN`.
-        shape: of what the file stores, in bytes where it is in blocks.
-    """
+    """Return how a tensor is packed in a type of GGUF, as it lies in a file; None: rows do not allow it."""
     assert isinstance(packed, Blocks | PlainTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])

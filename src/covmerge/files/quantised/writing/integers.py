@@ -79,13 +79,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ToWords:
-    """Words along the rows, beside the sizes of the matrix.
-
-    Attributes:
-        rounding: how weights are rounded.
-        shape: of the matrix.
-        sizes: the dtype of its sizes.
-    """
+    """Words along the rows, beside the sizes of the matrix."""
 
     rounding: Rounding
     shape: tuple[int, ...]

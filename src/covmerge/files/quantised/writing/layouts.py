@@ -291,10 +291,6 @@ _OTHER_NAME = "ignored_layers"  # of modules_to_not_convert, which is not looked
 def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a format with modules that are plain beside those that it names.
 
-    Args:
-        settings: a `quantization_config`.
-        modules: names of modules.
-
     Example:
         >>> with_plain({"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, ["a", "lm_head"])
         {'quant_method': 'fp8', 'modules_to_not_convert': ['lm_head', 'a']}

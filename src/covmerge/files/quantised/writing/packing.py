@@ -105,12 +105,7 @@ class Packing:
         )
 
     def unpacked(self, parts: Sequence[Tensor], rows: range) -> Iterator[tuple[range, Tensor]]:
-        """Yield what a reader makes of packed rows, a few at a time.
-
-        Args:
-            parts: of these rows.
-            rows: where they lie.
-        """
+        """Yield what a reader makes of packed rows, a few at a time."""
         held = {
             part.header.name: (
                 tensor,

@@ -161,13 +161,7 @@ class ToScaled:
 def of_scaled(
     packed: Scaled, headers: Mapping[str, TensorHeader], *, powers: bool = False
 ) -> Packing:
-    """Return how a layer is packed as one is that a checkpoint has.
-
-    Args:
-        packed: what reads it.
-        headers: of what is stored.
-        powers: whether its scales are powers of two, whatever their dtype.
-    """
+    """Return how a layer is packed as one is that a checkpoint has."""
     weight, scale, *zeros = (headers[name] for name in packed.stored)
     rows, _ = packed.header.shape
     high, _ = packed.block

@@ -71,13 +71,7 @@ def style() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A figure whose panels lie in rows that begin with labels.
-
-    Attributes:
-        figure: the whole.
-        axes: of each panel.
-        first: whether a panel is the first of its row.
-    """
+    """A figure whose panels lie in rows that begin with labels."""
 
     figure: Any
     axes: Sequence[Any]

@@ -46,6 +46,7 @@ from covmerge.run.inspection.result import LayerView
 from covmerge.run.judgement.layers import kind_of
 
 with needed_for_reports():
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 _SIDE = 1.9  # inches of a panel
@@ -134,10 +135,6 @@ def _label(layer: LayerView) -> str:
 
 
 # What each two experts have in common: triangles, expert by expert.
-
-with needed_for_reports():
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
 _Pairs = Mapping[tuple[str, str], float]
 _WRITTEN = 12  # experts up to which cells have room for their numbers

@@ -27,16 +27,14 @@ from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
 from covmerge.plan.recipe.strict_yaml import Origin
 
 _COMPILING_KEYS = (
-    *(
-        "merge_method",
-        "base_model",
-        "models",
-        "slices",
-        "modules",
-        "parameters",
-        "dtype",
-        "out_dtype",
-    ),
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "modules",
+    "parameters",
+    "dtype",
+    "out_dtype",
     *KEYS,
 )
 
@@ -45,12 +43,6 @@ def compile_mergekit(
     data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
 ) -> dict[str, Any]:
     """Return the recipe of covmerge's that does what a recipe of mergekit's says.
-
-    Args:
-        data: mergekit's recipe.
-        origin: where it came from, for messages.
-        log: how strictly it is read; notes and warnings are added to it.
-        places: where models are looked for, beside the working directory.
 
     Raises:
         RecipeError: what cannot be read, is unknown, or is refused, with the next step.
@@ -166,13 +158,7 @@ def _dtypes(part: Part) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Document:
-    """One of the recipes.
-
-    Attributes:
-        data: as in the file.
-        origin: where that is.
-        log: how strictly it is read.
-    """
+    """One of the recipes."""
 
     data: Any
     origin: Origin

@@ -38,9 +38,6 @@ def compile_genome(
     """Return the recipe of mergekit that each of its trials is, with the genotype's numbers marked.
 
     Their numbers are anything, of which they take |x|; here a weight is between 0 and 1, or -1 and 1.
-
-    Raises:
-        RecipeError: what cannot be read, is unknown, or has no answer here.
     """
     whole = Part(data, (), origin, log)
     whole.check_keys((GENOME, *_SCORING))

@@ -26,11 +26,7 @@ class Parameter:
     default: Any
 
     def read(self, value: object) -> Any:
-        """Return one value of it.
-
-        Raises:
-            ValueError: it is not what the parameter takes, with what that is.
-        """
+        """Return one value of it."""
         if isinstance(self.default, bool):
             return as_switch(value)
         return as_whole(value) if isinstance(self.default, int) else as_number(value)
@@ -144,11 +140,7 @@ METHODS: Mapping[str, TheirMethod] = {
 
 
 def named(part: Part) -> TheirMethod:
-    """Return the method that a recipe names: mergekit's, or one of covmerge's with its own parameters.
-
-    Raises:
-        RecipeError: there is no such method; the message has the nearest name.
-    """
+    """Return the method that a recipe names: mergekit's, or one of covmerge's with its own parameters."""
     name = part.data.get("merge_method")
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]

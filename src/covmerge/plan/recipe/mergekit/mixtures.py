@@ -58,9 +58,6 @@ def compile_moe(
     """Return the recipe that makes what mergekit-moe makes of its file.
 
     Attention, norms and embeddings are the base's.
-
-    Raises:
-        RecipeError: an unknown key, or one that covmerge does not do, with the next step.
     """
     part = Part(data, (), origin, log)
     places = places or Places()

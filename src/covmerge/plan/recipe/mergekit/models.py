@@ -73,10 +73,6 @@ def _reference(part: Part, key: str) -> Reference:
 def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dict[Reference, str]:
     """Return a name for each model: the last part of its path, with a number where that is taken.
 
-    Args:
-        references: the models.
-        others: names that are taken.
-
     Example:
         >>> list(names_of([Reference("a/x@v1"), Reference("b/x"), Reference("m", "./lora")]).values())
         ['x', 'x-2', 'lora']
@@ -167,12 +163,7 @@ RESERVED = (AUTO, BASE, UNION, ZERO, *TEMPLATES)
 
 @dataclass(frozen=True)
 class Named:
-    """What our recipe calls the models of theirs.
-
-    Attributes:
-        models: those that are merged, with their names.
-        base: the base of ours.
-    """
+    """What our recipe calls the models of theirs."""
 
     models: Mapping[Reference, str]
     base: Reference | None

@@ -177,11 +177,7 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
 
 
 def _one(method: TheirMethod, parameter: Parameter, value: object) -> Any:
-    """Return one value of a parameter, if it is one that our method can have.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return one value of a parameter, if it is one that our method can have."""
     found = parameter.read(value)
     ours = registry.get(method.ours)
     if parameter.ours is not None and ours.has(parameter.ours):  # NuSLERP's are one word here

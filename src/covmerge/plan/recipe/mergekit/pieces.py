@@ -237,11 +237,7 @@ class Theirs:
 
 
 def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
-    """Read models or slices, and check how many there are of what the method needs.
-
-    Raises:
-        RecipeError: neither, both, or not what the method merges.
-    """
+    """Read models or slices, and check how many there are of what the method needs."""
     way = _way(part, "models", "slices", "modules")
     base = _base(part, way)
     pieces = _modules(part, base) if way == "modules" else _pieces(part, base, way)

@@ -43,11 +43,7 @@ def cluster_address(given: str | None, environment: Mapping[str, str] = os.envir
 
 
 def ray_module() -> Any:
-    """Return Ray, which is imported by who uses it alone.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Return Ray, which is imported by who uses it alone."""
     try:
         return import_module("ray")
     except ImportError as error:
@@ -57,11 +53,7 @@ def ray_module() -> Any:
 
 
 def connect(address: str) -> tuple[Any, bool]:
-    """Return Ray, connected to a cluster, and whether it was not before.
-
-    Raises:
-        InputError: it is not installed, or there is no cluster.
-    """
+    """Return Ray, connected to a cluster, and whether it was not before."""
     ray = ray_module()
     if ray.is_initialized():
         return ray, False
@@ -77,11 +69,7 @@ def connect(address: str) -> tuple[Any, bool]:
 
 
 def has_gpus(address: str) -> bool:
-    """Whether Ray takes a node of the cluster to have a GPU.
-
-    Raises:
-        InputError: Ray is not installed, or there is no cluster.
-    """
+    """Whether Ray takes a node of the cluster to have a GPU."""
     ray, joined = connect(address)
     try:
         return any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in ray.nodes())
@@ -138,12 +126,7 @@ class WorkerCache:
         self._setup: Setup | None = None
 
     def sources(self, key: str, reference: Any) -> Sources:
-        """Return the sources, opened.
-
-        Args:
-            key: of the executor that they are of.
-            reference: to how they are opened.
-        """
+        """Return the sources, opened."""
         if self._key != key:
             self._stack.close()
             self._key = ""

@@ -70,10 +70,6 @@ class Pieces(Generic[_Name]):
     ) -> dict[_Name, Any]:
         """Do all pieces, the largest first.
 
-        Args:
-            sizes: bytes of each.
-            is_over: whether nobody waits for them any more.
-
         Raises:
             ResourceError: the nodes that did a piece were lost again and again.
             CancelledError: it is over.
@@ -122,13 +118,6 @@ def read_on_cluster(
 ) -> dict[str, Json]:
     """Let nodes read the files, and return what was found of each; see `Executor.read_files`.
 
-    Args:
-        ray: connected to the cluster.
-        key: of the executor.
-        opening: reference to how its processes open the sources.
-        sizes: bytes of each file.
-        file_check: what is done with a file.
-
     Raises:
         ResourceError: the nodes that read a file were lost again and again.
     """
@@ -150,14 +139,7 @@ _CORES_A_HASH = 4  # the others merge
 
 
 class ClusterHashing:
-    """Hashes that the nodes take beside their items.
-
-    Args:
-        ray: connected to the cluster.
-        key: of the executor.
-        opening: reference to how its processes open the sources.
-        contents: of all sources.
-    """
+    """Hashes that the nodes take beside their items."""
 
     def __init__(self, ray: Any, key: str, opening: Any, contents: Contents) -> None:
         self._pieces = Pieces[tuple[str, str]](ray, _hash, (key, [opening]), _called, _CORES_A_HASH)
@@ -372,14 +354,7 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of a load.
-
-    Attributes:
-        done: its items.
-        counts: what was counted, if that was the work.
-        node: where it was done.
-        ended: when, by the clock of the spans.
-    """
+    """What became of a load."""
 
     done: Sequence[Done]
     counts: bytes | None
@@ -421,9 +396,6 @@ def needs_of(
         threads: of an item that takes all cores.
         nodes: what each node has of every resource.
         max_memory: bytes that the process of a task may take; None: what its node has.
-
-    Raises:
-        ResourceError: no node has as much.
     """
     largest = max((batch for _, batch in load), key=_memory)
     name = largest[0].tensor.name

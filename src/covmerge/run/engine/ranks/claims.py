@@ -25,9 +25,6 @@ class Holding:
 
     Attributes:
         name: `<stage>-<who>-<number>`.
-
-    Raises:
-        InputError: the folder is gone, or cannot be written to.
     """
 
     def __init__(self, folder: Path, stage: int | str, who: str, number: int) -> None:
@@ -110,11 +107,7 @@ def who_has(holding: str) -> str:
 
 
 def settle(path: Path, content: bytes) -> bool:
-    """Make a file that several may want to make, each with another content; False: another has.
-
-    Raises:
-        InputError: the folder is gone, or cannot be written to.
-    """
+    """Make a file that several may want to make, each with another content; False: another has."""
     made = path.with_name(f".{path.name}.{token_hex(4)}")
     with disk_errors(path):
         try:

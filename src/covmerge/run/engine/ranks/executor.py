@@ -43,10 +43,6 @@ class Ranks:
     had that is gone is claimed once more. An item of a merge may be done twice, with the same bytes. Of
     a pass that counts, each rank hands over what it has counted in one file, or is told by an empty
     one that it was taken for gone: every row is counted once.
-
-    Args:
-        inner: does the work of this rank.
-        session: what the ranks have in common.
     """
 
     def __init__(self, inner: Executor, session: Session) -> None:

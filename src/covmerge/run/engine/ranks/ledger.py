@@ -31,9 +31,6 @@ class Ledger:
         who: this rank.
         beat: seconds.
         others: read as often, however long this rank is busy with an item.
-
-    Raises:
-        InputError: the folder is gone, or cannot be written to.
     """
 
     def __init__(self, folder: Path, who: str, beat: float, others: Ledgers) -> None:
@@ -49,11 +46,7 @@ class Ledger:
         start(self._beating)
 
     def append(self, record: Mapping[str, Json]) -> None:
-        """Tell the others of something.
-
-        Raises:
-            InputError: the ledger is gone, as after the end of the merge.
-        """
+        """Tell the others of something."""
         with self._appending:  # hashes are told of by other threads than items
             self._store.append(self._name, sealed(record, "what a rank did"))
 

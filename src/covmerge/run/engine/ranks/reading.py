@@ -203,11 +203,6 @@ def lead_reading(
 def help_reading(session: Session, check_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
     """Wait for the one that leads to have all files written, and read a share of them.
 
-    Args:
-        session: what the ranks have in common.
-        check_of: what is done with a file, by what the rank that leads says of it.
-        base: of the merge.
-
     Raises:
         LeaderGoneError: it is all over.
         CovmergeError: as a rank raises over a file.
@@ -235,10 +230,6 @@ class SharedHashing:
     """Hashes of which each rank takes its share, while all merge; see `Sharing`.
 
     What costs no reading (commits, versions) the one that leads looks at itself, in the end.
-
-    Args:
-        session: what the ranks have in common.
-        contents: of all sources.
     """
 
     def __init__(self, session: Session, contents: Contents) -> None:

@@ -173,13 +173,7 @@ class Session:
 
 
 class Gathering:
-    """Where the ranks of one output meet: the sessions of those that led, one after the other.
-
-    Args:
-        folder: beside the output's work; it need not exist.
-        rank: this one.
-        patience: see `Session`.
-    """
+    """Where the ranks of one output meet: the sessions of those that led, one after the other."""
 
     def __init__(self, folder: Path, rank: Rank, patience: float) -> None:
         self._folder = folder
