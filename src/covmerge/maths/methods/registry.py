@@ -399,7 +399,7 @@ class Method(Declared):
     def factors_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
         """Return the c_t of a method that is linear: what it makes of one 1 among zeros."""
         ones = torch.eye(len(weights), dtype=torch.float64).unbind()
-        return self(LinearGroup(ones, tuple(weights)), **parameters).delta.tolist()
+        return list(map(float, self(LinearGroup(ones, tuple(weights)), **parameters).delta))
 
     def scales_with(self, parameters: Parameters) -> bool:
         """Return whether Δ → sΔ gives s times the merged update with these parameters."""
