@@ -32,6 +32,7 @@ _ASIDE = re.compile(
     r"^mask_(time|feature)_|^ctc_|token_ids?$|^vocab_size$|^tie_|^output_|return_dict$|^use_cache$|"
     r"^(id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params)$|^quantization|"
     r"^unsloth|^max_window_layers$|"  # which `layer_types` is made of
+    r"^max_position_embeddings$|"  # a limit: what rope computes of it says more, and tables have a shape
     r"^(max|min)_length$|_penalty$|suppress_tokens$|^forced_|no_repeat_ngram_size$|^num_(beam|return_seq)|"
     r"^(early_stopping|do_sample|temperature|top_k|top_p|typical_p|bad_words_ids|remove_invalid_values)$"
 )
@@ -70,13 +71,20 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
 
 
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
-    ours, theirs = (dict(_flat(with_defaults(config), _ASIDE)) for config in (base, expert))
+    configs = [with_defaults(config) for config in (base, expert)]
+    known = (
+        configs[0].keys() & configs[1].keys()
+    )  # a key of one alone is none that transformers reads
+    shared = [{key: config[key] for key in config if key in known} for config in configs]
+    ours, theirs = (dict(_flat(config, _ASIDE)) for config in shared)
     keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     if keys:
-        said = [f"{key} {_short(theirs.get(key))} and not {_short(ours.get(key))}" for key in keys]
+        said = [
+            f"{key} {_short(theirs.get(key))} (the output: {_short(ours.get(key))})" for key in keys
+        ]
         text = (
-            f"its {CONFIG} has {some(said, _SHOWN)}, which the output has from the base: its weights were "
-            f"trained to be used so, {_LOOK}"
+            f"its {CONFIG} differs from the base's, which the output has: {some(said, _SHOWN)}. Its "
+            f"weights were trained to be used so: {_LOOK}"
         )
         yield Finding(Severity.WARNING, text, name)
 
