@@ -8,7 +8,6 @@ import tracemalloc
 from collections import OrderedDict
 from contextlib import contextmanager
 from multiprocessing import Pipe
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.tokens import Reader
 from covmerge.run.engine.processes import _serve
 from covmerge.run.engine.threads import Threads
-from covmerge.run.export.companions import copy_companions, notes_on_generation
+from covmerge.run.export.companions import copy_companions
 from covmerge.run.recompute import recompute
 from tests.cli.runs import save_plain
 from tests.mergekit.token_cases import WORDS, save_model
@@ -175,16 +174,6 @@ def test_names_of_a_gguf_file_are_not_looked_for_in_every_module(tmp_path, monke
     assert len(looked) < 10
 
 
-def test_generation_settings_behind_a_link_out_of_the_folder(tmp_path):
-    for name in ("base", "expert"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "secret.json").write_text('{"top_k": 5}')
-    (tmp_path / "base" / "generation_config.json").write_text('{"top_k": 1}')
-    (tmp_path / "expert" / "generation_config.json").symlink_to(tmp_path / "secret.json")
-    (note,) = notes_on_generation(tmp_path / "base", {"a": tmp_path / "expert"})
-    assert note.startswith("generation settings were not compared") and "top_k" not in note
-
-
 def test_a_tokenizer_that_makes_a_library_panic(tmp_path):
     name, words = "llama", WORDS["base"]
     save_model(tmp_path / "base", name, "base", words)
@@ -260,15 +249,6 @@ def test_an_output_whose_merge_was_killed_as_it_cleaned_up_is_finished(tmp_path)
 def test_a_folder_of_the_base_that_is_gone_by_the_time_it_is_copied(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot read the folder .*base: No such file"):
         copy_companions(tmp_path / "base", LocalFolder(tmp_path))
-
-
-def test_generation_settings_that_may_not_be_read(tmp_path, monkeypatch):
-    def denied(self):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "is_file", denied)  # as to anybody but root, whom tests may be
-    (note,) = notes_on_generation(tmp_path, {"a": tmp_path})
-    assert note.startswith("generation settings were not compared") and "Permission denied" in note
 
 
 def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):

@@ -116,7 +116,10 @@ def test_overwrite_starts_an_unfinished_merge_again(makes: Makes) -> None:
 
 
 def test_what_appears_while_the_merge_runs_is_not_deleted(makes: Makes) -> None:
-    with pytest.raises(InputError, match="overwrite=True"), Staging(makes()) as staging:
+    with (
+        pytest.raises(InputError, match="is not known for an output of covmerge"),
+        Staging(makes()) as staging,
+    ):
         Journal.create(staging.journal, "plan")
         put(makes(), "merged")
         (folder := makes().output.folder) and folder.mkdir()

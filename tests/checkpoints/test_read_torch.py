@@ -6,6 +6,7 @@ import re
 import resource
 import warnings
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from contextlib import closing
 from pathlib import Path
@@ -99,13 +100,19 @@ def test_transposed_tensors_parameters_and_shared_memory(tmp_path: Path) -> None
     assert torch.equal(checkpoint.read("part", range(0, 2)), TENSORS["w"][1:3])
 
 
-@pytest.mark.parametrize("key", ["state_dict", "model", "module"])
-def test_a_training_state_is_unwrapped_and_says_so(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", ["state_dict", "model", "module", "model_state_dict", "net"])
+@pytest.mark.parametrize("beside", ["numbers", "arguments"])
+def test_a_training_state_is_unwrapped_and_says_so(tmp_path: Path, key: str, beside: str) -> None:
+    """As PyTorch's tutorial saves it, and as scripts do that save their arguments with it."""
     path = tmp_path / "m.ckpt"
-    torch.save({"epoch": 3, key: TENSORS, "optimizer": {"lr": 0.1}}, path)
+    content = {"epoch": 3, key: OrderedDict(TENSORS), "optimizer": {"lr": 0.1}}
+    if beside == "arguments":
+        content["optimizer"] = Namespace(lr=0.1, layers=[1, 2])
+    torch.save(content, path)
     checkpoint = open_checkpoint(path)
     assert list(checkpoint.headers) == list(TENSORS)
-    (note,) = checkpoint.notes
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in TENSORS.items())
+    note = checkpoint.notes[-1]
     assert f"under '{key}'" in note
     assert "'epoch', 'optimizer'" in note
 
@@ -131,6 +138,10 @@ def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout, saved:
         ({"w": torch.ones(1), "step": 3}, "'step' is a int"),
         ({"state_dict": {"model": {"w": torch.ones(1)}}}, "'state_dict' is a dict"),
         ({"state_dict": {"w": torch.ones(1)}, "model": {"w": torch.ones(1)}}, "state_dict, model"),
+        (
+            {"params": {"w": torch.ones(1)}, "params_ema": {"w": torch.ones(1)}},
+            "params, params_ema",
+        ),
         ({"state_dict": {}, "epoch": 1}, "'state_dict' is a dict"),
         (torch.ones(3), "holds a Tensor"),
         ([torch.ones(3)], "holds a list"),

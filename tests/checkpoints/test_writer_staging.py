@@ -111,14 +111,16 @@ def test_an_empty_folder_may_be_overwritten(out: Path) -> None:
     assert found(out)["weights"] == "first"
 
 
-def test_what_is_not_an_output_is_never_deleted(out: Path) -> None:
+@pytest.mark.parametrize("how", [{"overwrite": True}, {}, {"resume": True}], ids=str)
+def test_what_is_not_an_output_is_never_deleted(how: dict[str, bool], out: Path) -> None:
+    """Nor is anybody told to overwrite it, which would be refused."""
     out.mkdir(parents=True)
     (out / "thesis.tex").write_text("precious")
     with pytest.raises(InputError, match=f"{out} is not known for an output of covmerge"):
-        make(out, "x", overwrite=True)
+        make(out, "x", **how)
     file = out / "thesis.tex"
     with pytest.raises(InputError, match="is no folder"):
-        make(file, "x", overwrite=True)
+        make(file, "x", **how)
     assert found(out.parent) == {"merged/thesis.tex": "precious"}
     assert names(out.parent) == ["merged"]
 

@@ -41,6 +41,23 @@ def test_half_of_an_update(method):
     assert share(merged) == pytest.approx(0.5, abs=1e-4)
 
 
+def test_statistics_go_no_further_than_the_experts(tmp_path):
+    """Three times the way from a variance of 1 to 0.2 is -1.4, of which the model computes NaN."""
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)).eval()
+    expert = {n: w + 0.01 if w.is_floating_point() else w for n, w in base.state_dict().items()}
+    expert["1.running_var"] = torch.full((8,), 0.2)
+    for weight, share in ((3.0, 1.0), (0.5, 0.5)):
+        out = tmp_path / f"{weight}"
+        result = covmerge.merge(base, {"a": expert}, weights=[weight], out=out)
+        found = load_file(out / "model.safetensors")
+        variance = 1.0 + share * (expert["1.running_var"] - 1.0)
+        torch.testing.assert_close(found["1.running_var"], variance)
+        moved = base.state_dict()["0.weight"] + 0.01 * weight
+        torch.testing.assert_close(found["0.weight"], moved)
+        assert result.verification.ok
+
+
 ALONE = [
     name
     for name in covmerge.methods.names()

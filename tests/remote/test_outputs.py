@@ -210,7 +210,7 @@ def test_what_appears_meanwhile_is_not_overwritten(bucket: Bucket, models) -> No
             bucket.system.pipe_file(f"{bucket.name}/merged/config.json", b"{}")
 
     base, experts = models
-    with pytest.raises(InputError, match=r"merged exists: pass overwrite=True"):
+    with pytest.raises(InputError, match=r"merged is not known for an output of covmerge"):
         merge_into(destination(bucket), base, experts, progress=Meanwhile(0), **SHARDS)
     assert sent(bucket) == {"merged/config.json": b"{}"}
     bucket.system.rm_file(f"{bucket.name}/merged/config.json")

@@ -200,6 +200,44 @@ def test_an_adapters_own_tokens_go_with_it_once_it_is_folded(folder):
     check_row(found, folder / "out", "<|im_end|>", llama / "t1")
 
 
+def test_adapters_over_bases_of_other_sizes(folder):
+    """Each of them advised a base that the other then refused."""
+    llama, words = folder / "llama", WORDS["base"]
+    own = {"one": ("<one>",), "two": ("<a>", "<b>")}
+    trained = {}
+    for name, tokens in own.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama / "base")
+        model.resize_token_embeddings(len(words.order) + len(tokens))
+        model.save_pretrained(llama / f"new-{name}")
+        save_tokenizer(llama / f"new-{name}", replace(words, added=tokens))
+        whole = ["embed_tokens", "lm_head"]
+        how = {"init_lora_weights": False, "modules_to_save": whole}
+        save_adapter(model, LoraConfig(target_modules=["q_proj"], r=2, **how), llama / name)
+        save_tokenizer(llama / name, replace(words, added=tokens))
+        file = llama / name / "adapter_model.safetensors"
+        stored = load_file(file)
+        (head,) = (key for key in stored if key.endswith(".lm_head.weight"))
+        stored[head] += 0.05 * torch.randn(stored[head].shape)
+        trained[name] = stored[head].clone()
+        save_file(stored, file)
+    said = advice("over the base as it is, by token: --tokenizer union")
+    for base in ("base", "new-one"):
+        told = refused(said, recipe(folder, ("one", "two"), base=base, tokenizer=None), TensorError)
+        typed = re.search(r"instead \(`covmerge ([^`]*)`", told)[1]
+        name = "one" if base == "base" else "two"
+        places = {"NEW": llama / f"new-{name}", "FOLDED": llama / f"folded-{name}"}
+        parts = [str(places.get(w, w)).replace("ADAPTER", str(llama / name)) for w in typed.split()]
+        command(*parts)
+    found = merged(recipe(folder, ("folded-one", "folded-two")), folder / "out")[HEAD]
+    ids = ids_of(folder / "out")
+    for name, tokens in own.items():
+        for token in tokens:
+            row = trained[name][ids_of(llama / name)[token]]
+            torch.testing.assert_close(found[ids[token]], row)
+    both = (trained["one"][5] + trained["two"][5]) / 2
+    torch.testing.assert_close(found[5], both)
+
+
 def test_an_adapter_without_rows_of_its_tokens_says_so_in_a_union_too(folder):
     llama = folder / "llama"
     model = transformers.AutoModelForCausalLM.from_pretrained(llama / "base")

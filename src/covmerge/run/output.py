@@ -41,7 +41,7 @@ from covmerge.run.export.adapter import (
     write_adapter_config,
 )
 from covmerge.run.export.card import write_card
-from covmerge.run.export.companions import Companions, copy_companions, notes_on_generation
+from covmerge.run.export.companions import Companions, copy_companions
 from covmerge.run.export.config import ConfigChanges, write_config
 from covmerge.run.export.expert_models import BASE_PROBE, write_rescalers
 from covmerge.run.export.files import (
@@ -177,7 +177,7 @@ class OutputFiles:
             *account.notes,
             *fit.notes,
             *self._copied.notes,
-            *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
+            *(self._adapter_notes(stats) if self._is_adapter else ()),
             *self._router_notes(),
             *self._parents.notes,
         )
@@ -246,10 +246,6 @@ class OutputFiles:
                 self._checkpoints.base,
             )
         ]
-
-    def _generation_notes(self) -> Iterator[str]:
-        experts = {n: e.folder for n, e in self._checkpoints.experts.items()}
-        return notes_on_generation(self._checkpoints.base.folder, experts)
 
     def _router_notes(self) -> Sequence[str]:
         moe = self._checkpoints.views.moe

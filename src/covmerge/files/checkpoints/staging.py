@@ -85,16 +85,6 @@ class Staging:
         there = self.out.occupant()
         if there is None:
             return
-        if not self._overwrite and self._resume:
-            raise InputError(
-                f"the output {self.out} exists, and a merge that ended is not resumed: take it as it is, "
-                f"or pass {Hint('overwrite')} to merge anew"
-            )
-        if not self._overwrite:
-            raise InputError(
-                f"the output {self.out} exists: pass {Hint('overwrite')} to replace it, or choose "
-                "another name"
-            )
         try:
             empty = next(tree(self.out.output), None) is None
             strange = [] if empty else unknown_files(self.out.output)
@@ -110,6 +100,16 @@ class Staging:
                 f"the output {self.out} holds what covmerge did not write, so it is not deleted: "
                 f"{', '.join(strange[:5])}{' and more' if strange[5:] else ''}. Move these away, or "
                 "choose another name"
+            )
+        if not self._overwrite and self._resume:
+            raise InputError(
+                f"the output {self.out} exists, and a merge that ended is not resumed: take it as it is, "
+                f"or pass {Hint('overwrite')} to merge anew"
+            )
+        if not self._overwrite:
+            raise InputError(
+                f"the output {self.out} exists: pass {Hint('overwrite')} to replace it, or choose "
+                "another name"
             )
         return None
 

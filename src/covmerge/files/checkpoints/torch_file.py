@@ -33,7 +33,7 @@ from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, whole_bool
 from covmerge.files.stores.regular_file import open_regular
 from covmerge.files.stores.store import stamp_of
 
-_WRAPPERS = ("state_dict", "model", "module")
+_USUAL = ("state_dict", "model", "module", "model_state_dict")
 _LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys of its storages
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -134,54 +134,76 @@ def _refusal(path: Path, error: Exception) -> NotLoadedError:
 
 
 def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Find the dict of tensors: the file itself, or one of the usual keys of a training state."""
+    """Find the dict of tensors: the file itself, or what a training state has under one of its keys."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             f"{where} holds a {type(loaded).__name__}, not a dict of tensors: {SAVE_AGAIN}"
         )
-    content = cast("Mapping[object, object]", loaded)
-    if _all_tensors(content):
-        return cast("dict[str, Tensor]", dict(content)), ()
-    found = [key for key in _WRAPPERS if content.get(key) and _all_tensors(content[key])]
+    content, notes = _of_state(cast("Mapping[object, object]", loaded), Tensor, where)
+    if not _all(content, Tensor):
+        key, value = next((k, v) for k, v in content.items() if not isinstance(v, Tensor))
+        raise CheckpointError(
+            f"{where}: {key!r} is a {type(value).__name__}, not a tensor, and no key of it holds a dict of "
+            f"tensors only: {SAVE_AGAIN}"
+        )
+    return cast("dict[str, Tensor]", dict(content)), notes
+
+
+def _of_state(
+    content: Mapping[object, object], kind: type, where: str
+) -> tuple[Mapping[object, object], tuple[str, ...]]:
+    """Return the weights in a training state, with a note; all of it where it has none.
+
+    Of several dicts of tensors the model's is the one under a usual key.
+
+    Args:
+        content: of the file.
+        kind: what its tensors are.
+        where: what messages call it.
+
+    Raises:
+        CheckpointError: which of several are the model's, no key says.
+    """
+    if _all(content, kind):
+        return content, ()
+    held = [key for key, value in content.items() if _all(value, kind) and value]
+    found = [key for key in _USUAL if key in held] or held
     if len(found) > 1:
         raise CheckpointError(
-            f"{where} holds several state dicts ({', '.join(found)}): save the one to merge by "
+            f"{where} holds several state dicts ({', '.join(map(str, found))}): save the one to merge by "
             "itself"
         )
     if not found:
-        key, value = next((k, v) for k, v in content.items() if not isinstance(v, Tensor))
-        raise CheckpointError(
-            f"{where}: {key!r} is a {type(value).__name__}, not a tensor, and none of "
-            f"{', '.join(_WRAPPERS)} holds a dict of tensors only: {SAVE_AGAIN}"
-        )
-    others = ", ".join(sorted(repr(key) for key in content if key != found[0]))
-    left = f"; not read: {others}" if others else ""
-    note = f"{where}: the tensors are those under '{found[0]}'{left}"
-    names = cast("Mapping[str, object]", content[found[0]])
+        return content, ()
+    names = cast("Mapping[object, object]", content[found[0]])
     rest = {key: value for key, value in content.items() if key != found[0]}
-    if other := next(_weights_of(names, rest), None):
+    left = f"; not read: {', '.join(sorted(map(repr, rest)))}" if rest else ""
+    note = f"{where}: the tensors are those under '{found[0]}'{left}"
+    if other := next(_weights_of(names, rest, kind), None):
         note += (
             f". Other weights of the same names are under '{other}', such as an average: to merge those, "
             "save them by themselves"
         )
-    return cast("dict[str, Tensor]", dict(cast("Mapping[str, object]", content[found[0]]))), (note,)
+    return names, (note,)
 
 
-def _all_tensors(value: object) -> bool:
+def _all(value: object, kind: type) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(item, Tensor) for item in cast("Mapping[object, object]", value).values()
+        isinstance(item, kind) for item in cast("Mapping[object, object]", value).values()
     )
 
 
-def _weights_of(names: Mapping[str, object], value: object, depth: int = 3) -> Iterator[str]:
+def _weights_of(
+    names: Mapping[object, object], value: object, kind: type, depth: int = 3
+) -> Iterator[str]:
     """Find other tensors of these names in what lies beside them, by their keys."""
     if not isinstance(value, Mapping):
         return
     for key, held in cast("Mapping[object, object]", value).items():
-        if _all_tensors(held) and names.keys() <= cast("Mapping[str, Tensor]", held).keys():
+        if _all(held, kind) and names.keys() <= cast("Mapping[object, object]", held).keys():
             yield str(key)
         elif depth > 1:
-            yield from (f"{key}/{more}" for more in _weights_of(names, held, depth - 1))
+            yield from (f"{key}/{more}" for more in _weights_of(names, held, kind, depth - 1))
 
 
 def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> None:
@@ -196,11 +218,12 @@ def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> 
 
 # One file of a pickled dict of tensors that torch, allowed to run nothing, does not load.
 #
-# `torch.save(state, file, pickle_protocol=4)` and `pickle.dump(state, file)` write such files.
+# `torch.save(state, file, pickle_protocol=4)` and `pickle.dump(state, file)` write such files, and training
+# scripts that save their arguments (argparse, OmegaConf) beside the weights.
 
 
 class PickledTensors:
-    """A dict of tensors, read without running anything that the pickle names.
+    """A dict of tensors, or that of a training state, read without running what the pickle names.
 
     Files that are no zip are in memory as a whole.
     """
@@ -210,12 +233,16 @@ class PickledTensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp = stamp_of(path.stat())
-        self._laid = tensors_of(load_records(path), str(path))
+        records, notes = load_records(path), tuple[str, ...]()
+        if isinstance(records, Mapping):
+            records, notes = _of_state(cast("Mapping[object, object]", records), Laid, str(path))
+        self._laid = tensors_of(records, str(path))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: TensorHeader(name, laid.shape, laid.dtype) for name, laid in self._laid.items()}
         )
         self.notes = (
             f"{path} is a pickle: its tensors were read, and nothing that it names was run",
+            *notes,
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

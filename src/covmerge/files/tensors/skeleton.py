@@ -178,19 +178,19 @@ def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]
         return _build(transformers, config, stored)
 
 
+def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with the defaults of transformers; as it is where those are unknown."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        with _quiet(transformers):
+            return _configured(transformers, config).to_dict()
+    except Exception:  # as for a skeleton: a stranger's config may fail in any way
+        return config
+
+
 def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model on the meta device, and notes."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise SkeletonUnavailable("config.json has no model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise SkeletonUnavailable(
-            f"model_type '{model_type}' is unknown to transformers {transformers.__version__}"
-        )
-    refuse_many_keys(config)
-    values = {k: v for k, v in _without_dropped_keys(config).items() if k != "model_type"}
-    _refuse_absurd_sizes(values)
-    built: Any = transformers.AutoConfig.for_model(model_type, **values)
+    built = _configured(transformers, config)
     architecture = architecture_of(config)
     model_class: Any = getattr(transformers, architecture or "", None)
     known = _is_model_of(transformers, model_class, built)
@@ -201,8 +201,23 @@ def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[A
         return model, []
     return model, [
         f"architecture '{architecture}' is no class of transformers {transformers.__version__} for "
-        f"model_type '{model_type}': roles come from {type(model).__name__}"
+        f"model_type '{built.model_type}': roles come from {type(model).__name__}"
     ]
+
+
+def _configured(transformers: Any, config: Mapping[str, Any]) -> Any:
+    """Return the config as transformers' class of its kind of model."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise SkeletonUnavailable("config.json has no model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise SkeletonUnavailable(
+            f"model_type '{model_type}' is unknown to transformers {transformers.__version__}"
+        )
+    refuse_many_keys(config)
+    values = {k: v for k, v in _without_dropped_keys(config).items() if k != "model_type"}
+    _refuse_absurd_sizes(values)
+    return transformers.AutoConfig.for_model(model_type, **values)
 
 
 def architecture_of(config: Mapping[str, Any] | None) -> str | None:

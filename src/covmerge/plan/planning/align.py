@@ -295,7 +295,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
                 f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: "
-                + (_resize_first(shapes[found][0]) if resized else _ANOTHER_BASE)
+                + (_resize_first(expert_name, shapes[found][0]) if resized else _ANOTHER_BASE)
             )
     # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
@@ -429,11 +429,13 @@ def _check_adapted(
         )
 
 
-def _resize_first(rows: int) -> str:
+def _resize_first(expert_name: str, rows: int) -> str:
     return (
         "its base's vocabulary was resized for the training. Resize the base as well (transformers: "
         f"model.resize_token_embeddings({rows}), then model.save_pretrained(NEW), and the adapter's "
-        "tokenizer into NEW), and pass NEW as the base"
+        "tokenizer into NEW), and pass NEW as the base. Where other experts have other sizes, fold it into "
+        f"NEW instead (`covmerge merge --base NEW --expert {expert_name}=ADAPTER FOLDED`), and merge "
+        f"FOLDED in its place over the base as it is, by token: {Hint('tokenizer', 'union')}"
     )
 
 

@@ -42,6 +42,9 @@ def plan_tensors(
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
         if len(experts) == 1 and action.merge:
+            # Further on than an expert's statistics a variance may be below 0.
+            if info.role is Role.BUFFER and any(weight > 1.0 for weight in weights.values()):
+                weights, rule = dict.fromkeys(weights, 1.0), f"{rule}, no further than the expert's"
             action, weights = _of_one(action.merge, weights, recipe)
         operands = {
             expert: models[expert].operand(

@@ -16,7 +16,12 @@ from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.tensors.names import find_name
 from covmerge.plan.recipe.sections import BASE, UNION, TokenizerRules
-from covmerge.plan.vocabulary.files import MORE_TEMPLATES, TokenizerFiles, chosen_template
+from covmerge.plan.vocabulary.files import (
+    MORE_TEMPLATES,
+    TokenizerFiles,
+    chosen_template,
+    template_of,
+)
 from covmerge.plan.vocabulary.rows import (
     Retokenized,
     Source,
@@ -110,7 +115,12 @@ def decide(
 def _of_all(
     sources: Mapping[str | None, Checkpoint], folders: Mapping[str | None, Path | None]
 ) -> dict[str | None, Path | None]:
-    return {key: folders.get(key, folders.get(None)) for key in sources}
+    """Where each has its chat template: an adapter that was saved without one, in the base."""
+    found: dict[str | None, Path | None] = {}
+    for key, source in sources.items():
+        own = folders[key] if key in folders else source.companions()
+        found[key] = own if key in folders or template_of(own) else folders.get(None)
+    return found
 
 
 def _as_it_is(key: str | None, folder: Path | None) -> TokenizerFiles:

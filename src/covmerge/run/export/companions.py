@@ -7,12 +7,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from covmerge.base.errors import CheckpointError
-from covmerge.base.text import matches_any, some
+from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.base import check_unchanged
-from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
@@ -23,41 +22,6 @@ from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.vocabulary.files import TokenizerFiles
 from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import NO_CHANGES, ConfigChanges
-
-# How the experts want to be sampled from, where that is not how the output says it: a note.
-
-GENERATION = "generation_config.json"
-# What says nothing of how a model generates.
-_ASIDE = ("transformers_version", "_from_model_config")
-
-
-def notes_on_generation(base: Path | None, experts: Mapping[str, Path | None]) -> Iterator[str]:
-    """Say of each expert in what its generation settings differ from the base's, which the output has."""
-    if base is None:
-        return
-    try:
-        used = _settings(base)
-        for name, folder in experts.items():
-            given = None if folder is None else _settings(folder)
-            if given is None or given == used:
-                continue
-            keys = sorted(
-                key for key in {*(used or {}), *given} if given.get(key) != (used or {}).get(key)
-            )
-            yield (
-                f"{GENERATION} is the base's, and that of expert '{name}' differs in {some(keys, 6)}: look "
-                "which of the two the merged model should have"
-            )
-    except (CheckpointError, OSError) as error:
-        yield f"generation settings were not compared: {error}"
-
-
-def _settings(folder: Path) -> dict[str, Any] | None:
-    path = safe_child(folder, GENERATION)
-    if not path.is_file():
-        return None
-    return {key: value for key, value in read_config(path).items() if key not in _ASIDE}
-
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size

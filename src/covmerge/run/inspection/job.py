@@ -44,7 +44,7 @@ from covmerge.run.engine.threads import Threads
 from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import check_headers, findings_of, lenient
-from covmerge.run.judgement import changed_integers, judge, owned_by
+from covmerge.run.judgement import changed_integers, judge, other_settings, owned_by
 from covmerge.run.judgement.layers import by_depth
 from covmerge.run.sources import OpenCheckpoints
 
@@ -106,6 +106,7 @@ class InspectJob:
         folders = {name: model.checkpoint.folder for name, model in models.items()}
         if checkpoints.text.vocabulary is None:
             findings += check_tokenizers(checkpoints.base.folder, folders)
+        findings += other_settings(checkpoints)
         layers: tuple[LayerView, ...] = ()
         cost: InspectionFigures = {}
         if fitting:

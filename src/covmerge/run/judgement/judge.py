@@ -29,6 +29,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.plan.planning.align import Model
 from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.layers import LayerSums, block_of, layers_of, ranges
+from covmerge.run.judgement.settings import other_settings
 from covmerge.run.judgement.values import changed_integers, left_for_nan
 from covmerge.run.sources import OpenCheckpoints
 
@@ -364,6 +365,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += _without_method(plan)
         findings += _untrained_heads(plan, layers, checkpoints.experts)
         findings += _coarse(plan, layers)
+    findings += other_settings(checkpoints, as_model=plan.recipe.output.format == "model")
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:

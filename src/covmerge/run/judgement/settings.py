@@ -1,0 +1,146 @@
+"""What lies beside an expert's weights and says how they are used, where the output says it otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.base.errors import CheckpointError
+from covmerge.base.findings import Finding, Severity
+from covmerge.base.text import shown, some
+from covmerge.files.checkpoints.folder import CONFIG, read_config
+from covmerge.files.checkpoints.modules import module_folders
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.paths import safe_child
+from covmerge.files.tensors.skeleton import with_defaults
+from covmerge.plan.vocabulary.files import is_tokenizer_file, template_of
+from covmerge.run.sources import OpenCheckpoints
+
+_GENERATION = "generation_config.json"
+_PROCESSORS = (
+    *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
+    *("video_preprocessor_config.json", "feature_extractor_config.json"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json"),
+)
+# Keys that do not change what the weights compute: who wrote the file, training, heads, generation; and
+# what is decided elsewhere, as the vocabulary, ties and the stored dtype are.
+_ASIDE = re.compile(
+    r"^_|version|dtype|^architectures$|^auto_map$|^name_or_path$|^model_type$|_implementation$|flash|"
+    r"drop|initializer|^init_|_init(_|$)|loss|coef|jitter|gradient|^pretraining_tp$|^apply_spec_augment$|"
+    r"^mask_(time|feature)_|^ctc_|token_ids?$|^vocab_size$|^tie_|^output_|return_dict$|^use_cache$|"
+    r"^(id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params)$|^quantization|"
+    r"^unsloth|^max_window_layers$|"  # which `layer_types` is made of
+    r"^max_position_embeddings$|"  # a limit: what rope computes of it says more, and tables have a shape
+    r"^(max|min)_length$|_penalty$|suppress_tokens$|^forced_|no_repeat_ngram_size$|^num_(beam|return_seq)|"
+    r"^(early_stopping|do_sample|temperature|top_k|top_p|typical_p|bad_words_ids|remove_invalid_values)$"
+)
+_ASIDE_OF_FILES = re.compile(r"^_|version|_class$|_type$")
+_SHOWN, _LENGTH = 6, 60
+_LOOK = "look which of the two the merged model should have"
+
+
+def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> Iterator[Finding]:
+    """Say of each expert how it is used otherwise than the output, which has all of that from the base.
+
+    Args:
+        checkpoints: base and experts.
+        as_model: False: the output is an adapter, beside which nothing lies.
+    """
+    base, views = checkpoints.base, checkpoints.views
+    anew = bool(views.slices) or views.moe is not None  # the output's architecture is nobody's
+    for name, expert in checkpoints.experts.items():
+        if base.config and expert.config and not (expert.is_adapter or anew):
+            yield from _of_config(name, base.config, expert.config)
+        if not as_model or base.folder is None or expert.folder is None:
+            continue
+        if (
+            expert.folder == base.folder
+        ):  # of a merge without a base, which has those of its first expert
+            continue
+        try:
+            yield from _of_files(name, base.folder, expert.folder)
+            if views.chat_template is None:
+                tokens = checkpoints.text.files
+                place = tokens.folder if tokens else base.folder
+                yield from _of_template(name, place, expert.folder)
+        except (CheckpointError, OSError) as error:
+            text = f"settings beside its weights were not compared: {error}"
+            yield Finding(Severity.NOTE, text, name)
+
+
+def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
+    configs = [with_defaults(config) for config in (base, expert)]
+    known = (
+        configs[0].keys() & configs[1].keys()
+    )  # a key of one alone is none that transformers reads
+    shared = [{key: config[key] for key in config if key in known} for config in configs]
+    ours, theirs = (dict(_flat(config, _ASIDE)) for config in shared)
+    keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+    if keys:
+        said = [
+            f"{key} {_short(theirs.get(key))} (the output: {_short(ours.get(key))})" for key in keys
+        ]
+        text = (
+            f"its {CONFIG} differs from the base's, which the output has: {some(said, _SHOWN)}. Its "
+            f"weights were trained to be used so: {_LOOK}"
+        )
+        yield Finding(Severity.WARNING, text, name)
+
+
+def _of_files(name: str, base: Path, expert: Path) -> Iterator[Finding]:
+    store = LocalFolder(base)
+    modules = [f"{folder.path}/{CONFIG}" for folder in module_folders(store, store.names())]
+    for file in (_GENERATION, *_PROCESSORS, *modules):
+        ours, theirs = (_settings(folder, file) for folder in (base, expert))
+        used = ours or {}
+        keys = [] if theirs is None else sorted({*used, *theirs})
+        differing = [key for key in keys if (theirs or {}).get(key) != used.get(key)]
+        if differing:
+            text = f"its {file} differs from the base's, which the output has, in {some(differing, _SHOWN)}"
+            yield Finding(Severity.NOTE, f"{text}: {_LOOK}", name)
+
+
+def _of_template(name: str, output: Path, expert: Path) -> Iterator[Finding]:
+    if not _has_tokenizer(output):  # and so no template could be chosen
+        if _has_tokenizer(expert):
+            text = "has a tokenizer, and the output has none: copy the tokenizer's files into the output"
+            yield Finding(Severity.NOTE, text, name)
+        return
+    ours, theirs = template_of(output), template_of(expert)
+    if theirs is not None and theirs.strip() != (ours or "").strip():
+        text = (
+            f"its chat template is not the output's, which has {'none' if ours is None else 'another'}: a "
+            f"recipe's `chat_template: {name}` takes it"
+        )
+        yield Finding(Severity.NOTE, text, name)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(is_tokenizer_file(path.name) and path.is_file() for path in folder.iterdir())
+
+
+def _settings(folder: Path, name: str) -> dict[str, Any] | None:
+    path = folder
+    for part in name.split("/"):
+        path = safe_child(path, part)
+    return dict(_flat(read_config(path), _ASIDE_OF_FILES)) if path.is_file() else None
+
+
+def _flat(
+    config: Mapping[str, Any], aside: re.Pattern[str], before: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Keys with their values, those of inner objects by both keys; nothing is as good as null."""
+    for key, value in ((str(key), value) for key, value in config.items()):  # some are numbers
+        if aside.search(key) or value is None:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(cast("dict[str, Any]", value), aside, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def _short(value: object) -> str:
+    text = shown(value)
+    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}…"
