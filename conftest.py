@@ -5,14 +5,18 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from copy import copy
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
+from typer.main import get_command
 
+from covmerge.front.cli import machine
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
-from tests.covering import covering
+from tests.covering import EVERYTHING, covering
 
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
 # `pytest --hypothesis-profile=default`.
@@ -57,6 +61,26 @@ def no_wait_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_command_line() -> Iterator[None]:
+    """The command line is built once, and not for every command that a test runs in this process."""
+    built = cache(get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        # A copy each, as it keeps the commands that other packages have at the time.
+        patch.setattr("typer.testing._get_command", lambda app: copy(built(app)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_is_measured() -> Iterator[None]:
+    """A dry run measures the machine by small products; tests/cli/test_dry_run.py has it as it is."""
+    small = {"_PRODUCT_SIDE": 64, "_EIGEN_SIDE": 32, "_SECONDS": 0.0, "_HASHED_BYTES": 2**16}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in small.items():
+            patch.setattr(machine, name, value)
+        yield
+
+
 @pytest.fixture
 def forget() -> Iterator[None]:
     """Whatever a test registers is gone after it."""
@@ -72,13 +96,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run every test (make nightly)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are imported, which ask how many examples to run."""
+    if _everything(config):
+        os.environ[EVERYTHING] = "1"
+    else:
+        os.environ.pop(EVERYTHING, None)
+
+
+def _everything(config: pytest.Config) -> bool:
+    return config.getoption("--nightly") or any("::" in own for own in config.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs at night alone, and put files with slow tests first.
 
     So that of several workers none waits for the slow ones at the end. A test that is named (`FILE::TEST`)
     runs with all its parameters.
     """
-    if not config.getoption("--nightly") and not any("::" in own for own in config.args):
+    if not _everything(config):
         left_out = _nightly(items)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -185,9 +185,11 @@ def _is_docstring(node: ast.AST) -> bool:
 
 def _is_no_message(node: ast.AST) -> bool:
     if isinstance(node, ast.Subscript):
-        return ast.unparse(node.value) in ("Annotated", "Literal")
+        return isinstance(node.value, ast.Name) and node.value.id in ("Annotated", "Literal")
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func).rpartition(".")[2] in _OTHER_CALLS
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        return name in _OTHER_CALLS
     return isinstance(node, ast.keyword) and node.arg in _HELP
 
 
@@ -200,7 +202,8 @@ def followed() -> dict[str, str]:
         if "advice(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            named = isinstance(node, ast.Call) and ast.unparse(node.func) == "advice"
+            called = node.func if isinstance(node, ast.Call) else None
+            named = isinstance(called, ast.Name) and called.id == "advice"
             if named and isinstance(node.args[0], ast.Constant):
                 found[str(node.args[0].value)] = str(file.relative_to(TESTS))
     return found

@@ -1,9 +1,11 @@
-"""Covering arrays: few rows of a product in which all values of its axes meet, alone or by pairs."""
+"""What runs by day: few rows of a product in which all values of its axes meet, and few examples."""
 
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from math import gcd
 
+EVERYTHING = "COVMERGE_TESTS_RUN_EVERYTHING"  # set by conftest.py before tests are imported
 Row = Mapping[str, Hashable]  # by axis, a value
 
 
@@ -45,3 +47,8 @@ def covering(rows: Sequence[Row], strength: int) -> list[int]:
             covered |= met
             chosen.append(place)
     return sorted(chosen)
+
+
+def by_day(some: int, everything: int) -> int:
+    """How many examples of Hypothesis a test has: the first `some` of them, at night everything."""
+    return everything if EVERYTHING in os.environ else some

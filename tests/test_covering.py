@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.covering import covering
-from tests.forked import run
+from tests.forked import printed
 
-PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 ROOT = Path(__file__).parent.parent
 SIZES = {"subject": 50, "law": 17, "shape": 4, "dtype": 2}
 ROWS = [dict(zip(SIZES, row, strict=True)) for row in product(*map(range, SIZES.values()))]
@@ -51,15 +50,21 @@ def test_usual():
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "count"),
-    [("test_some.py", 4), ("--nightly test_some.py", 8), ("test_some.py::test_product", 6)],
-)
-def test_the_switch(tmp_path, given, count):
+# Several runs in one process, which have pytest imported once.
+RUNS = """
+import sys, pytest
+for given in sys.argv[1:]:
+    print("RUN", given)
+    assert pytest.main(["-p", "no:cacheprovider", "--collect-only", "-q", *given.split()]) == 0
+"""
+
+
+def test_the_switch(tmp_path):
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "pyproject.toml", "tests/__init__.py", "tests/covering.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "test_some.py").write_text(SOME)
-    flags = ("-p", "no:cacheprovider", "--collect-only", "-q")
-    done = run(PYTEST, *flags, *given.split(), cwd=tmp_path)
-    assert done.stdout.count("test_some.py::") == count, done.stdout + done.stderr
+    counts = {"test_some.py": 4, "--nightly test_some.py": 8, "test_some.py::test_product": 6}
+    _, *each = printed(RUNS, *counts, cwd=tmp_path).split("RUN ")
+    found = {said.splitlines()[0]: said.count("\ntest_some.py::") for said in each}
+    assert found == counts

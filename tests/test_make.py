@@ -16,6 +16,7 @@ PARTS = [
     "mkdocs build --strict",
     "python -m pytest",
 ]
+BY_DAY = ("nothing", "lint-imports", "python -m pytest")
 # So that an image is small, or that a sandbox is left as it was: our own files are compiled all the same.
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
 STUB = """#!/bin/sh
@@ -47,10 +48,19 @@ def clone(tmp_path):
     return tmp_path
 
 
+# The others start `make test`, or the same parts.
 @pytest.mark.parametrize(
-    "command", [["make", "test"], ["make", "nightly"], [".ci/run"]], ids=" ".join
+    ("command", "fails"),
+    [
+        *((["make", "test"], fails) for fails in ("nothing", *PARTS)),
+        *(
+            pytest.param(command, fails, marks=() if fails in BY_DAY else pytest.mark.nightly)
+            for command in (["make", "nightly"], [".ci/run"])
+            for fails in ("nothing", *PARTS)
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("fails", ["nothing", *PARTS])
 def test_one_part_that_fails_hides_no_other(clone, command, fails):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     ran = clone / "ran"

@@ -44,7 +44,8 @@ FOREIGN = (
 def hints():
     """Name and value of each; of a value that is not written out, its kind."""
     for path in sorted(FOLDER.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        text = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(text)) if "Hint(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Hint":
                 name, *value = node.args
                 if isinstance(name, ast.Constant):

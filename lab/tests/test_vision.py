@@ -137,8 +137,10 @@ def suite(tmp_path_factory):
     return made
 
 
+# By day the suite of texts is trained (test_text.py), through the same code; this one is pretrained before.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
     variant = Variant(kind, 0)
@@ -164,6 +166,7 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_its_base_can_be_trained_under_control(suite, lora, monkeypatch):

@@ -24,13 +24,15 @@ def campaign(readers, count):
     assert f"| all | {count * len(readers)} |" in done.stdout
 
 
-def test_readers_keep_their_promise():
-    campaign([name for name in READERS if name not in SLOW], 25)
+@pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.nightly)])
+def test_readers_keep_their_promise(count):
+    campaign([name for name in READERS if name not in SLOW], count)
 
 
 @pytest.mark.slow
-def test_readers_that_take_longer_keep_it_too():
-    campaign(SLOW, 8)
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.nightly)])
+def test_readers_that_take_longer_keep_it_too(count):
+    campaign(SLOW, count)
 
 
 @pytest.mark.slow

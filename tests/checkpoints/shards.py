@@ -1,10 +1,26 @@
 """What one of several processes saves of its shards; by itself, so that these import nothing else."""
 
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 MATRIX = torch.arange(35.0).reshape(7, 5)
+
+
+def write_all(folder: str) -> None:
+    """All of it, by processes forked off one that has imported what they share."""
+    import torch.distributed.checkpoint
+    import torch.distributed.tensor  # noqa: F401
+
+    fork = get_context("fork")
+    started = [fork.Process(target=write_shards, args=(n, f"{folder}/shards")) for n in range(4)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * 4
+    write_ranks(folder)
 
 
 def write_shards(rank: int, folder: str) -> None:

@@ -31,7 +31,7 @@ from covmerge.files.checkpoints.trainer import last_steps
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
 from tests.advised import advice
-from tests.checkpoints.shards import MATRIX, write_ranks, write_shards
+from tests.checkpoints.shards import MATRIX, write_all
 from tests.forked import SERVER
 
 # 2-d, 1-d, scalar, empty; of several dtypes
@@ -104,21 +104,26 @@ def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
         open_checkpoint(save({"a": {"w": STATE["w"]}, "b": {"w": STATE["w"]}}, tmp_path / "two"))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What several processes write; nobody changes it."""
+    folder = tmp_path_factory.mktemp("written")
+    process = SERVER.Process(target=write_all, args=(str(folder),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return folder
+
+
 @pytest.mark.slow
-def test_shards_of_four_processes(tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    started = [SERVER.Process(target=write_shards, args=(n, str(folder))) for n in range(4)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    assert [process.exitcode for process in started] == [0] * 4
+def test_shards_of_four_processes(written: Path) -> None:
+    folder = written / "shards"
     assert len(list(folder.glob("*.distcp"))) == 4
     right = {name: MATRIX for name in ("rows", "columns", "blocks", "half", "whole")}
     equals(folder, right)
-    equals(tmp_path / "shards-hf", right)
+    equals(written / "shards-hf", right)
     equals(
-        tmp_path / "shards-ranks",
+        written / "shards-ranks",
         {**right, "buffer": torch.arange(3), "count": torch.tensor(3)},
     )
 
@@ -296,12 +301,9 @@ def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_files_of_ranks(tmp_path: Path) -> None:
+def test_files_of_ranks(written: Path, tmp_path: Path) -> None:
     """As verl saves FSDP's state; torch.chunk gives three ranks 3, 3 and 1 of 7 rows."""
-    process = SERVER.Process(target=write_ranks, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     same = torch.ones(1)
     equals(tmp_path / "rows", {"w": MATRIX, "same": same})
     equals(tmp_path / "copies", {"w": MATRIX, "same": same})
@@ -621,14 +623,11 @@ AGAIN = [
 ]
 
 
-def test_the_shards_of_trainers_as_they_are_advised(tmp_path: Path) -> None:
+def test_the_shards_of_trainers_as_they_are_advised(written: Path, tmp_path: Path) -> None:
     """Fetched again, moved away, or gathered to one file: each ends with the model."""
-    process = SERVER.Process(target=write_ranks, args=(str(tmp_path),))
-    process.start()
-    process.join()
     write_slices(tmp_path / "slices")
     write_zero3(tmp_path / "zero")
-    intact = {RANK: tmp_path / "rows", SLICE: tmp_path / "slices", OPTIM: tmp_path / "zero"}
+    intact = {RANK: written / "rows", SLICE: tmp_path / "slices", OPTIM: tmp_path / "zero"}
     for number, (kind, damage, said) in enumerate(AGAIN):
         folder = shutil.copytree(intact[kind], tmp_path / f"spoilt{number}")
         damage(folder)

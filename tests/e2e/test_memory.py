@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.forked import Forked, run
 
-WIDE = (768, 3072)
+WIDE = (512, 2048)
 NARROW = (128, 12288)  # merged in a fraction of the time of as many bytes of the other
 # By `actmat` soon merged too, for what they take while they are: 473 MB, and 237 MB on one core each.
 HEAVY, HEAVY_NARROW = (256, 32768), (256, 16384)

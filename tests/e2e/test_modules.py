@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
@@ -22,11 +23,23 @@ from tests.e2e.test_advice import adapter
 from tests.folders import contents
 from tests.interrupted import InterruptAfter
 
-with warnings.catch_warnings():  # of deprecated names
-    warnings.simplefilter("ignore")
-    from sentence_transformers import SentenceTransformer, SparseEncoder, models
-    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
-    from sentence_transformers.sparse_encoder import models as sparse
+
+class Late:
+    """A module that is imported when it is used: every worker imports all tests, and one runs these."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        with warnings.catch_warnings():  # of deprecated names
+            warnings.simplefilter("ignore")
+            return getattr(import_module(self._name), attribute)
+
+
+library = Late("sentence_transformers")
+models = Late("sentence_transformers.models")
+sparse = Late("sentence_transformers.sparse_encoder.models")
+tokenizers = Late("sentence_transformers.sentence_transformer.modules.tokenizer")
 
 LETTERS = list("abcdefgh")
 
@@ -64,7 +77,7 @@ def convolutions(bert):
 
 
 def recurrent(_):
-    words = models.WordEmbeddings(WhitespaceTokenizer(LETTERS), torch.randn(8, 16))
+    words = models.WordEmbeddings(tokenizers.WhitespaceTokenizer(LETTERS), torch.randn(8, 16))
     return [words, models.LSTM(16, 8), models.Pooling(16)]
 
 
@@ -95,12 +108,12 @@ def in_a_folder(bert):
     return [first, models.Pooling(16), models.Dense(16, 8)]
 
 
-def save(folder, build, bert, experts=("a", "b"), kind=SentenceTransformer):
+def save(folder, build, bert, experts=("a", "b"), kind="SentenceTransformer"):
     """A base and experts of it; their states in float64."""
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        base = kind(modules=build(bert), device="cpu")
+        base = getattr(library, kind)(modules=build(bert), device="cpu")
     base.save(str(folder / "base"), create_model_card=False)
     states = {"base": base.state_dict()}
     for name in experts:
@@ -120,7 +133,7 @@ def sources(folder, experts=("a", "b")):
 
 
 def loaded(folder):
-    return SentenceTransformer(str(folder), device="cpu")
+    return library.SentenceTransformer(str(folder), device="cpu")
 
 
 def assert_state(model, right):
@@ -159,10 +172,10 @@ def autoencoder(bert):
 
 @pytest.mark.parametrize("build", [splade, autoencoder])
 def test_all_modules_of_a_sparse_encoder_are_merged(tmp_path, bert, build):
-    base, states = save(tmp_path, build, bert, kind=SparseEncoder)
+    base, states = save(tmp_path, build, bert, kind="SparseEncoder")
     covmerge.merge(*sources(tmp_path), "average", tmp_path / "out")
     mean = {n: (t + states["b"][n]) / 2 for n, t in states["a"].items()}
-    merged = SparseEncoder(str(tmp_path / "out"), device="cpu")
+    merged = library.SparseEncoder(str(tmp_path / "out"), device="cpu")
     assert_state(merged, mean)
     base.load_state_dict({n: t.float() for n, t in mean.items()}, strict=False)
     for found, right in (

@@ -10,6 +10,7 @@ from covmerge.base.types import LowRank
 from covmerge.errors import TensorError
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
+from tests.covering import by_day
 from tests.methods.groups import group_of, relative
 from tests.methods.variants import LOW_RANK
 
@@ -74,7 +75,7 @@ def both(name, params, updates, weights):
 
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=by_day(8, 20), deadline=None)
 @given(
     shape=st.sampled_from([(20, 30), (30, 20), (24, 24), (60, 9), (9, 60)]),
     ranks=st.lists(st.integers(1, 4), min_size=1, max_size=4),

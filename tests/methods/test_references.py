@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
+from tests.covering import by_day
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.variants import ABLATION, LOW_RANK, VARIANTS
 
@@ -35,7 +36,7 @@ def test_every_method_has_a_reference():
 
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=by_day(10, 25), deadline=None)
 @given(
     d_out=st.integers(2, 24),
     d_in=st.integers(2, 24),

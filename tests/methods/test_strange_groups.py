@@ -19,6 +19,7 @@ from covmerge.maths.testing.strange import (
 from covmerge.maths.testing.strange import strange_updates as strange
 from covmerge.maths.testing.subject import Subject
 from covmerge.methods import registry
+from tests.covering import by_day
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 # A weight holds an update to its own digits only.
@@ -88,7 +89,7 @@ experts = st.lists(
 
 
 @pytest.mark.parametrize("method", OF_UPDATES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=by_day(10, 25), deadline=None, derandomize=True)
 @given(shape=st.sampled_from(SHAPES), experts=experts, seed=st.integers(0, 1000))
 def test_strange_groups(method, shape, experts, seed):
     updates = strange(shape, experts, seed)
@@ -103,7 +104,7 @@ def test_strange_groups(method, shape, experts, seed):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=by_day(6, 15), deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),
     experts=experts,
@@ -115,7 +116,7 @@ def test_strange_groups_of_any_size(method, shape, experts, exponent, seed):
 
 
 @pytest.mark.parametrize("method", OF_UPDATES)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=by_day(6, 15), deadline=None, derandomize=True)
 @given(shape=st.sampled_from(SHAPES), experts=experts, seed=st.integers(0, 1000))
 def test_strange_groups_in_another_order(method, shape, experts, seed):
     if method.data != "none":

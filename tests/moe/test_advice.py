@@ -237,16 +237,18 @@ MIXTURES = {
 }
 
 
-@pytest.fixture
-def here(models, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def made(models, tmp_path_factory):
+    """A folder of all that recipes here name."""
+    folder = tmp_path_factory.mktemp("made")
     for path in models.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+        (folder / path.name).symlink_to(path)
     base = {path.name: path for path in (models / "base").iterdir()}
     tensors = load_file(base["model.safetensors"])
     rows = {name: tensors[name][:60] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     broken = {"model.layers.0.mlp.up_proj.weight": torch.full((24, 16), torch.nan)}
     for kind, architecture in (("olmo2", "flex_olmo"), ("youtu", "deepseek_v3")):
-        experts_of(kind, tmp_path / kind, **DENSE[architecture, kind])
+        experts_of(kind, folder / kind, **DENSE[architecture, kind])
     changed = {
         "broken": ({}, tensors | broken),
         "three": ({"num_hidden_layers": 3}, tensors),
@@ -255,12 +257,18 @@ def here(models, tmp_path, monkeypatch):
         "small": ({"vocab_size": 60}, tensors | rows),
     }
     for name, (config, weights) in changed.items():
-        (tmp_path / name).mkdir()
+        (folder / name).mkdir()
         given = json.loads(base["config.json"].read_text()) | config
-        (tmp_path / name / "config.json").write_text(json.dumps(given))
-        save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(given))
+        save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
         for file in [] if name == "untold" else ["tokenizer.json", "tokenizer_config.json"]:
-            shutil.copy(base[file], tmp_path / name)
+            shutil.copy(base[file], folder / name)
+    return folder
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch):
+    shutil.copytree(made, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

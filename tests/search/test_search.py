@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -17,6 +14,8 @@ from covmerge.base.errors import CheckFailed, InputError, RecipeError
 from tests.advised import advice
 from tests.cli.runs import covmerge as run
 from tests.cli.runs import words
+from tests.forked import Forked, printed
+from tests.held import COMMAND_LINE, wait_until
 
 optuna = pytest.importorskip("optuna")  # the extra `search`
 NAMES = ("fc.weight", "proj.weight")
@@ -350,21 +349,16 @@ def test_command_killed_and_gone_on_with(models):
     (models / "score.py").write_text(SCORE)
     (models / "recipe.yml").write_text(yaml.safe_dump(recipe(models)))
     command = f"{sys.executable} {models / 'score.py'} {models / 'wanted.safetensors'} {{model}}"
-    asked = [sys.executable, "-m", "covmerge", "search", "recipe.yml", "--score", command]
-    asked += ["--trials", "3", "--together", "2"]
-    running = subprocess.Popen(asked, cwd=models, env={**os.environ, "SLOW": "1"})
+    asked = ("search", "recipe.yml", "--score", command, "--trials", 3, "--together", 2)
+    slow = {**os.environ, "SLOW": "1"}
+    running = Forked(COMMAND_LINE, *asked, cwd=models, environment=slow)
     record = models / "recipe-search" / "search.db"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not _trials_in(record):
-        time.sleep(0.1)
-    running.send_signal(signal.SIGKILL)
+    wait_until(lambda: _trials_in(record) > 0, running)
+    running.kill()
     running.wait()
     before = _trials_in(record)
-    ran = subprocess.run([*asked, "--resume"], cwd=models, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "best" in ran.stdout and "the scorer gives no number for each" in " ".join(
-        ran.stdout.split()
-    )
+    said = words(printed(COMMAND_LINE, *asked, "--resume", cwd=models))
+    assert "best" in said and "the scorer gives no number for each" in said
     assert 1 <= before < 3 == _trials_in(record)
     assert (models / "recipe-search" / "best" / "model.safetensors").exists()
 

@@ -174,9 +174,13 @@ def test_a_page_does_what_it_says(page, place):
 
 
 @pytest.mark.slow
-def test_the_methods(tmp_path, monkeypatch):
+@pytest.mark.parametrize("of", ["steps", pytest.param("methods", marks=pytest.mark.nightly)])
+def test_the_methods(of, tmp_path, monkeypatch):
+    """Those of methods are the examples that tests/cli/test_methods.py runs every day."""
     save_plain(tmp_path)
     commands = [c for b in blocks("docs/methods.md") if b.kind == "sh" for c in b.commands()]
+    commands = [c for c in commands if ("--method" in c) == (of == "methods")]
+    assert commands
     for name in ("base", "a", "b"):
         (tmp_path / name.upper()).mkdir()
         target = tmp_path / name.upper() / "model.safetensors"

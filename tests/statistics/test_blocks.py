@@ -325,7 +325,7 @@ def test_memory_is_that_of_a_block(tmp_path):
             intermediate_size=2048,
             num_hidden_layers=16,
             num_attention_heads=8,
-            max_position_embeddings=128,
+            max_position_embeddings=32,
         )
         model = transformers.LlamaForCausalLM(config).bfloat16()
     save(model, tmp_path / "model")

@@ -172,7 +172,17 @@ def test_every_method(sources, tmp_path, kind, stored, method):
     assert_by_references(merge(sources, tmp_path / "out", kind, method, out_dtype=stored))
 
 
-@pytest.mark.parametrize(("method", "parameters"), [v for v in VARIANTS if v[1]], ids=str)
+def _each(variants):
+    """All of them; by day one of each method, as tests/methods/test_references.py has every one."""
+    rows, seen = [], set()
+    for method, parameters in variants:
+        marks = pytest.mark.nightly if method in seen else ()
+        rows.append(pytest.param(method, parameters, marks=marks))
+        seen.add(method)
+    return rows
+
+
+@pytest.mark.parametrize(("method", "parameters"), _each(v for v in VARIANTS if v[1]), ids=str)
 def test_their_parameters(sources, tmp_path, method, parameters):
     assert_by_references(merge(sources, tmp_path / "out", "full", method, **parameters))
 

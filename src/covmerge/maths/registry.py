@@ -159,7 +159,7 @@ class Declared:
         config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
         return create_model(self.name, __config__=config, **fields)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The named parameters with defaults and descriptions."""
         schema: dict[str, Any] = self._model.model_json_schema()
