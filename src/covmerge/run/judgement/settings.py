@@ -55,9 +55,7 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
             yield from _of_config(name, base.config, expert.config)
         if not as_model or base.folder is None or expert.folder is None:
             continue
-        if (
-            expert.folder == base.folder
-        ):  # of a merge without a base, which has those of its first expert
+        if expert.folder == base.folder:  # without a base, the first expert's folder stands for it
             continue
         try:
             yield from _of_files(name, base.folder, expert.folder)
@@ -71,10 +69,11 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
 
 
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
+    if dict(_flat(base, _ASIDE)) == dict(_flat(expert, _ASIDE)):
+        return  # without transformers, whose import takes longer than a small merge
     configs = [with_defaults(config) for config in (base, expert)]
-    known = (
-        configs[0].keys() & configs[1].keys()
-    )  # a key of one alone is none that transformers reads
+    # A key of one alone is none that transformers reads.
+    known = configs[0].keys() & configs[1].keys()
     shared = [{key: config[key] for key in config if key in known} for config in configs]
     ours, theirs = (dict(_flat(config, _ASIDE)) for config in shared)
     keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
