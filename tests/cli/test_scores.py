@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -386,7 +387,7 @@ def test_an_interruption_ends_commands_of_other_threads(tmp_path):
 
 
 def test_an_interruption_ends_a_command_that_another_thread_was_starting():
-    scorer = Command("sleep {model}")
-    scorer.stop()
+    stopped = Event()
+    stopped.set()
     with pytest.raises(CheckFailed, match="was ended by signal 9"):
-        scorer.score(Path("3600"))
+        Command("sleep {model}").score(Path("3600"), stopped=stopped)

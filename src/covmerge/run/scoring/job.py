@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import Any, Protocol
 
 from covmerge.base.errors import CovmergeError, InputError
@@ -54,21 +55,24 @@ def outcomes(scorer: Scorer, folders: Sequence[Path], scorers: int) -> Iterator[
         yield from map(partial(_outcome, scorer.score), folders)
         return
     assert isinstance(scorer, Command), "check_scorers refuses others"
-    free = SimpleQueue[int]()
+    free, stopped = SimpleQueue[int](), Event()
     for number in range(scorers):
         free.put(number)
 
     def score(folder: Path) -> Outcome:
         number = free.get()
         try:
-            return _outcome(partial(scorer.score, number=number), folder)
+            return _outcome(partial(scorer.score, number=number, stopped=stopped), folder)
         finally:
             free.put(number)
 
     with ThreadPoolExecutor(scorers) as pool:
         try:
             yield from pool.map(score, folders)
-        except BaseException:  # the pool waits for its threads
+        except (
+            BaseException
+        ):  # the pool waits for its threads, one of which may be starting a command
+            stopped.set()
             scorer.stop()
             raise
 

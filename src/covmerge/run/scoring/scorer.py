@@ -15,6 +15,7 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Event
 from typing import IO, Any, Protocol, runtime_checkable
 
 from covmerge.base.errors import CheckFailed, InputError
@@ -56,7 +57,6 @@ class Command:
     def __init__(self, text: str, known: Collection[str] = ()) -> None:
         self.name = text
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
         try:
             self._words = shlex.split(text)
         except ValueError as error:
@@ -100,13 +100,16 @@ class Command:
         """Return the command for one model."""
         return [word.replace(MODEL, str(model)) for word in self._words]
 
-    def score(self, model: Path, number: int = 0) -> Scores:
-        """Run the command on a model; `number` tells those apart that run at once."""
+    def score(self, model: Path, number: int = 0, stopped: Event | None = None) -> Scores:
+        """Run the command on a model; `number` tells those apart that run at once.
+
+        It is ended as soon as it has begun where `stopped` is set.
+        """
         command = self.words(model)
         shown = printable(shlex.join(command))
         with TemporaryFile() as printed, TemporaryFile() as said:
             try:
-                ended = self._ended(command, printed, said, number)
+                ended = self._ended(command, printed, said, number, stopped)
             except OSError as error:
                 raise CheckFailed(f"`{shown}` cannot be run: {error.strerror}") from error
             if ended:
@@ -122,13 +125,20 @@ class Command:
             )
         return printed_scores(text.decode(errors="replace"), f"`{shown}`")
 
-    def _ended(self, command: list[str], out: IO[bytes], err: IO[bytes], number: int) -> int:
+    def _ended(
+        self,
+        command: list[str],
+        out: IO[bytes],
+        err: IO[bytes],
+        number: int,
+        stopped: Event | None,
+    ) -> int:
         env = {**os.environ, NUMBER: str(number)}
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env
         ) as process:
             self._running.add(process)
-            if self._stopped:
+            if stopped is not None and stopped.is_set():
                 process.kill()
             try:
                 return process.wait()
@@ -139,8 +149,7 @@ class Command:
                 self._running.discard(process)
 
     def stop(self) -> None:
-        """End what runs in other threads, and what one of them is just starting."""
-        self._stopped = True
+        """End what runs in other threads."""
         for process in list(self._running):
             process.kill()
 
