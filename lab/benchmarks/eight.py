@@ -68,7 +68,8 @@ def main() -> None:
         checked = subprocess.run([*COMMAND, "verify", str(folder / "out")], check=False)
         state["verify"] = {"code": checked.returncode, "seconds": time.perf_counter() - started}
     shutil.rmtree(folder / "out")
-    about = {"command": f"python -m benchmarks.eight DIR --layers {arguments.layers}"}
+    command = f"--layers {arguments.layers} --max-memory {arguments.max_memory}"
+    about = {"command": f"python -m benchmarks.eight DIR {command}"}
     arguments.out.write_text(json.dumps(about | {"machine": machine()} | state, indent=1) + "\n")
 
 

@@ -143,6 +143,11 @@ def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout, saved:
             "params, params_ema",
         ),
         ({"state_dict": {}, "epoch": 1}, "'state_dict' is a dict"),
+        ({"w": torch.ones(1), "stats": {"x": torch.ones(1)}}, "'stats' is a dict"),
+        (
+            {"model": {"w": torch.ones(1), "extra": b""}, "rng": {"cpu": torch.ones(1)}},
+            "'model' is a dict",
+        ),
         (torch.ones(3), "holds a Tensor"),
         ([torch.ones(3)], "holds a list"),
         ({3: torch.ones(1)}, "key 3"),

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import covmerge
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
+from covmerge.run.judgement.settings import _of_config
 from tests.adapters.models import save as save_adapter
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
@@ -76,10 +77,33 @@ def test_what_is_written_otherwise_and_is_the_same(folder):
     assert said(folder, "same", "other") == []
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        ({"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 9.999999747378752e-06}),
+        ({"mine": float("nan")}, {"mine": float("nan")}),
+        ({"model_max_length": 5, "chunk_size_feed_forward": 0}, {"model_max_length": 6}),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "nobody_knows"])
+def test_configs_that_say_the_same_in_other_words(ours, theirs, model_type, folder):
+    if "factor" in theirs:
+        theirs = {"rope_scaling": theirs}
+    change(folder / "base" / "config.json", **ours)
+    change(folder / "other" / "config.json", **theirs)
+    names = ("base", "other")
+    base, other = (json.loads((folder / name / "config.json").read_text()) for name in names)
+    kind = {"model_type": model_type}
+    assert list(_of_config("other", base | kind, other | kind)) == []
+
+
 FILES = [
     ("generation_config.json", {"top_k": 7, "temperature": 0.2}, "temperature, top_k"),
-    ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
-    ("sentence_bert_config.json", {"max_seq_length": 9}, "max_seq_length"),
     ("1_Pooling/config.json", {"pooling_mode": "cls"}, "pooling_mode"),
 ]
 
@@ -108,6 +132,19 @@ def test_another_use(file, values, keys, folder):
     shutil.copy(folder / "other" / file, folder / "base" / file)
     assert said(folder, "other") == []
     assert json.loads((folder / "out" / file).read_text())[keys.split(", ")[0]] in values.values()
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "sentence_bert_config.json"])
+def test_a_file_that_the_output_has_not(file, folder):
+    change(folder / "other" / file, image_mean=[0.5, 0.5, 0.5])
+    experts = {name: folder / name for name in ("same", "other")}
+    notes = covmerge.merge(folder / "base", experts, out=folder / "out").notes
+    (text,) = [note for note in notes if file in note]
+    copy = advice("has {}, and the output has none: copy it into the output if it is wanted")
+    assert re.search(copy, text)
+    shutil.copy(folder / "other" / file, folder / "out")
+    # A merge in memory has nothing beside it.
+    assert not any(file in note for note in covmerge.merge(folder / "base", experts).notes)
 
 
 @pytest.mark.parametrize("kind", ["a model", "an adapter"])

@@ -1,13 +1,15 @@
 """A mean of many adapters takes one product a block, however many they are."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.base.types import LinearGroup
+from covmerge.base.types import LinearGroup, LowRank
+from covmerge.errors import InputError
 from covmerge.maths.methods import registry
 from tests.plan.test_plan import plan_for
 
@@ -61,6 +63,42 @@ def test_blocks_of_a_sum_are_as_long_whatever_the_number_of_adapters(sources):
     assert len(plan_for(base, experts, method="average").items) == 1
     # One that looks at single elements of each has them all alive.
     assert len(plan_for(base, experts, method="ties").items) > 1
+
+
+def test_adapters_of_other_layers_and_what_overflows(tmp_path):
+    other = "model.layers.1.self_attn.q_proj"
+    base = {f"{stem}.weight": torch.zeros(SHAPE) for stem in (LAYER, other)}
+    written = [write(tmp_path, 1), write(tmp_path, 2, other)]
+    experts = {path.name: path for path, _ in written}
+    for dtype in ("float32", "float64"):
+        merged = covmerge.merge(base, experts, "average", dtype=dtype).tensors
+        for stem, (_, update) in zip((LAYER, other), written, strict=True):
+            found = merged[f"{stem}.weight"].double()
+            assert torch.linalg.norm(found - update / 2) <= 1e-6 * torch.linalg.norm(update)
+    with pytest.raises(InputError, match="gives NaN or Inf on finite updates of norms"):
+        covmerge.merge(base, experts, "task_arithmetic", scale=1e38)
+
+
+def test_a_number_goes_where_it_is_not_lost():
+    small, large = torch.full((2, 1), 1e-25), torch.full((1, 3), 1e25)
+    for update in (LowRank(small, large), LowRank(large.mT, small.mT)):
+        assert torch.all(update.times(1e-25).dense() > 0)
+        torch.testing.assert_close(update.times(-2.0).dense(), -2.0 * update.dense())
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"global_pass": registry.get("ties").global_pass},
+        {"base_norm": True},
+        {"writes_masks": True},
+        {"data": "fisher"},
+    ],
+    ids=str,
+)
+def test_what_needs_more_than_the_updates_is_not_summed(declared):
+    average = registry.get("average")
+    assert average.is_linear_for({}) and not replace(average, **declared).is_linear_for({})
 
 
 def test_linear_methods_are_those_whose_equation_is_a_sum():

@@ -176,6 +176,13 @@ class LowRank:
         """Multiply out."""
         return self.left @ self.right
 
+    def times(self, number: float) -> LowRank:
+        """Return it times a number, which goes to the factor that it brings nearer to the other's size."""
+        left, right = map(torch.linalg.vector_norm, (self.left, self.right))
+        if bool(left >= right) == (abs(number) <= 1.0):
+            return LowRank(self.left * number, self.right)
+        return LowRank(self.left, self.right * number)
+
     @staticmethod
     def sum(updates: Sequence[LowRank], factors: Sequence[float]) -> LowRank:
         """Return Σ c_t Δ_t as one update with the terms of all.
@@ -185,8 +192,9 @@ class LowRank:
             >>> LowRank.sum([one, one], [0.5, 2.0]).dense()[0].tolist()
             [2.5, 2.5, 2.5]
         """
-        lefts = [update.left * c for update, c in zip(updates, factors, strict=True)]
-        return LowRank(torch.cat(lefts, dim=1), torch.cat([update.right for update in updates]))
+        terms = [update.times(c) for update, c in zip(updates, factors, strict=True)]
+        lefts, rights = [term.left for term in terms], [term.right for term in terms]
+        return LowRank(torch.cat(lefts, dim=1), torch.cat(rights))
 
     def square_norm(self) -> float:
         """Return ‖Δ‖²_F without multiplying out, Tr (leftᵀ left)(right rightᵀ)."""

@@ -188,7 +188,7 @@ class Job:
         output = MemoryOutput(plan.parts)
         with closing(work.executor()) as executor:
             (done,), _ = work.run([output], executor, {})
-        fit = check_fit(plan, done.items, work.checkpoints)
+        fit = check_fit(plan, done.items, work.checkpoints, written=False)
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found, base = output.tensors, work.checkpoints.base

@@ -386,7 +386,7 @@ class CompareJob:
             checkpoints.materialize()
             with closing(work.executor()) as executor:
                 done, _ = work.run([NoOutput() for _ in plans], executor, {}, compare=True)
-            fit = check_fit(plans[0], done[0].items, checkpoints)
+            fit = check_fit(plans[0], done[0].items, checkpoints, written=False)
             return self._comparison(labels, work, done, left_out, fit)
         return self._to_disk(self.out, entries, work, left_out)
 

@@ -154,7 +154,7 @@ def _of_state(
 ) -> tuple[Mapping[object, object], tuple[str, ...]]:
     """Return the weights in a training state, with a note; all of it where it has none.
 
-    Of several dicts of tensors the model's is the one under a usual key.
+    Of several dicts of tensors the model's is the one under a usual key. Under another it must be alone.
 
     Args:
         content: of the file.
@@ -167,7 +167,11 @@ def _of_state(
     if _all(content, kind):
         return content, ()
     held = [key for key, value in content.items() if _all(value, kind) and value]
-    found = [key for key in _USUAL if key in held] or held
+    found = [key for key in _USUAL if key in held]
+    # Tensors beside a dict of them, or something else under a usual key, may be the model's.
+    plain = not any(isinstance(value, kind) for value in content.values())
+    if plain and not any(isinstance(content.get(key), Mapping) for key in _USUAL):
+        found = held
     if len(found) > 1:
         raise CheckpointError(
             f"{where} holds several state dicts ({', '.join(map(str, found))}): save the one to merge by "

@@ -130,6 +130,9 @@ def multislerp(
     u_t = W_t / (‖W_t‖ + ε), m = Σ w_t u_t / ‖Σ w_t u_t‖, v = Σ w_t (u_t − ⟨u_t, m⟩ m),
     W̄ = Σ w_t ‖W_t‖ (cos n m + sin n v/n), n = ‖v‖ + ε. Around the base W_t stands for W_t − W₀.
 
+    v is only rounding, since m is the direction of Σ w_t u_t. The result is the direction m itself, and
+    not that of `slerp` where two models have unequal weights.
+
     Args:
         group: models of any one shape; one alone is what it is.
         weight: w_t.

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics
 from covmerge.base.errors import TensorError
-from covmerge.base.types import LinearGroup, Merged
+from covmerge.base.types import LinearGroup, LowRank, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import LinAlgError, norm
 from covmerge.maths.linalg.stored import all_finite
@@ -389,12 +390,14 @@ class Method(Declared):
     def is_linear_for(self, parameters: Parameters) -> bool:
         """Return whether the merged update is Σ c_t Δ_t, with numbers c_t that no update changes.
 
-        It is where an element depends on that of each update alone, and the result turns with the
-        updates on both sides: no other function of elements turns.
+        It is where an element depends on that of each update and on nothing else, and the result turns
+        with the updates on both sides: no other function of elements turns.
         """
-        plain = self.diagnostics is Diagnostics and self.data == "none" and not self.seeded
+        passes = self.global_pass is not None or self.tensor_pass is not None
+        told = passes or self.base_norm or self.data != "none" or self.seeded
+        says = self.diagnostics is not Diagnostics or self.writes_masks
         by_element = self.unit_for(parameters) == "element"
-        return plain and by_element and self.sides_for(parameters) == "both"
+        return not told and not says and by_element and self.sides_for(parameters) == "both"
 
     def factors_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
         """Return the c_t of a method that is linear: what it makes of one 1 among zeros."""
@@ -445,15 +448,15 @@ class Method(Declared):
                 else:
                     merged = self._run(group, **parameters)
         except (LinAlgError, ArithmeticError) as error:
-            raise self._beyond(
-                group, f"fails ({type(error).__name__.strip('_')})", parameters
+            raise self.beyond(
+                group.tensors, f"fails ({type(error).__name__.strip('_')})", parameters
             ) from error
         except RuntimeError as error:
             if _NO_FLOAT not in str(error):
                 raise
-            raise self._beyond(group, "overflows", parameters) from error
+            raise self.beyond(group.tensors, "overflows", parameters) from error
         if not all_finite(merged.delta):
-            raise self._beyond(group, "gives NaN or Inf", parameters)
+            raise self.beyond(group.tensors, "gives NaN or Inf", parameters)
         return merged
 
     def _scales(self, parameters: Parameters) -> bool:
@@ -501,13 +504,16 @@ class Method(Declared):
         """Whether it multiplies entries of the updates with each other, or with data."""
         return not self.takes_any_shape or self.data != "none"
 
-    def _beyond(self, group: LinearGroup, what: str, parameters: Parameters) -> TensorError:
+    def beyond(
+        self, updates: Sequence[Tensor | LowRank], what: str, parameters: Parameters
+    ) -> TensorError:
         """Say that finite updates are beyond this method, and which would be within it."""
-        sizes = ", ".join(f"{norm(tensor):.3g}" for tensor in group.tensors)
+        norms = [sqrt(u.square_norm()) if isinstance(u, LowRank) else norm(u) for u in updates]
+        sizes = ", ".join(f"{size:.3g}" for size in norms)
         if self.scales_with(parameters):
             why = (
                 "these norms, weights or parameters are too far apart, or the result is too large "
-                f"for {group.tensors[0].dtype}: compute in float64"
+                f"for {updates[0].dtype}: compute in float64"
             )
         else:
             why = (

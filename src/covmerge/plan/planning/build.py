@@ -334,7 +334,8 @@ def _row_ranges(
 
 def _block_elements(draft: _Draft, tensor: TensorPlan) -> int:
     """Elements of a block of rows; of many experts, or in float64, fewer: their updates stay small."""
-    experts = 1 if draft.costs.summed(tensor) else len(draft.inputs.models)
+    summed = draft.inputs.alone and draft.costs.summed(tensor)
+    experts = 1 if summed else len(draft.inputs.models)
     width = max(1, experts) * draft.costs.itemsize
     return max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // width))
 

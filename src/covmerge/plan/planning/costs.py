@@ -34,12 +34,16 @@ class Costs:
     def summed(self, tensor: TensorPlan) -> bool:
         """Whether adapters are summed by their factors, so that no update is multiplied out by itself."""
         merge = tensor.merge
-        if merge is None or not self.alone or not tensor.changed_by_experts:
+        if merge is None or not merge.procedure.is_linear_for(merge.parameters):
             return False
-        present = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
-        return merge.procedure.is_linear_for(merge.parameters) and all(
-            name in self.models[expert].checkpoint.low_rank for expert, name in present
-        )
+        found = [
+            self.models[expert].checkpoint.low_rank.get(operand.tensor)
+            for expert, operand in tensor.operands.items()
+            if operand.tensor is not None
+        ]
+        # A stack comes by the factors of each matrix, or of all; not of both kinds at once.
+        kinds = {None if factors is None else factors.stacked for factors in found}
+        return len(kinds) == 1 and None not in kinds
 
     def of_copy(self, tensor: TensorPlan, rows: range | None) -> WorkItem:
         """Return the work of copying some rows, and of comparing them where the copy is compared."""
@@ -138,7 +142,8 @@ class Costs:
         terms = 0
         if self.summed(tensor):
             # The factors in the compute dtype are held by themselves, and side by side.
-            terms, updates = 2 * self._factor_elements(tensor), 1
+            terms = 2 * self._factor_elements(tensor)
+            updates = 1 if self.alone else updates
         # A second result is held with what the two differ by.
         results = 2 + method.needs_base + (3 if twice else 0)
         return ((updates + results) * numel + terms) * self.itemsize

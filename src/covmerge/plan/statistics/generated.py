@@ -288,7 +288,11 @@ class Generated:
             raise InputError(f"random inputs are not written: leave out {Hint(given[0])}")
 
     def made_for(self, model: Any, source: str) -> Written | Sequences | Leaves:
-        """Return how inputs of the kind that a model takes are made."""
+        """Return how inputs of the kind that a model takes are made.
+
+        Raises:
+            InputError: options are for another kind of model, or none are made for this kind.
+        """
         if writes(model) and self.start != "random":
             return self._written()
         what, takes = f"{source} is a {type(model).__name__}", str(model.main_input_name)

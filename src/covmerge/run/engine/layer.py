@@ -196,8 +196,7 @@ class LayerUpdates:
     def _summed(self, item: WorkItem, merge: Merge, method: Method) -> Change | None:
         """What a linear method makes of adapters: with their factors side by side it is one product.
 
-        None: the method is not linear, some updates came multiplied out, or the product overflows, which
-        the method itself says best.
+        None: the method is not linear, or some updates came multiplied out.
         """
         if not method.is_linear_for(merge.parameters):
             return None
@@ -207,10 +206,11 @@ class LayerUpdates:
             return None
         with naming(item.tensor):
             factors = method.factors_for(_weights_of(item), merge.parameters)
-        factors = [factor * merge.scale for factor in factors]
-        products = [LowRank.sum(matrix, factors).dense() for matrix in found]
-        if not all(map(all_finite, products)):
-            return None
+            factors = [factor * merge.scale for factor in factors]
+            products = [LowRank.sum(matrix, factors).dense() for matrix in found]
+            for matrix, product in zip(found, products, strict=True):
+                if not all_finite(product):
+                    raise method.beyond(matrix, "gives NaN or Inf", merge.parameters)
         whole = torch.stack(products) if stacked else products[0]
         return Change(whole.view(self._inputs.base.shape), [])
 

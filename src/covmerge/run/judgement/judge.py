@@ -345,8 +345,14 @@ def owned_by(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, str]:
     return {**dict.fromkeys(givers, rows), **dict.fromkeys(plan.heads, head)}
 
 
-def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints) -> Fit:
-    """Judge the experts by what a run measured.
+def check_fit(
+    plan: Plan,
+    done: Sequence[Mapping[str, Json]],
+    checkpoints: OpenCheckpoints,
+    *,
+    written: bool = True,
+) -> Fit:
+    """Judge the experts by what a run measured; `written`: files of the base lie beside the output.
 
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
@@ -365,7 +371,8 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings += _without_method(plan)
         findings += _untrained_heads(plan, layers, checkpoints.experts)
         findings += _coarse(plan, layers)
-    findings += other_settings(checkpoints, as_model=plan.recipe.output.format == "model")
+    as_model = written and plan.recipe.output.format == "model"
+    findings += other_settings(checkpoints, as_model=as_model)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:

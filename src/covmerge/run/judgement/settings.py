@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import isclose, isnan
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,10 +31,10 @@ _ASIDE = re.compile(
     r"^_|version|dtype|^architectures$|^auto_map$|^name_or_path$|^model_type$|_implementation$|flash|"
     r"drop|initializer|^init_|_init(_|$)|loss|coef|jitter|gradient|^pretraining_tp$|^apply_spec_augment$|"
     r"^mask_(time|feature)_|^ctc_|token_ids?$|^vocab_size$|^tie_|^output_|return_dict$|^use_cache$|"
-    r"^(id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params)$|^quantization|"
+    r"^tokenizer_|max_length$|^chunk_size_|^(id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params)$|^quantization|"
     r"^unsloth|^max_window_layers$|"  # which `layer_types` is made of
     r"^max_position_embeddings$|"  # a limit: what rope computes of it says more, and tables have a shape
-    r"^(max|min)_length$|_penalty$|suppress_tokens$|^forced_|no_repeat_ngram_size$|^num_(beam|return_seq)|"
+    r"^min_length$|_penalty$|suppress_tokens$|^forced_|no_repeat_ngram_size$|^num_(beam|return_seq)|"
     r"^(early_stopping|do_sample|temperature|top_k|top_p|typical_p|bad_words_ids|remove_invalid_values)$"
 )
 _ASIDE_OF_FILES = re.compile(r"^_|version|_class$|_type$")
@@ -71,12 +72,15 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
     if dict(_flat(base, _ASIDE)) == dict(_flat(expert, _ASIDE)):
         return  # without transformers, whose import takes longer than a small merge
-    configs = [with_defaults(config) for config in (base, expert)]
+    ours, theirs = (dict(_flat(with_defaults(config), _ASIDE)) for config in (base, expert))
     # A key of one alone is none that transformers reads.
-    known = configs[0].keys() & configs[1].keys()
-    shared = [{key: config[key] for key in config if key in known} for config in configs]
-    ours, theirs = (dict(_flat(config, _ASIDE)) for config in shared)
-    keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+    keys = [
+        key
+        for key in {**theirs, **ours}
+        if _is_known(key, ours)
+        and _is_known(key, theirs)
+        and _differ(ours.get(key), theirs.get(key))
+    ]
     if keys:
         said = [
             f"{key} {_short(theirs.get(key))} (the output: {_short(ours.get(key))})" for key in keys
@@ -93,11 +97,17 @@ def _of_files(name: str, base: Path, expert: Path) -> Iterator[Finding]:
     modules = [f"{folder.path}/{CONFIG}" for folder in module_folders(store, store.names())]
     for file in (_GENERATION, *_PROCESSORS, *modules):
         ours, theirs = (_settings(folder, file) for folder in (base, expert))
-        used = ours or {}
-        keys = [] if theirs is None else sorted({*used, *theirs})
-        differing = [key for key in keys if (theirs or {}).get(key) != used.get(key)]
-        if differing:
-            text = f"its {file} differs from the base's, which the output has, in {some(differing, _SHOWN)}"
+        if not theirs:
+            continue
+        if ours is None:
+            text = f"has {file}, and the output has none: copy it into the output if it is wanted"
+            yield Finding(Severity.NOTE, text, name)
+            continue
+        keys = [k for k in sorted({*ours, *theirs}) if _differ(ours.get(k), theirs.get(k))]
+        if keys:
+            text = (
+                f"its {file} differs from the base's, which the output has, in {some(keys, _SHOWN)}"
+            )
             yield Finding(Severity.NOTE, f"{text}: {_LOOK}", name)
 
 
@@ -130,14 +140,29 @@ def _settings(folder: Path, name: str) -> dict[str, Any] | None:
 def _flat(
     config: Mapping[str, Any], aside: re.Pattern[str], before: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Keys with their values, those of inner objects by both keys; nothing is as good as null."""
+    """Keys with their values, those of inner objects by both keys."""
     for key, value in ((str(key), value) for key, value in config.items()):  # some are numbers
-        if aside.search(key) or value is None:
+        if aside.search(key):
             continue
+        if key == "type" and before.startswith("rope_"):
+            key = "rope_type"  # its older name
         if isinstance(value, dict):
             yield from _flat(cast("dict[str, Any]", value), aside, f"{before}{key}.")
         else:
             yield before + key, value
+
+
+def _is_known(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether a config has a key, or null in place of the object that it is in."""
+    parts = key.split(".")
+    return any(".".join(parts[:count]) in config for count in range(1, len(parts) + 1))
+
+
+def _differ(one: object, other: object) -> bool:
+    """Whether two values are not the same number, up to rounding to float32, nor equal."""
+    if isinstance(one, float) and isinstance(other, float):
+        return not isclose(one, other, rel_tol=1e-6) and not (isnan(one) and isnan(other))
+    return one != other
 
 
 def _short(value: object) -> str:

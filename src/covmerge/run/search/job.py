@@ -54,6 +54,7 @@ class SearchJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
+        """Search, and leave the best model in `out`."""
         self._check()
         first = self.template.recipe({mark.name: mark.ends[0] for mark in self.template.marks})
         with open_recipe(first) as checkpoints, self._alone() as work:

@@ -48,7 +48,12 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class Verification(Tabular):
-    """Outcome of all checks on one output."""
+    """Outcome of all checks on one output.
+
+    Attributes:
+        folder: where it is, or another store.
+        checks: in the order in which they were made.
+    """
 
     folder: Path | Store
     checks: tuple[Check, ...]
