@@ -142,6 +142,7 @@ class Machine(RuleBasedStateMachine):
         self._tell("kill -9")
         refusal = self._refusal(method, flags)
         before, journal = self.known.output, self._journal()
+        held = self._digests() if self.out.exists() else None
         named = [f"--expert={name}={self.inputs / name}.safetensors" for name in "ab"]
         given = ["merge", "--base", str(self.inputs / "base.safetensors"), *named]
         given += [f"--method={method}", str(self.out), *flags]
@@ -168,6 +169,8 @@ class Machine(RuleBasedStateMachine):
             self.known.output = before if (self.partial / "replaced").exists() else None
         elif found == own and (found != before or self._is_anew(own)):
             self._is_written(method)
+        elif self.known.damaged and self._digests() != held:
+            self._is_written(method)  # what was damaged is replaced, by what was not written before
         self._look()
         after = self._journal()
         if after is None:

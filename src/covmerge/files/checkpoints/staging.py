@@ -95,12 +95,6 @@ class Staging:
                 f"the output {self.out} is not known for an output of covmerge, so it is not deleted "
                 f"({error}): remove it yourself, or choose another name"
             ) from error
-        if strange:
-            raise InputError(
-                f"the output {self.out} holds what covmerge did not write, so it is not deleted: "
-                f"{', '.join(strange[:5])}{' and more' if strange[5:] else ''}. Move these away, or "
-                "choose another name"
-            )
         if not self._overwrite and self._resume:
             raise InputError(
                 f"the output {self.out} exists, and a merge that ended is not resumed: take it as it is, "
@@ -110,6 +104,12 @@ class Staging:
             raise InputError(
                 f"the output {self.out} exists: pass {Hint('overwrite')} to replace it, or choose "
                 "another name"
+            )
+        if strange:
+            raise InputError(
+                f"the output {self.out} holds what covmerge did not write, so it is not deleted: "
+                f"{', '.join(strange[:5])}{' and more' if strange[5:] else ''}. Move these away, or "
+                "choose another name"
             )
         return None
 
