@@ -94,7 +94,7 @@ def test_a_number_goes_where_it_is_not_lost():
         {"writes_masks": True},
         {"data": "fisher"},
     ],
-    ids=str,
+    ids=lambda declared: next(iter(declared)),
 )
 def test_what_needs_more_than_the_updates_is_not_summed(declared):
     average = registry.get("average")
