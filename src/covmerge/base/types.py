@@ -178,8 +178,8 @@ class LowRank:
 
     def times(self, number: float) -> LowRank:
         """Return it times a number, which goes to the factor that it brings nearer to the other's size."""
-        left, right = map(torch.linalg.vector_norm, (self.left, self.right))
-        if bool(left >= right) == (abs(number) <= 1.0):
+        left_is_larger = bool(self.left.abs().sum() >= self.right.abs().sum())
+        if left_is_larger == (abs(number) <= 1.0):
             return LowRank(self.left * number, self.right)
         return LowRank(self.left, self.right * number)
 
