@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import covmerge
 from covmerge.front.api import run_recipe
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.judgement.settings import _of_config
+from covmerge.run.judgement.settings import _of_config, other_settings
+from covmerge.run.sources import open_recipe
 from tests.adapters.models import save as save_adapter
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
@@ -43,6 +45,11 @@ def said(folder, *names, **settings):
     told = [str(f) for f in covmerge.inspect(folder / "base", experts).findings]
     assert "chat_template" in settings or all(text in told for text in found)
     return found
+
+
+def recipe_of(folder):
+    experts = {"other": str(folder / "other")}
+    return parse_recipe({"base": str(folder / "base"), "experts": experts, "method": "average"})
 
 
 def change(file, **values):
@@ -185,6 +192,29 @@ def test_a_file_that_cannot_be_read_is_told_and_ends_nothing(folder):
     assert [
         n for n in result.notes if "'other': settings beside its weights were not compared" in n
     ]
+
+
+def test_a_file_without_permission_is_told_too(folder, monkeypatch):
+    is_file = Path.is_file
+
+    def refused(path, **given):
+        if path.name == "generation_config.json":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path, **given)
+
+    with open_recipe(recipe_of(folder)) as checkpoints:
+        monkeypatch.setattr(Path, "is_file", refused)
+        (found,) = other_settings(checkpoints)
+    assert "were not compared" in str(found) and "Permission denied" in str(found)
+
+
+@pytest.mark.parametrize("held", ["base", "other"])
+def test_what_is_in_memory_has_no_files_to_compare(held, folder):
+    change(folder / "other" / "generation_config.json", top_k=7)
+    given = {name: folder / name for name in ("base", "other")}
+    given[held] = load_file(folder / held / "model.safetensors")
+    result = covmerge.merge(given["base"], {"other": given["other"]}, "average")
+    assert not any("generation_config.json" in note for note in result.notes)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(folder):

@@ -112,7 +112,7 @@ def test_linear_methods_are_those_whose_equation_is_a_sum():
         method = registry.get(name)
         given = method.resolve({})
         merged = method(LinearGroup(updates, weights), **given).delta
-        factors = method.factors_for(weights, given)
+        coefficients = method.coefficients_for(weights, given)
         torch.testing.assert_close(
-            merged, sum(c * u for c, u in zip(factors, updates, strict=True))
+            merged, sum(c * u for c, u in zip(coefficients, updates, strict=True))
         )

@@ -177,14 +177,14 @@ class LowRank:
         return self.left @ self.right
 
     def times(self, number: float) -> LowRank:
-        """Return it times a number, which goes to the factor that it brings nearer to the other's size."""
+        """Return it times a number. A small one multiplies the larger factor, which does not underflow."""
         left_is_larger = bool(self.left.abs().sum() >= self.right.abs().sum())
         if left_is_larger == (abs(number) <= 1.0):
             return LowRank(self.left * number, self.right)
         return LowRank(self.left, self.right * number)
 
     @staticmethod
-    def sum(updates: Sequence[LowRank], factors: Sequence[float]) -> LowRank:
+    def sum(updates: Sequence[LowRank], coefficients: Sequence[float]) -> LowRank:
         """Return Σ c_t Δ_t as one update with the terms of all.
 
         Example:
@@ -192,7 +192,7 @@ class LowRank:
             >>> LowRank.sum([one, one], [0.5, 2.0]).dense()[0].tolist()
             [2.5, 2.5, 2.5]
         """
-        terms = [update.times(c) for update, c in zip(updates, factors, strict=True)]
+        terms = [update.times(c) for update, c in zip(updates, coefficients, strict=True)]
         lefts, rights = [term.left for term in terms], [term.right for term in terms]
         return LowRank(torch.cat(lefts, dim=1), torch.cat(rights))
 

@@ -245,7 +245,7 @@ def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_many_keys(config: Mapping[str, Any]) -> None:
-    """Refuse a config that would take long to go through, but for what is dropped of it."""
+    """Refuse a config that would take long to go through. Keys that are dropped do not count."""
     count = _keys({key: value for key, value in config.items() if not _DROPPED_KEYS.search(key)})
     if count > _MOST_KEYS:
         raise SkeletonUnavailable(

@@ -152,7 +152,7 @@ EQUIVARIANT = Laws(order_invariant=True, scale_equivariant=True, rotation_equiva
 AXIS_BOUND = replace(EQUIVARIANT, rotation_equivariant=False)
 SCALE_BOUND = replace(EQUIVARIANT, scale_equivariant=False)
 BOUND = replace(AXIS_BOUND, scale_equivariant=False)
-# The scale is kept but for absolute bounds, which usual updates may not reach: nothing is promised of it.
+# Absolute bounds, which usual updates may not reach, can break the scale: nothing is promised of it.
 UP_TO_BOUNDS = replace(EQUIVARIANT, scale_equivariant=None)
 AXIS_BOUND_UP_TO_BOUNDS = replace(AXIS_BOUND, scale_equivariant=None)
 
@@ -393,14 +393,15 @@ class Method(Declared):
         It is where an element depends on that of each update and on nothing else, and the result turns
         with the updates on both sides: no other function of elements turns.
         """
-        passes = self.global_pass is not None or self.tensor_pass is not None
-        told = passes or self.base_norm or self.data != "none" or self.seeded
-        says = self.diagnostics is not Diagnostics or self.writes_masks
-        by_element = self.unit_for(parameters) == "element"
-        return not told and not says and by_element and self.sides_for(parameters) == "both"
+        needs_a_pass = self.global_pass is not None or self.tensor_pass is not None
+        needs_more = needs_a_pass or self.base_norm or self.data != "none" or self.seeded
+        gives_more = self.diagnostics is not Diagnostics or self.writes_masks
+        if needs_more or gives_more or self.unit_for(parameters) != "element":
+            return False
+        return self.sides_for(parameters) == "both"
 
-    def factors_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
-        """Return the c_t of a method that is linear: what it makes of one 1 among zeros."""
+    def coefficients_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
+        """Return the c_t of a linear method: c_t is what it makes of 1 in update t and 0 in the others."""
         ones = torch.eye(len(weights), dtype=torch.float64).unbind()
         return list(map(float, self(LinearGroup(ones, tuple(weights)), **parameters).delta))
 

@@ -205,9 +205,9 @@ class LayerUpdates:
         if found is None:
             return None
         with naming(item.tensor):
-            factors = method.factors_for(_weights_of(item), merge.parameters)
-            factors = [factor * merge.scale for factor in factors]
-            products = [LowRank.sum(matrix, factors).dense() for matrix in found]
+            given = method.coefficients_for(_weights_of(item), merge.parameters)
+            coefficients = [coefficient * merge.scale for coefficient in given]
+            products = [LowRank.sum(matrix, coefficients).dense() for matrix in found]
             for matrix, product in zip(found, products, strict=True):
                 if not all_finite(product):
                     raise method.beyond(matrix, "gives NaN or Inf", merge.parameters)

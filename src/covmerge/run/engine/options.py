@@ -102,7 +102,11 @@ class RunOptions:
             )
 
     def check_in_memory(self) -> None:
-        """Refuse what is about a folder, of a run whose result stays in memory."""
+        """Refuse what is about a folder, of a run whose result stays in memory.
+
+        Raises:
+            InputError: it is to replace one, or to go on with one.
+        """
         given = {Hint("overwrite"): self.overwrite, Hint("resume"): self.resume}
         for hint in (hint for hint, wanted in given.items() if wanted):
             raise InputError(
