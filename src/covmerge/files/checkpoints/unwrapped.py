@@ -8,6 +8,7 @@ from covmerge.base.text import counted
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, divided
+from covmerge.files.checkpoints.part import as_part
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, StoredTensor
 from covmerge.files.checkpoints.view import (
     WRAPPERS,
@@ -90,15 +91,15 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
     if list(names) != list(checkpoint.headers):
         said = (f"{checkpoint.source}: {note}" for note in notes)
         checkpoint = View(checkpoint, names, *said)
-    if not made:
-        return checkpoint
-    name = next(iter(made))
-    return Assembled(
-        checkpoint,
-        made,
-        f"{checkpoint.source}: {counted(len(made), 'tensor')}, such as '{name}', are put together from "
-        f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
-    )
+    if made:
+        name = next(iter(made))
+        checkpoint = Assembled(
+            checkpoint,
+            made,
+            f"{checkpoint.source}: {counted(len(made), 'tensor')}, such as '{name}', are put together from "
+            f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
+        )
+    return checkpoint if base is None else as_part(checkpoint, base)
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:

@@ -22,6 +22,7 @@ from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted
 from covmerge.files.checkpoints.open import PASS_FOLDED
+from covmerge.files.checkpoints.part import part_key
 from covmerge.files.checkpoints.unwrapped import in_memory
 from covmerge.files.checkpoints.view import respelled, weight_norms
 from covmerge.files.quantised.view import dequantised, is_quantised
@@ -143,10 +144,16 @@ def check_same_architecture(base: Model, expert_name: str, expert: Model) -> Non
         dequantised(model.checkpoint)
     types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
     if None not in types and types[0] != types[1]:
+        key = part_key(expert.checkpoint.config, base.checkpoint.config)
         raise InputError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) is a '{types[1]}' model, the base "
             f"({base.checkpoint.source}) is a '{types[0]}' model: they cannot be merged. "
-            "Check the paths: every expert must be fine-tuned from the base."
+            + (
+                "Check the paths: every expert must be fine-tuned from the base."
+                if key is None
+                else f"The base is only a part of such a model ({key}): pass the whole '{types[1]}' model "
+                "that it is a part of as the base; experts may be parts of it"
+            )
         )
 
 

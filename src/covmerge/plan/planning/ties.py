@@ -45,9 +45,10 @@ def with_ties_undone(
     first = next(iter(sources))
     adapters = {k: source for k, source in sources.items() if isinstance(source, AdapterCheckpoint)}
     models = {key: Model.of(source) for key, source in sources.items() if key not in adapters}
-    for key, model in models.items():
-        _check_head(key, model)
     start = models[first]
+    for key, model in models.items():
+        if _type(model) == _type(start):  # else it is refused later, by its type
+            _check_head(key, model)
     experts = {key: source for key, source in sources.items() if key != first}
     if start.description.source == "names":
         _check_unknown_ties(start, experts, adapters)
@@ -83,7 +84,7 @@ def with_ties_undone(
             f"transformers ties these in this model whatever its config says: merge experts that were "
             "trained without the one or with both as one tensor"
         )
-    model_type = (start.checkpoint.config or {}).get("model_type")
+    model_type = _type(start)
     if model_type in _SCALED_WHERE_TIED and form == "model":
         apart = some([n for group in _groups(start).values() for n in group], 5, quoted=True)
         raise InputError(
@@ -98,6 +99,10 @@ def with_ties_undone(
         **{k: _as_untied(start, model) for k, model in models.items() if k != first},
         first: view,
     }
+
+
+def _type(model: Model) -> object:
+    return (model.checkpoint.config or {}).get("model_type")
 
 
 def _view(base: Model, *notes: str) -> Untied:
