@@ -18,6 +18,13 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank, TensorHeader
+from covmerge.files.adapters.adapterhub import (
+    ADAPTERHUB_NAMES,
+    HEAD_NAMES,
+    PeftNames,
+    as_peft,
+    is_of_adapterhub,
+)
 from covmerge.files.adapters.config import AdapterConfig
 from covmerge.files.adapters.folds import Folded, Folds
 from covmerge.files.adapters.gguf import GgufFactors, gguf_adapter, named_by_base
@@ -64,7 +71,7 @@ from covmerge.files.stores.store import Store, StoredFile, child
 ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
-_FILES = (*_WEIGHTS, MLX_NAME)
+_FILES = (*_WEIGHTS, MLX_NAME, *ADAPTERHUB_NAMES)
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _LOST_BIASES = (
     "{} was trained with bias = lora_only and stores no bias: PEFT 0.8 to 0.20 did not save them. Where "
@@ -466,7 +473,7 @@ def as_stored(files: FileCheckpoint) -> Checkpoint:
 def open_adapter_folder(
     source: str, store: Store, stored_as: StoredAs = as_stored
 ) -> Checkpoint | None:
-    """Open the adapter that PEFT, mlx-lm or diffusers saved in a folder, or return None if there is none.
+    """Open the adapter that PEFT, mlx-lm, diffusers or adapters saved in a folder; None if there is none.
 
     A model beside the adapter has precedence.
 
@@ -607,7 +614,12 @@ def _open(
             "under another name"
         )
     fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
-    of_mlx = weights == MLX_NAME
+    of_mlx, of_adapterhub = weights == MLX_NAME, is_of_adapterhub(fields)
+    if of_adapterhub:
+        fields = as_peft(source, fields)
+        notes += tuple(
+            f"{store}: the head {name} was not read" for name in HEAD_NAMES if name in names
+        )
     config = AdapterConfig(source, peft_fields(source, fields) if of_mlx else fields, of_mlx)
     whole = of_mlx and is_full(fields)
     if weights is None:
@@ -621,6 +633,8 @@ def _open(
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
     if of_mlx and not whole:
         stored = TurnedFactors(stored, config.rank(""))
+    if of_adapterhub:
+        stored = PeftNames(stored, fields)
     return _as_adapter(stored, config, str(store), whole=whole, notes=notes)
 
 

@@ -58,6 +58,7 @@ the file's vector lies so. That depends on the base.
 | layout | what is read |
 |---|---|
 | mlx-lm's folders | LoRA and DoRA of layers and embeddings, and `full`; no stacks of experts |
+| folders of AdapterHub's library (`pytorch_adapter.bin`) | LoRA of layers by themselves, and (IA)³ |
 | LoRA in GGUF, over a base with its `config.json` | plain numbers; {architectures}; no stacks of experts |
 | Unsloth's experts | by `lora_B_layout`; where an older one has none, a note says how it was taken |
 
