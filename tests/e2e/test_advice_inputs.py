@@ -180,11 +180,22 @@ def test_equal_experts_are_told(tmp_path):
 
 
 def test_a_rule_that_fits_nothing_is_told():
-    said = advice("the rule for '{}' applies to no tensor: check its spelling")
-    rules = [{"match": "*nrom*", "use": "base"}]
+    said = advice("did you mean '{}'?")
+    wrong = [{"match": "norm.wieght", "use": "base"}]
+    (note,) = (n for n in notes_of(BASE, {"a": A}, rules=wrong) if "applies to no tensor" in n)
+    assert said_by(said, [note])
+    meant = note.split("did you mean '")[1].split("'")[0]
+    notes = notes_of(BASE, {"a": A}, rules=[{"match": meant, "use": "base"}])
+    assert not any("applies to no tensor" in note for note in notes)
+
+
+def test_a_rule_behind_another_that_takes_all_its_tensors_is_told():
+    said = advice(
+        "the rule for '{}' decides nothing, as rules before it apply to all its tensors: put it before"
+    )
+    rules = [{"match": "*", "method": "average"}, {"match": "*norm*", "use": "base"}]
     assert said_by(said, notes_of(BASE, {"a": A}, rules=rules))
-    rules = [{"match": "*norm*", "use": "base"}]
-    assert not said_by(said, notes_of(BASE, {"a": A}, rules=rules))
+    assert not said_by(said, notes_of(BASE, {"a": A}, rules=rules[::-1]))
 
 
 def test_float64_is_told():
