@@ -22,6 +22,7 @@ _GIVEN = (
     *("device", "threads", "workers", "max_memory", "patience"),
     *("resume", "overwrite", "progress", "collecting"),
 )
+_WAITS = RunOptions().patience
 
 
 def run_options(settings: Mapping[str, Any]) -> RunOptions:
@@ -45,7 +46,13 @@ def run_options(settings: Mapping[str, Any]) -> RunOptions:
         raise RecipeError(f"{Hint('threads')}: {threads!r} is no whole number above 0: give one")
     if "device" in options:
         options["device"] = str(options["device"])  # a torch.device too
-    return _executed_by(settings.get("executor"), RunOptions(**options), settings.get("address"))
+    name = settings.get("executor")
+    if options.get("patience", _WAITS) != _WAITS and name in (None, "threads", "processes"):
+        raise InputError(
+            f"{Hint('patience', options['patience'])} is of ranks, which wait for each other: give "
+            f"{Hint('executor', 'ranks')} too"
+        )
+    return _executed_by(name, RunOptions(**options), settings.get("address"))
 
 
 def _executed_by(name: str | None, options: RunOptions, address: str | None) -> RunOptions:
