@@ -22,7 +22,6 @@ _GIVEN = (
     *("device", "threads", "workers", "max_memory", "patience"),
     *("resume", "overwrite", "progress", "collecting"),
 )
-_WAITS = RunOptions().patience
 
 
 def run_options(settings: Mapping[str, Any]) -> RunOptions:
@@ -46,13 +45,7 @@ def run_options(settings: Mapping[str, Any]) -> RunOptions:
         raise RecipeError(f"{Hint('threads')}: {threads!r} is no whole number above 0: give one")
     if "device" in options:
         options["device"] = str(options["device"])  # a torch.device too
-    name = settings.get("executor")
-    if options.get("patience", _WAITS) != _WAITS and name in (None, "threads", "processes"):
-        raise InputError(
-            f"{Hint('patience', options['patience'])} is of ranks, which wait for each other: give "
-            f"{Hint('executor', 'ranks')} too"
-        )
-    return _executed_by(name, RunOptions(**options), settings.get("address"))
+    return _executed_by(settings.get("executor"), RunOptions(**options), settings.get("address"))
 
 
 def _executed_by(name: str | None, options: RunOptions, address: str | None) -> RunOptions:
@@ -60,6 +53,11 @@ def _executed_by(name: str | None, options: RunOptions, address: str | None) -> 
         raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
     if not options.patience > 0:
         raise InputError(f"{Hint('patience', options.patience)}: give seconds above 0")
+    if name in (None, "threads", "processes") and options.patience != RunOptions().patience:
+        raise InputError(
+            f"{Hint('patience', options.patience)} is of ranks, which wait for each other: give "
+            f"{Hint('executor', 'ranks')} too"
+        )
     if name != "ray" and address is not None:
         raise InputError(
             f"{Hint('address', address)} is that of a Ray cluster: give {Hint('executor', 'ray')} too"
