@@ -84,6 +84,7 @@ class Sandbox:
         tempfile.tempdir = None
         os.fsync = lambda fd: None  # nothing here outlives a loss of power
         warnings.simplefilter("ignore")
+        sys.dont_write_bytecode = True  # of a package that is imported as an input is read
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)

@@ -173,7 +173,7 @@ LINES = {
     "patience": (
         f"merge {PAIR} --patience 0 out",
         advice("--patience {}: give seconds above 0"),
-        f"merge {PAIR} --patience 1 out",
+        f"merge {PAIR} --patience 120 out",
     ),
     "threads and workers": (
         f"merge {PAIR} --executor threads --workers 2 out",

@@ -1,9 +1,11 @@
 """What errors and notes advise about experts that do not fit their base: followed to the right output."""
 
 import re
+import shutil
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +16,7 @@ from tests.advised import advice, rules_in
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, statistics_for
 from tests.e2e.following import told
+from tests.e2e.models import save_family
 
 W = torch.diag(torch.arange(1.0, 9))
 NAME, HEAD = "layers.0.mlp.up_proj.weight", "readout.weight"
@@ -178,11 +181,22 @@ def test_equal_experts_are_told(tmp_path):
 
 
 def test_a_rule_that_fits_nothing_is_told():
-    said = advice("the rule for '{}' applies to no tensor: check its spelling")
-    rules = [{"match": "*nrom*", "use": "base"}]
+    said = advice("did you mean '{}'?")
+    wrong = [{"match": "norm.wieght", "use": "base"}]
+    (note,) = (n for n in notes_of(BASE, {"a": A}, rules=wrong) if "applies to no tensor" in n)
+    assert said_by(said, [note])
+    meant = note.split("did you mean '")[1].split("'")[0]
+    notes = notes_of(BASE, {"a": A}, rules=[{"match": meant, "use": "base"}])
+    assert not any("applies to no tensor" in note for note in notes)
+
+
+def test_a_rule_behind_another_that_takes_all_its_tensors_is_told():
+    said = advice(
+        "the rule for '{}' decides nothing, as rules before it apply to all its tensors: put it before"
+    )
+    rules = [{"match": "*", "method": "average"}, {"match": "*norm*", "use": "base"}]
     assert said_by(said, notes_of(BASE, {"a": A}, rules=rules))
-    rules = [{"match": "*norm*", "use": "base"}]
-    assert not said_by(said, notes_of(BASE, {"a": A}, rules=rules))
+    assert not said_by(said, notes_of(BASE, {"a": A}, rules=rules[::-1]))
 
 
 def test_float64_is_told():
@@ -338,3 +352,19 @@ def test_tied_tensors_that_differ(tmp_path):
     right = load_file(tmp_path / "a" / "model.safetensors")
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         torch.testing.assert_close(found[name], right[name])
+
+
+def test_a_base_that_is_a_file_alone(tmp_path):
+    """`base.pt` has no config.json, with which transformers loads the output."""
+    base, experts = save_family("llama", tmp_path, experts=1)
+    torch.save(load_file(base / "model.safetensors"), tmp_path / "base.pt")
+    said = advice(
+        "for transformers pass the model's folder as the base, or copy them into the output"
+    )
+    given = {"base": tmp_path / "base.pt", "experts": experts, "out": tmp_path / "out"}
+    assert said_by(said, covmerge.merge(**given).notes)
+    shutil.copy(base / "config.json", tmp_path / "out")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = covmerge.merge(base, experts, out=tmp_path / "with")
+    assert not said_by(said, found.notes)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "with")

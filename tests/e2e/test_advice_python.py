@@ -535,3 +535,38 @@ def test_a_pipe_is_no_model(tmp_path):
         merge({"a": tmp_path / "pipe"})
     save_file(A, tmp_path / "a.safetensors")
     merge({"a": tmp_path / "a.safetensors"})
+
+
+def test_tensors_of_which_processes_have_parts():
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in A.items()}
+        said = advice(
+            "is a {}, of which each process has a part: pass {name: tensor.full_tensor()}"
+        )
+        with pytest.raises(CovmergeError, match=said):
+            merge({"a": parts, "b": B})
+        found = merge({"a": {n: tensor.full_tensor() for n, tensor in parts.items()}, "b": B})
+    finally:
+        distributed.destroy_process_group()
+    assert all(torch.equal(found.tensors[n], t) for n, t in merge({"a": A, "b": B}).tensors.items())
+
+
+@pytest.mark.parametrize("name", ["out_dir", "out_folder", "output_path"])
+def test_the_folder_is_called_out(name, tmp_path):
+    with pytest.raises(CovmergeError, match=advice("merge takes no '{}'. Did you mean 'out'?")):
+        merge([A, B], **{name: tmp_path / "out"})
+    assert merge([A, B], out=tmp_path / "out").path == tmp_path / "out"
+
+
+def test_patience_is_of_ranks(tmp_path):
+    said = advice("--patience {} is of ranks, which wait for each other: give --executor ranks too")
+    with pytest.raises(CovmergeError, match=said):
+        merge([A, B], out=tmp_path / "out", patience=3.0)
+    with pytest.raises(CovmergeError) as error:
+        merge([A, B], out=tmp_path / "out", patience=3.0, executor="ranks")
+    assert "which wait for each other" not in str(error.value)

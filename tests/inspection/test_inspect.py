@@ -379,3 +379,54 @@ def test_from_the_command_line(bert):
     shutil.rmtree(bert / "c")
     shutil.copytree(bert / "base", bert / "c")
     assert "'c' equals the base" in words(command("inspect", *flags, code=1).stdout)
+
+
+MIXTURE = {"moe": {"gates": "random"}, "rules": [{"match": "*", "use": "base"}]}
+STACK = {
+    "slices": [{"experts": {"a": [0, 1]}}, {"experts": {"b": [0, 2]}}],
+    "method": "task_arithmetic",
+}
+
+
+@pytest.mark.parametrize("more", [MIXTURE, STACK], ids=["mixture", "slices"])
+def test_experts_that_have_no_part_in_some_layers(more, tmp_path):
+    """Each is measured where it is merged, and not said to have left the other layers unchanged."""
+    models = save("llama", tmp_path)
+    recipe = {"base": "./base", "experts": {name: f"./{name}" for name in "ab"}, **more}
+    (models / "recipe.yml").write_text(json.dumps(recipe))
+    merged = words(command("merge", models / "recipe.yml", models / "out", "--report").stdout)
+    assert "did not change" not in merged and (models / "out" / "report.html").is_file()
+    said = command("inspect", models / "recipe.yml", "--json").json
+    assert not any("did not change" in finding["text"] for finding in said["findings"])
+    command("compare", models / "recipe.yml", "--methods", "average,ties")
+    base, a, b = (load_file(models / name / "model.safetensors") for name in ("base", "a", "b"))
+    moved = {n: [float((of[n] - base[n]).double().norm()) for of in (a, b)] for n in base}
+    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    for block in range(2):
+        for part, short in names.items():
+            of_a, of_b = moved[f"model.layers.{block}.mlp.{part}.weight"]
+            if "moe" in more:
+                where = f"model.layers.{block}.block_sparse_moe.experts"
+                first, second = (
+                    said["layers"][f"{where}.{index}.{short}.weight"] for index in (0, 1)
+                )
+            else:
+                first = said["layers"][f"model.layers.0.mlp.{part}.weight"]
+                second = said["layers"][f"model.layers.{block + 1}.mlp.{part}.weight"]
+                of_a = moved[f"model.layers.0.mlp.{part}.weight"][0]
+            assert first["update_norm"] == pytest.approx({"a": of_a, "b": 0.0}, rel=1e-5)
+            assert second["update_norm"] == pytest.approx({"a": 0.0, "b": of_b}, rel=1e-5)
+
+
+def test_a_comparison_where_an_expert_lacks_tensors(tmp_path):
+    models = save("llama", tmp_path)
+    path = models / "a" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if "layers.1.mlp" not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+    experts = {name: models / name for name in "ab"}
+    found = covmerge.compare(
+        models / "base", experts, ["average", "ties"], tensors={"missing": "present"}
+    )
+    for row in found.rows:
+        assert set(row.retention) == {"a", "b"}
+        assert row.retention_by_layer["model.layers.1.mlp.up_proj.weight"]["a"] is None

@@ -227,3 +227,61 @@ def test_a_link_out_of_the_folder_is_not_followed(folder):
     assert "were not compared" in run.stdout + run.stderr
     assert "top_secret" not in run.stdout + run.stderr
     assert Path(folder / "out").is_dir()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"slices": [{"experts": {"same": [0, 1]}}, {"experts": {"other": [1, 2]}}]},
+        {"moe": {"gates": "random"}},
+    ],
+    ids=["slices", "mixture"],
+)
+def test_slices_and_mixtures_of_models_that_compute_otherwise(more, folder):
+    """The output has one rope for all layers, so that those of one model are not used as trained."""
+    experts = {name: str(folder / name) for name in ("same", "other")}
+    given = {"base": str(folder / "base"), "experts": experts, "method": "average", **more}
+    assert not run_recipe(parse_recipe(given), folder / "alike").warnings
+    change(folder / "other" / "config.json", rope_theta=1e6)
+    (text,) = run_recipe(parse_recipe(given), folder / "out").warnings
+    assert re.search(LOOK, text)
+    assert text.startswith("expert 'other': its config.json differs from the base's")
+    assert "rope_parameters.rope_theta 1000000.0 (the output: 10000.0)" in text
+
+
+NAMED = advice(
+    "No number of an adapter tells whether these are one model. If they are two, the merge is worthless: "
+    "pass the base that it names. If they are one, write {} there as base_model_name_or_path"
+)
+
+
+def test_an_adapter_that_names_another_base(folder):
+    model = LlamaForCausalLM.from_pretrained(folder / "base")
+    lora = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    save_adapter(model, lora, folder / "lora")
+    config = folder / "lora" / "adapter_config.json"
+
+    def told(base="base", **how):
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        change(config, **how)
+        merged = covmerge.merge(folder / base, {"lora": folder / "lora"}, out=folder / "out")
+        found = [str(f) for f in covmerge.inspect(folder / base, [folder / "lora"]).findings]
+        assert any(re.search(NAMED, text) for text in found) == bool(merged.warnings)
+        return merged.warnings
+
+    (text,) = told(base_model_name_or_path="org/other-model")
+    assert re.search(NAMED, text)
+    assert f"names the base 'org/other-model', and the base here is {folder / 'base'}" in text
+    shutil.copytree(folder / "base", folder / "other-model")
+    assert not told("other-model")
+    own = str(folder / "base")
+    assert not told(base_model_name_or_path=own)
+    for same in ("base", "org/Base", "/data/base/", "org/base@main", None, "unsloth/base-bnb-4bit"):
+        assert not told(base_model_name_or_path=same)
+    assert not told(base_model_name_or_path="/hub/models--org--base/snapshots/0123456789abcdef")
+    change(folder / "base" / "config.json", _name_or_path="org/other-model")
+    assert not told(base_model_name_or_path="org/other-model")
+    out = folder / "adapter"  # which is loaded over the base that it names
+    change(config, base_model_name_or_path="org/third")
+    experts = {"lora": folder / "lora"}
+    assert not covmerge.merge(folder / "base", experts, out=out, form="adapter").warnings

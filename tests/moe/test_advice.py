@@ -1,6 +1,7 @@
 """Mixtures that are refused with an advice, and the same as it says, which are made."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.advised import advice
 from tests.cli.runs import covmerge, words
 from tests.e2e.following import noted, told
+from tests.folders import contents
 from tests.moe.test_architectures import DENSE, NAMES, experts_of
 from tests.moe.test_mixture import models  # pyright: ignore[reportUnusedImport]
 
@@ -337,3 +339,16 @@ def test_prompts_that_are_told_apart(here):
             noted(said, text)
         else:
             assert "nearly dependent" not in text, (number, text)
+
+
+def test_prompts_that_no_gate_reads_are_told(here):
+    said = advice("`gates: {}` reads no prompts: those of the recipe have no part in it")
+    asked = {"gates": "random", "prompts": {"code": {"positive": ["w1"]}}}
+    for moe, noted_once in ((asked, True), ({"gates": "random"}, False)):
+        (here / "recipe.yml").write_text(json.dumps(OURS | {"moe": moe}))
+        ran = covmerge("merge", here / "recipe.yml", f"out-{noted_once}")
+        assert bool(re.search(said, words(ran.stdout))) == noted_once
+    assert (
+        contents(here / "out-True")["model.safetensors"]
+        == (contents(here / "out-False")["model.safetensors"])
+    )

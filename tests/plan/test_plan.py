@@ -134,7 +134,11 @@ class TestRoles:
 
     def test_a_rule_for_nothing_is_noted(self):
         plan = plan_for(state(), {"a": state()}, rules=[{"match": "*.atn.*", "use": "base"}])
-        assert any("'*.atn.*' applies to no tensor" in note for note in plan.notes)
+        assert "the rule for '*.atn.*' applies to no tensor: did you mean '*.attn.*'?" in plan.notes
+        plan = plan_for(
+            state(), {"a": state()}, rules=[{"match": "*.attn.*", "role": "norm", "use": "base"}]
+        )
+        assert any(note.endswith("the roles there are linear, bias") for note in plan.notes)
 
     def test_a_vector_cannot_be_merged_by_a_matrix_method(self):
         with pytest.raises(RecipeError, match=r"'layers.0.norm.weight' \[4\].*not a matrix"):

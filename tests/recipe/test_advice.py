@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.adapters.models import llama
 from tests.adapters.models import save as save_adapter
 from tests.advised import advice
-from tests.cli.runs import covmerge
+from tests.cli.runs import covmerge, flags, save_plain, words, write_recipe
 from tests.e2e.following import told
+from tests.e2e.models import save_family
 from tests.e2e.test_advised_settings import tokenizer
 from tests.mergekit.models import save_models
 from tests.quantised.models import moved
@@ -344,9 +345,9 @@ def test_a_recipe_as_it_is_advised(name, here):
         told(said, "merge", file, here / "out")
     for number, text in enumerate(text for text in right if text not in MERGED):
         MERGED.add(text)
-        flags = ["--lenient"] if text.startswith("--lenient ") else []
+        more = ["--lenient"] if text.startswith("--lenient ") else []
         file.write_text(text.removeprefix("--lenient "))
-        covmerge("merge", file, here / f"out{number}", *flags)
+        covmerge("merge", file, here / f"out{number}", *more)
 
 
 def stacked(layers, **keys):
@@ -522,3 +523,40 @@ def test_a_path_is_relative_to_the_recipe(here):
     told(said, "merge", file, "out")
     file.write_text(TWO.replace("./base", "../t5/base").replace("./a, b: ./b", "../t5/t0"))
     covmerge("merge", file, "out")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "slices: [{experts: {a: [0, 1]}}, {experts: {b: [0, 1]}}]",
+            advice("'slices' make a model of its own, and --as adapter updates the base"),
+        ),
+        (
+            "moe: {gates: random}",
+            advice("'moe' makes a model of its own, and --as adapter updates the base"),
+        ),
+        ("base: null", advice("--as adapter updates a base, and the recipe has none")),
+    ],
+)
+def test_a_model_of_its_own_is_no_adapter(more, said, tmp_path):
+    save_family("llama", tmp_path, experts=2)
+    recipe, out = tmp_path / "recipe.yml", tmp_path / "out"
+    given = {"base": "./base", "experts": {"a": "./expert1", "b": "./expert2"}, "method": "average"}
+    recipe.write_text(json.dumps(given | yaml.safe_load(more)))
+    ran = covmerge("merge", recipe, out, "--as", "adapter", code=2)
+    assert re.search(said, words(ran.stderr))
+    covmerge("merge", recipe, out)
+
+
+def test_lenient_is_about_mergekits_recipes(tmp_path):
+    save_plain(tmp_path)
+    recipe, out = write_recipe(tmp_path, "method: ties"), tmp_path / "out"
+    ran = covmerge("merge", recipe, out, "--lenient", code=2)
+    said = advice("{} is no recipe of mergekit's, and --lenient is about those: leave it out")
+    assert re.search(said, words(ran.stderr))
+    covmerge("merge", recipe, out)
+    ran = covmerge("merge", *flags(tmp_path), tmp_path / "flags", "--lenient", code=2)
+    said = advice("--lenient is about recipes of mergekit's, and none is given: leave it out")
+    assert re.search(said, words(ran.stderr))
+    covmerge("merge", *flags(tmp_path), tmp_path / "flags")

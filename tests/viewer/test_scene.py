@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import covmerge
+import covmerge as library
 from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.viewer import ViewJob
 from covmerge.front.viewer.scene import fixed_part
 from covmerge.maths.measures.sums import kept
 from covmerge.plan.recipe import parse_recipe
+from tests.cli.runs import covmerge
 from tests.e2e.models import build, save_family
 from tests.report.merges import checkpoints
 
@@ -53,7 +54,7 @@ def recipe_of(scene, method, weights):
 
 
 def reported(out):
-    return {layer.name: dict(layer.retention) for layer in covmerge.report(out).inspection.matrices}
+    return {layer.name: dict(layer.retention) for layer in library.report(out).inspection.matrices}
 
 
 def agree(found, expected):
@@ -67,7 +68,7 @@ def agree(found, expected):
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_as_merged_and_any_sum_are_what_a_report_says(family, tmp_path):
     base, experts = save_family(family, tmp_path)
-    covmerge.merge(base, experts, "ties", tmp_path / "out")
+    library.merge(base, experts, "ties", tmp_path / "out")
     scene = scene_of(tmp_path / "out")
     assert not scene.exact
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
@@ -99,7 +100,7 @@ def test_adapters_are_measured_by_their_factors(tmp_path):
         config = peft.LoraConfig(r=2, target_modules=["query", "dense"], init_lora_weights=False)
         peft.get_peft_model(build("bert"), config).save_pretrained(tmp_path / name)
     experts = {name: tmp_path / name for name in ("a", "b")}
-    covmerge.merge(tmp_path / "base", experts, "auto", tmp_path / "out", form="adapter")
+    library.merge(tmp_path / "base", experts, "auto", tmp_path / "out", form="adapter")
     scene = scene_of(tmp_path / "out")
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
     assert "does not tell how good a merge is" in scene.as_json()["findings"][-1]["text"]
@@ -109,8 +110,28 @@ def test_adapters_are_measured_by_their_factors(tmp_path):
 
 def test_a_name_that_an_expert_has_is_not_the_merged_models(tmp_path):
     base, experts = checkpoints(tmp_path, {"merged": 0.1, "b": 0.2}, blocks=1)
-    covmerge.merge(base, experts, "average", tmp_path / "out")
+    library.merge(base, experts, "average", tmp_path / "out")
     assert scene_of(tmp_path / "out").merged == "merged-2"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"slices": [{"experts": {"a": [0, 1]}}, {"experts": {"b": [0, 1]}}], "method": "average"},
+        {"moe": {"gates": "random"}, "rules": [{"match": "*", "use": "base"}]},
+    ],
+)
+def test_slices_and_mixtures_are_looked_at_by_other_commands(more, tmp_path):
+    save_family("llama", tmp_path, experts=2)
+    experts = {"a": "./expert1", "b": "./expert2"}
+    recipe, out = tmp_path / "recipe.yml", tmp_path / "out"
+    recipe.write_text(json.dumps({"base": "./base", "experts": experts, **more}))
+    covmerge("merge", recipe, out)
+    for path, advised in ((recipe, "inspect"), (out, "report")):
+        with pytest.raises(InputError, match=f"look at it by `covmerge {advised} ") as error:
+            scene_of(path)
+        _, command, *_ = str(error.value).split("`")
+        covmerge(*command.split()[1:])
 
 
 def test_nothing_that_can_be_weighed_is_refused(tmp_path):

@@ -132,7 +132,7 @@ def test_a_source_that_is_an_adapter(folder):
     save_adapter(model, lora, folder / "llama" / "lora")
     experts = ("lora", "t1")
     said = advice(
-        "tokenizer.source: '{}' is an adapter, which has the base's tokenizer: name the base"
+        "'{}' is an adapter, whose rows are the base's: name the base. For tokens of its own"
     )
     refused(said, recipe(folder, experts, tokenizer={"source": "lora"}))
     tokens = {"<|im_end|>": {"of": "lora"}}
@@ -152,7 +152,7 @@ def test_an_adapter_of_the_head_is_folded_first(folder):
     lora = LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
     save_adapter(model, lora, llama / "head")
     said = advice(
-        "other tokens in the output: fold it into its base first (`covmerge merge --base BASE --expert {}="
+        "fold it into its base first (`covmerge merge --base BASE --expert {}=ADAPTER OUT`), and copy"
     )
     told = refused(said, recipe(folder, ("head", "t1")))
     typed = re.search(r"`covmerge ([^`]*)`", told)[1]

@@ -391,10 +391,10 @@ def test_tokens_beyond_an_embedding_have_no_row_in_it(models, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"source": "t9"}, "tokenizer.source is 't9', and there is no such expert"),
+        ({"source": "t9"}, 'tokenizer="t9": there is no such expert'),
         (
             {"source": "union", "tokens": {"x": "t9"}},
-            r"tokenizer.tokens\['x'\] is 't9', and there is no",
+            r"tokenizer.tokens\['x'\] is 't9': there is no such expert",
         ),
         (
             {"source": "union", "tokens": {"x": {"of": "t1", "id": 1, "token": "a"}}},
@@ -443,7 +443,9 @@ def test_words_that_mean_something_else_name_no_expert(models):
         recipe(models, ("base", "t1"), base="t0")
     with pytest.raises(RecipeError, match="'tokenizer' names the base, and the recipe has none"):
         recipe(models, base=None, tokenizer={"source": "base"})
-    said = advice("makes a model of its own, and 'format: adapter' updates the base: leave out one")
+    said = advice(
+        "{} makes a model of its own, and --as adapter updates the base: leave out one of them"
+    )
     with pytest.raises(RecipeError, match=said):
         recipe(models, output={"format": "adapter", "rank": 2})
 

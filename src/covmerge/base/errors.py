@@ -112,6 +112,8 @@ def pattern_meant(pattern: str, names: Collection[str]) -> str:
     Example:
         >>> pattern_meant("*.atn.*", ["h.0.attn.weight", "h.0.mlp.weight"])
         "did you mean '*.attn.*'?"
+        >>> pattern_meant("h.0.attn", ["h.0.attn.weight", "h.0.mlp.weight"])
+        "did you mean '*h.0.attn*'?"
         >>> pattern_meant("nix*", ["h.0.attn.weight", "h.0.mlp.weight", "norm.weight"])
         "they are called 'h.0.attn.weight', 'h.0.mlp.weight' and 1 more"
     """
@@ -121,8 +123,9 @@ def pattern_meant(pattern: str, names: Collection[str]) -> str:
         lambda part: next(iter(get_close_matches(part[0], parts, n=1)), part[0]),
         pattern,
     )
-    if any(fnmatchcase(name, nearest) for name in names):
-        return f"did you mean '{nearest}'?"
+    for meant in (nearest, f"*{nearest}*"):
+        if any(fnmatchcase(name, meant) for name in names):
+            return f"did you mean '{meant}'?"
     return f"they are called {some(names, 2, quoted=True)}"
 
 

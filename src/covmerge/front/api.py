@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -461,6 +462,8 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
                 f"merge takes no '{name}', which recipes have: pass the same as a mapping to "
                 "covmerge.parse_recipe, and what that returns to covmerge.run_recipe"
             )
+        if name.startswith("out") and re.search("dir|folder|path", name):
+            raise RecipeError(f"merge takes no '{name}'. Did you mean 'out'?")
         near = get_close_matches(name, [*keywords, *known], n=1)
         if near and near[0] in keywords:
             raise RecipeError(f"merge takes no '{name}'. Did you mean '{near[0]}'?")

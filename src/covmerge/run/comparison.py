@@ -65,7 +65,8 @@ class Row:
         stable_rank: ‖M‖²_F/σ₁² of the merged update's matrices, mean; None if there are none.
         retention: by expert, the share of its contribution that is predicted to survive
             (`covmerge.maths.measures.retention`).
-        retention_by_layer: the same of every matrix; None where the expert did not change it.
+        retention_by_layer: the same of every matrix; None where the expert did not change it, or has no
+            part in it.
         seconds: its own mathematics; reading, global passes and writing serve all.
         workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
         folder: its model; None if none was written.
@@ -553,7 +554,10 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
     dots = {name: sum(item["dots"].get(name, 0.0) for item in items) for name in sizes}
     ranks = [rank for item in items for rank in item.get("stable_ranks", ())]
     name = plan.recipe.method
-    layers = _retention_by_layer(plan, done.items)
+    layers = {
+        layer: {expert: shares.get(expert) for expert in sizes}
+        for layer, shares in _retention_by_layer(plan, done.items).items()
+    }
     return Row(
         label=label,
         method=name,

@@ -381,6 +381,11 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
                 "first, as from_pretrained without a device map does"
             )
         kind = other if odd else f"{value.layout} on {value.device}"
+        if hasattr(value, "full_tensor"):
+            raise CheckpointError(
+                f"{where}: '{name}' is a {kind}, of which each process has a part: pass "
+                "{name: tensor.full_tensor()} of all of them, which every process has to call"
+            )
         raise CheckpointError(
             f"{where}: '{name}' is no plain dense tensor with values ({kind}): convert it first"
         )

@@ -115,6 +115,10 @@ def _check_source(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]
             f"{file} stands where a recipe is expected. --csv takes no file, and prints: leave {file} "
             f"out, and end the command with > {file}"
         )
+    if file is None and flags.get("lenient"):
+        raise RecipeError(
+            "--lenient is about recipes of mergekit's, and none is given: leave it out"
+        )
     of_run = {name: flags[flag] for name, flag in _OF_RUN.items() if flag in flags}
     if of_run and "run" not in flags:
         said = next(iter(of_run)).replace("_", "-")

@@ -155,7 +155,11 @@ def _experts(inspection: Inspection) -> Table:
     rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
     base = total.base_norm or 1.0
     for place, expert in enumerate(inspection.compared):
-        part = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
+        part = [
+            layer.spectra[expert]
+            for layer in inspection.matrices
+            if expert in layer.spectra and expert not in layer.absent
+        ]
         taken = (
             [f"{median(s.effective_rank for s in part):.0f}", f"{median(s.rank for s in part):.0f}"]
             if part
@@ -177,7 +181,10 @@ def _norms(inspection: Inspection, bars: str) -> tuple[str, Table]:
     groups = _groups(inspection)
     series = {
         (expert, name): [
-            root_mean_square(layer.relative[expert] for layer in block) for block in blocks
+            root_mean_square(layer.relative[expert] for layer in block)
+            if any(expert not in layer.absent for layer in block)
+            else None
+            for block in blocks
         ]
         for expert in inspection.compared
         for name, blocks in groups.items()
@@ -185,9 +192,12 @@ def _norms(inspection: Inspection, bars: str) -> tuple[str, Table]:
     moved = [value for values in series.values() for value in values if value] or [1.0]
     least, most = min(moved), max(moved)
     rows = table("expert", "layers", "picture", "median", "most", right=["median", "most"])
-    for (expert, name), values in series.items():
+    for (expert, name), found in series.items():
+        values = [value for value in found if value is not None]
+        if not values:
+            continue  # it has no part in any
         # From 1 for the smallest update to 8; 0, drawn as nothing, for none.
-        steps = [1 + 7 * log(v / least) / (log(most / least) or 1.0) if v else 0.0 for v in values]
+        steps = [1 + 7 * log(v / least) / (log(most / least) or 1.0) if v else 0.0 for v in found]
         picture = spark(steps, 8.0, f" {bars}")
         rows.add_row(
             printable(expert),

@@ -27,6 +27,10 @@ def plan(
     """Show what a merge would take: tensors, bytes, memory, time. Writes nothing.
 
     covmerge plan recipe.yml
+
+    Of flags in place of a recipe:
+
+    covmerge merge --base B --expert code=./code --dry-run
     """
     from covmerge.front.cli import flags, merging
     from covmerge.run.engine.options import RunOptions

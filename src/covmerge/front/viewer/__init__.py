@@ -49,10 +49,11 @@ class ViewJob:
     def _scene(
         self, recipe: Recipe, checkpoints: OpenCheckpoints, title: str, out: Path | None = None
     ) -> Scene:
-        if recipe.slices:
+        if recipe.slices or recipe.moe:
+            made = "stacks layers anew ('slices')" if recipe.slices else "makes a mixture ('moe')"
             raise InputError(
-                f"{self.path}: the recipe stacks layers anew ('slices'), and a page weighs the experts "
-                "of whole models: look at it by covmerge report"
+                f"{self.path}: the recipe {made}, and a page weighs the experts of whole models: look at "
+                f"it by `covmerge {'inspect' if out is None else 'report'} {self.path}`"
             )
         job = InspectJob(recipe=recipe, spectra="none", options=self.options, quadratics=True)
         if out is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -75,7 +75,11 @@ def gates_of(
         experts: names of all, in order.
         layers: how many there are.
     """
-    return _WAYS[moe.gates](_Asked(moe, sources, experts, layers))
+    found = _WAYS[moe.gates](_Asked(moe, sources, experts, layers))
+    if moe.prompted or not moe.prompts:
+        return found
+    unread = f"`gates: {moe.gates}` reads no prompts: those of the recipe have no part in it"
+    return replace(found, notes=(*found.notes, unread))
 
 
 def _normal(asked: _Asked) -> Gates:

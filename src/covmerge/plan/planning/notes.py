@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,7 +14,7 @@ from covmerge.base.types import Role
 from covmerge.maths.methods import registry
 from covmerge.plan.planning.align import Alignment, Model
 from covmerge.plan.planning.work import TensorPlan
-from covmerge.plan.recipe import Recipe
+from covmerge.plan.recipe import Recipe, Rule
 from covmerge.plan.recipe.varied import patterns_in
 
 
@@ -88,18 +88,41 @@ def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
 
 
 def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
-    everything = [
-        info for model in (base, *models.values()) for info in model.description.tensors.values()
-    ]
+    everything = {
+        (info.name, info.role): None
+        for model in (base, *models.values())
+        for info in model.description.tensors.values()
+    }
+    left = dict(everything)
     for rule in recipe.rules:
-        if not any(rule.applies_to(info.name, info.role) for info in everything):
-            condition = rule.match if rule.match is not None else f"role {rule.role}"
-            yield f"the rule for '{condition}' applies to no tensor: check its spelling"
+        applies = [tensor for tensor in everything if rule.applies_to(*tensor)]
+        condition = rule.match if rule.match is not None else f"role {rule.role}"
+        if not applies:
+            hint = _rule_meant(rule, everything)
+            yield f"the rule for '{condition}' applies to no tensor: {hint}"
+        elif not any(tensor in left for tensor in applies):
+            yield (
+                f"the rule for '{condition}' decides nothing, as rules before it apply to all its tensors: "
+                "put it before them"
+            )
+        for tensor in applies:
+            left.pop(tensor, None)
     for where, patterns in patterns_in(recipe.model_dump()):
         if not any(fnmatchcase(name, pattern) for name in base.headers for pattern in patterns):
             meant = pattern_meant(patterns[0], base.headers)
             said = " or ".join(f"'{pattern}'" for pattern in patterns)
             yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
+
+
+def _rule_meant(rule: Rule, tensors: Collection[tuple[str, Role]]) -> str:
+    """What a rule that applies to no tensor may have meant."""
+    names = list(dict.fromkeys(name for name, _ in tensors))
+    if rule.match is not None and not any(fnmatchcase(name, rule.match) for name in names):
+        return pattern_meant(rule.match, names)
+    there = dict.fromkeys(
+        str(role) for name, role in tensors if rule.match is None or fnmatchcase(name, rule.match)
+    )
+    return f"the roles there are {some(there, 9)}"
 
 
 def _rebuilt(alignments: Mapping[str, Alignment]) -> Iterator[str]:

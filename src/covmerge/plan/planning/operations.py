@@ -155,6 +155,7 @@ class Inspect:
         redo: a merge to do again where they are, to show its spectrum beside the merged model's.
         attempt: a merge to try where they are, for its diagnostics.
         quadratics: whether it is measured what any weighted sum of the updates would keep of each.
+        experts: all that are measured; one that has no part in the tensor has an update of zero there.
     """
 
     merged: Operand | None = None
@@ -162,6 +163,7 @@ class Inspect:
     redo: Merge | None = None
     attempt: Merge | None = None
     quadratics: bool = False
+    experts: tuple[str, ...] = ()
 
     copies: ClassVar[bool] = False
     compared: ClassVar[bool] = False

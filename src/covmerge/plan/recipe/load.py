@@ -128,6 +128,10 @@ def recipe_of(
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
         ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(folder))
         return _validate(ours, Origin(f"{origin.name}, as a recipe of covmerge"))
+    if log is not None and log.lenient:
+        raise RecipeError(
+            f"{origin.name} is no recipe of mergekit's, and {Hint('lenient')} is about those: leave it out"
+        )
     recipe = _validate(_without_run(data, origin, folder or Path(), log), origin)
     return recipe if folder is None else _beside(recipe, folder, origin)
 

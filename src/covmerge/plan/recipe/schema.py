@@ -647,10 +647,10 @@ class Recipe(StrictModel):
             )
         if self.slices and self.output.format == "adapter":
             raise ValueError(
-                "'slices' make a model of its own, and 'format: adapter' updates the base"
+                f"'slices' make a model of its own, and {Hint('form', 'adapter')} updates the base"
             )
         if self.base is None and self.output.format == "adapter":
-            raise ValueError("'format: adapter' updates a base, and the recipe has none")
+            raise ValueError(f"{Hint('form', 'adapter')} updates a base, and the recipe has none")
         return self
 
     @model_validator(mode="after")
@@ -664,7 +664,7 @@ class Recipe(StrictModel):
             )
         if self.output.format == "adapter":
             raise ValueError(
-                "'moe' makes a model of its own, and 'format: adapter' updates the base"
+                f"'moe' makes a model of its own, and {Hint('form', 'adapter')} updates the base"
             )
         for key in ("slices", "tokenizer"):
             if getattr(self, key):
@@ -679,9 +679,10 @@ class Recipe(StrictModel):
             check_template(self.chat_template, self.experts, base=self.base is not None)
         for key in ("tokenizer", "chat_template"):
             if getattr(self, key) is not None and self.output.format == "adapter":
+                setting = Hint("tokenizer") if key == "tokenizer" else f"'{key}'"
                 raise ValueError(
-                    f"'{key}' makes a model of its own, and 'format: adapter' updates the base: leave out "
-                    "one of them"
+                    f"{setting} makes a model of its own, and {Hint('form', 'adapter')} updates the base: "
+                    "leave out one of them"
                 )
         return self
 

@@ -93,6 +93,11 @@ class Mixture(StrictModel):
         """Whether routers are made as they are read, as they take the experts, or a run of the base."""
         return self.gates in _LATE
 
+    @property
+    def prompted(self) -> bool:
+        """Whether routers are made of prompts."""
+        return self.gates in _PROMPTED
+
     def routed(self, experts: Iterable[str]) -> list[str]:
         """Return the experts that are routed, in their order."""
         return [name for name in experts if self.shared is None or name != self.shared.expert]
@@ -118,7 +123,7 @@ class Mixture(StrictModel):
             raise ValueError(
                 f"experts_per_token is {self.experts_per_token}, and there are {len(routed)} experts"
             )
-        if self.gates not in _PROMPTED:
+        if not self.prompted:
             return
         gated = experts if self.shared is not None and self.shared.gated else routed
         for name in gated:
@@ -438,10 +443,9 @@ class TokenizerRules(StrictModel):
                 )
         for place, name in self.named:
             if name not in experts:
-                raise ValueError(
-                    f"tokenizer.{place} is '{name}', and there is no such expert."
-                    f"{did_you_mean(name, experts)}"
-                )
+                whole = place == "source"
+                where = Hint("tokenizer", name) if whole else f"tokenizer.{place} is '{name}'"
+                raise ValueError(f"{where}: there is no such expert.{did_you_mean(name, experts)}")
         if self._of_base and not base:
             raise ValueError("'tokenizer' names the base, and the recipe has none")
 

@@ -146,7 +146,8 @@ def _vocabulary(
     owner = first if rules.source in (UNION, BASE) else rules.source
     if owner not in models:
         raise InputError(
-            f"tokenizer.source: '{owner}' is an adapter, which has the base's tokenizer: name the base"
+            f"tokenizer.source: '{owner}' is an adapter, whose rows are the base's: name the base. For "
+            f"tokens of its own {_folded(str(owner))}; then pass OUT in its place"
         )
     tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
     reader = Reader()
@@ -280,6 +281,13 @@ def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabu
     if touched and not decided.keeps(None, base.rows):
         raise InputError(
             f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "
-            f"other tokens in the output: fold it into its base first (`covmerge merge --base BASE "
-            f"--expert {name}=ADAPTER OUT`), and copy its tokenizer's files into OUT if it has some"
+            f"other tokens in the output: {_folded(name)}"
         )
+
+
+def _folded(name: str) -> str:
+    """What to do with an adapter that has tokens of its own."""
+    return (
+        f"fold it into its base first (`covmerge merge --base BASE --expert {name}=ADAPTER OUT`), and copy "
+        "its tokenizer's files into OUT if it has some"
+    )

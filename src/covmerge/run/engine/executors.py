@@ -53,6 +53,11 @@ def _executed_by(name: str | None, options: RunOptions, address: str | None) -> 
         raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
     if not options.patience > 0:
         raise InputError(f"{Hint('patience', options.patience)}: give seconds above 0")
+    if name in (None, "threads", "processes") and options.patience != RunOptions().patience:
+        raise InputError(
+            f"{Hint('patience', options.patience)} is of ranks, which wait for each other: give "
+            f"{Hint('executor', 'ranks')} too"
+        )
     if name != "ray" and address is not None:
         raise InputError(
             f"{Hint('address', address)} is that of a Ray cluster: give {Hint('executor', 'ray')} too"

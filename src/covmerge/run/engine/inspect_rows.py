@@ -49,6 +49,8 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
     except NotFiniteError as error:
         of_merged = error.expert is not None and whose == MERGED
         return Result((), {"fault": error.problem, "of": error.expert, "of_merged": of_merged})
+    absent = [name for name in inspect.experts if name not in given]
+    given = {name: given.get(name) for name in inspect.experts}
     base = inputs.base.to(context.device).to(context.dtype)
     updates, merged = (
         {n: dense(u, inputs.base, context.dtype, context.device) for n, u in found.items()}
@@ -56,6 +58,7 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
     )
     layout = item.matrices
     facts: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
+    facts["absent"] = [*absent]
     if layout is None:
         # The merged model comes last: all sums are one product.
         whole: dict[str, Json] = {
@@ -103,13 +106,15 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
                 (error,) = rounding_of(results, [merged_dtype], matrix)
                 spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
                 piece["after"] = _ranked(spectrum, matrix, error)
-            again = inspect.redo and _merged_again(inspect.redo, item, parts, errors)
+            there = {n: part for n, part in parts.items() if n not in absent}
+            errors = tuple(e for n, e in zip(parts, errors, strict=True) if n in there)
+            again = inspect.redo and _merged_again(inspect.redo, item, there, errors)
             if again is not None:
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
             if inspect.attempt is not None:
-                factors = [_factors(given[n], place, layout) for n in parts]
-                piece["foreseen"] = _attempt(inspect.attempt, item, matrix, parts, factors, errors)
+                factors = [_factors(given[n], place, layout) for n in there]
+                piece["foreseen"] = _attempt(inspect.attempt, item, matrix, there, factors, errors)
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
 

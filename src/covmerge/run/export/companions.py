@@ -55,8 +55,9 @@ _WEIGHTS = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
     *("*.h5", "*.msgpack", "*.onnx", "*.gguf"),
 )
-_NO_CONFIG = "the base has no folder: the output has no config"
-_NOTHING = f"{_NO_CONFIG} or tokenizer"
+_LOADED = "for transformers pass the model's folder as the base, or copy them into the output"
+_NO_CONFIG = f"the base has no folder: the output has no config; {_LOADED}"
+_NOTHING = f"the base has no folder: the output has no config or tokenizer; {_LOADED}"
 _NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
 
 

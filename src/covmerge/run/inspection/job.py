@@ -182,6 +182,7 @@ class InspectJob:
                     before,
                     self._attempt(plan) if merged is None else None,
                     self.quadratics,
+                    tuple(plan.recipe.experts),
                 ),
                 form=Unwritten(),
             )
@@ -346,6 +347,7 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         False,
         tuple(stats[0]["experts"]),
         total,
+        absent=tuple(stats[0]["absent"]),
         rows=rows,
     )
     return _with_merged(view, {}) if stats[0]["merged"] else view
@@ -359,7 +361,10 @@ def _layer(
     shape = tuple(piece["shape"])
     forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
     role = str(tensor.info.role)
-    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
+    absent = tuple(stats["absent"])
+    view = LayerView(
+        tensor.name, name, role, shape, True, experts, sums, absent=absent, quadratics=forms
+    )
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
         pairs = combinations(experts, 2)

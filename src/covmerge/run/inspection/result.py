@@ -67,6 +67,7 @@ class LayerView:
         experts: their names, in the order of `sums`; the merged model, if there is one, is the last
             and not among them.
         sums: over the elements.
+        absent: experts that have no part in it, as in a slice or a mixture; their update is zero here.
         lost: by expert that is stored in half precision, as the base is, what this took of its update, by
             estimate.
         rows: by expert, which rows of an embedding it changed; empty for every other tensor.
@@ -91,6 +92,7 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
+    absent: tuple[str, ...] = ()
     lost: Mapping[str, Lost] = field(default_factory=dict[str, Lost])
     rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
     spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
@@ -145,14 +147,16 @@ class LayerView:
 
     @property
     def judged(self) -> LayerSums:
-        """What the experts are judged by."""
+        """What the experts are judged by: those that have a part in it."""
+        along = self._by_expert(self.sums.along)
+        there = [expert for expert in self.experts if expert not in self.absent]
         return LayerSums(
             self.tensor,
             self.name,
             self.is_matrix,
             float(self.sums.base),
-            {expert: norm**2 for expert, norm in self.norms.items()},
-            self._by_expert(self.sums.along),
+            {expert: self.norms[expert] ** 2 for expert in there},
+            {expert: along[expert] for expert in there},
             self.role in TABLES,
         )
 

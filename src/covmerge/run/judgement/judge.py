@@ -139,13 +139,14 @@ def untouched(
         own: what the output has of it beside that, which may be all that was trained; None: nothing.
         notes: on how it was opened, such as what was not read of it.
     """
-    same = [layer for layer in layers if not layer.norm(expert)]
+    own_layers = [layer for layer in layers if expert in layer.squares]
+    same = [layer for layer in own_layers if not layer.norm(expert)]
     tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
-    if len(same) == len(layers) and own:
+    if len(same) == len(own_layers) and own:
         text = f"equals the base in all that is merged: only {own} its own"
         yield Finding(Severity.WARNING, text, expert)
         return
-    if len(same) == len(layers):
+    if len(same) == len(own_layers):
         unread = f" ({'; '.join(notes)})" if notes else ""
         yield Finding(
             Severity.FAULT,
@@ -159,7 +160,12 @@ def untouched(
         block = block_of(layer.name)
         if block is not None and layer.is_matrix:
             blocks.setdefault(block, []).append(layer)
-    frozen = [b for b, layers in blocks.items() if not any(layer.norm(expert) for layer in layers)]
+    frozen = [
+        block
+        for block, inside in blocks.items()
+        if any(expert in layer.squares for layer in inside)
+        and not any(layer.norm(expert) for layer in inside)
+    ]
     if frozen and len(blocks) > 1:
         named = tuple(dict.fromkeys(layer.tensor for b in frozen for layer in blocks[b]))
         yield Finding(

@@ -11,6 +11,8 @@ from typing import Any, cast
 from covmerge.base.errors import CheckpointError
 from covmerge.base.findings import Finding, Severity
 from covmerge.base.text import shown, some
+from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import CONFIG, read_config
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.stores.local import LocalFolder
@@ -39,6 +41,10 @@ _ASIDE = re.compile(
 )
 _ASIDE_OF_FILES = re.compile(r"^_|version|_class$|_type$")
 _SHOWN, _LENGTH = 6, 60
+_CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")  # of the Hub's client
+_QUANTISED = re.compile(
+    r"([-_.](unsloth|bnb|hf|[48]-?bits?|int[48]|w4a16|nf4|fp8|gptq|awq|gguf))+$"
+)
 _LOOK = "look which of the two the merged model should have"
 
 
@@ -50,9 +56,11 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
         as_model: False: the output is an adapter, beside which nothing lies.
     """
     base, views = checkpoints.base, checkpoints.views
-    anew = bool(views.slices) or views.moe is not None  # the output's architecture is nobody's
+    for name, adapter in checkpoints.adapters.items():
+        if base.decides and not (base.is_held or adapter.under):  # whose weights tell it
+            yield from _of_another_base(name, adapter, base)
     for name, expert in checkpoints.experts.items():
-        if base.config and expert.config and not (expert.is_adapter or anew):
+        if base.config and expert.config and not expert.is_adapter:
             yield from _of_config(name, base.config, expert.config)
         if not as_model or base.folder is None or expert.folder is None:
             continue
@@ -67,6 +75,31 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
         except (CheckpointError, OSError) as error:
             text = f"settings beside its weights were not compared: {error}"
             yield Finding(Severity.NOTE, text, name)
+
+
+def _of_another_base(name: str, adapter: AdapterCheckpoint, base: Checkpoint) -> Iterator[Finding]:
+    """Warn where an adapter names a base that is called otherwise: no number of an adapter tells it."""
+    named = adapter.base_model
+    known = [base.source, str(Path(base.source).expanduser().resolve())]
+    known += [
+        one for one in (base.hub and base.hub.name, (base.config or {}).get("_name_or_path")) if one
+    ]
+    if named is None or _bare(named) in ("", *map(_bare, known)):
+        return
+    text = (
+        f"its adapter_config.json names the base {shown(named)}, and the base here is {base.source}. No "
+        "number of an adapter tells whether these are one model. If they are two, the merge is worthless: "
+        f"pass the base that it names. If they are one, write {base.source} there as "
+        "base_model_name_or_path"
+    )
+    yield Finding(Severity.WARNING, text, name)
+
+
+def _bare(source: str) -> str:
+    """The last part of a path or name, without a revision and what says how it was quantised."""
+    cached = _CACHED.search(source)
+    name = cached[1] if cached else source.partition("@")[0].rstrip("/").rpartition("/")[2]
+    return _QUANTISED.sub("", name.lower())
 
 
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
