@@ -30,7 +30,7 @@ def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
     check_one_form(as_json=as_json, as_csv=as_csv)
     shown = ScoringProgress(stderr())
     try:
-        found = replace(job, progress=shown).run()
+        found = replace(job, scoring=shown).run()
     except KeyboardInterrupt:
         if shown.started:
             raise KeyboardInterrupt(
