@@ -37,19 +37,17 @@ _PACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _APART = re.compile(r"\.experts\.\d+\.")
 
 
-def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[str]]) -> None:
+def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
     """Refuse to align a packed mixture with one whose experts are tensors of their own.
 
     Names, and the order of rows, differ by the kind of model, which the base's config tells
     (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
     has loaded packed it saves packed again, but not one that it has built.
-
-    Args:
-        base: what a message calls it, and the names of its tensors.
-        expert: the same.
     """
-    for (called, given), (other, others) in ((base, expert), (expert, base)):
-        names, beside = dict.fromkeys(given), dict.fromkeys(others)
+    called = f"the base ({base.checkpoint.source})"
+    other = f"expert '{expert_name}' ({expert.checkpoint.source})"
+    of_base, of_expert = (called, base.headers), (other, expert.headers)
+    for (called, names), (other, beside) in ((of_base, of_expert), (of_expert, of_base)):
         # What both have is not where they differ.
         packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
         apart = next((n for n in beside if _APART.search(n) and n not in names), None)
@@ -564,13 +562,6 @@ def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[st
             f"If these tensors may be left out, set {Hint('tensors', {'extra': 'ignore'})}; if they are a "
             f"task head, add {rules_for('NAME', use='head')}."
         )
-
-
-def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
-    check_packing(
-        (f"the base ({base.checkpoint.source})", base.headers),
-        (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers),
-    )
 
 
 def _check_folded(expert_name: str, expert: Model) -> None:
