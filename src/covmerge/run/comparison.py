@@ -38,7 +38,13 @@ from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring.job import SavedScores, ScoreJob, ScoreProgress, candidates, check_scorers
+from covmerge.run.scoring.job import (
+    SavedScores,
+    ScoreProgress,
+    candidates,
+    check_scorers,
+    score_models,
+)
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import SCORES_NAME, ScoreTable
 from covmerge.run.sources import OpenCheckpoints
@@ -352,8 +358,7 @@ class CompareJob:
         saved = SavedScores.read(self.out / SCORES_NAME)  # before --overwrite replaces the folder
         comparison = self._merged(entries, left_out, checkpoints)
         models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
-        job = ScoreJob(models, self.scorer, self.out, saved, self.scorers, self.scoring)
-        scores = job.run()
+        scores = score_models(models, self.scorer, self.out, saved, self.scorers, self.scoring)
         return replace(
             comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.notes())
         )

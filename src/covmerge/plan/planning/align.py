@@ -90,6 +90,11 @@ class Model:
         """Stored tensors by name."""
         return self.checkpoint.headers
 
+    @property
+    def prefixes(self) -> list[str]:
+        """What names may have before them, or lack."""
+        return [self.description.prefix] if self.description.prefix else []
+
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor, or the factors of its update, are stored."""
         return (self.checkpoint.low_rank.get(name) or self.headers[name]).dtype
@@ -170,7 +175,7 @@ def align(
     rebuilt: dict[str, str | None] = {}
     if expert.checkpoint.is_adapter:
         return _align_adapter(base, expert_name, expert, chosen)
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     ties = base.checkpoint.untied or {}
     for name, header in base.headers.items():
         info = base.description.tensors[name]
@@ -262,7 +267,6 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.headers.items()},
         **{name: header.shape for name, header in adapter.checkpoint.low_rank.items()},
     }
-    prefixes = [base.description.prefix] if base.description.prefix else []
     known = names_in_base(base, shapes)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
@@ -296,7 +300,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 + (_resize_first(expert_name, shapes[found][0]) if resized else _ANOTHER_BASE)
             )
     # Nobody changes tied tensors differently, or the base would be seen untied.
-    tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
+    tied = (find_name(name, base.prefixes, shapes) for name in base.description.tied)
     taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
     if unknown:
@@ -334,16 +338,15 @@ def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence
 
 def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
     """Return the base's tensors that an adapter changes, each with the adapter's name for it."""
-    prefixes = [base.description.prefix] if base.description.prefix else []
     renamed = {to: name for name, to in respelled(names, base.headers).items()}
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     found: dict[str, str] = {}
     for name in base.headers:
         info = base.description.tensors[name]
-        adapter_name = find_name(name, prefixes, names)
+        adapter_name = find_name(name, base.prefixes, names)
         if adapter_name is None and pieces[info.parameter] == 1:
             # The model may call it otherwise than its files do, and PEFT goes by the model.
-            adapter_name = find_name(info.parameter, prefixes, names)
+            adapter_name = find_name(info.parameter, base.prefixes, names)
         adapter_name = renamed.get(name) if adapter_name is None else adapter_name
         if adapter_name is not None:
             found[name] = adapter_name
@@ -526,7 +529,7 @@ def _extras(
     heads: list[str] = []
     ignored: dict[str, str] = {}
     refused: list[str] = []
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
     for name in expert.headers:
