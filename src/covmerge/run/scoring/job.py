@@ -223,13 +223,20 @@ class ScoreProgress(Protocol):
         """All are."""
 
 
+class _Unseen(ScoreProgress):
+    """Progress for callers that want none."""
+
+
+UNSEEN = _Unseen()
+
+
 def score_models(
     models: Sequence[Candidate],
     scorer: Scorer,
     folder: Path,
     saved: SavedScores,
     scorers: int = 1,
-    progress: ScoreProgress | None = None,
+    progress: ScoreProgress = UNSEEN,
 ) -> ScoreTable:
     """Score the models that have no saved score, and write the table as CSV and LaTeX.
 
@@ -252,13 +259,11 @@ def score_models(
         if found is not None:
             scored[model.label] = Scored(model.label, *found, kept=True, bound=model.bound)
     waiting = [model for model in models if model.label not in scored]
-    if progress:
-        progress.start(len(waiting))
+    progress.start(len(waiting))
     try:
         found = outcomes(scorer, [model.folder for model in waiting], scorers)
         for model in waiting:
-            if progress:
-                progress.begin(model.label)
+            progress.begin(model.label)
             one = next(found)
             if one.scores is None:
                 failed[model.label] = one.failed or ""
@@ -268,11 +273,9 @@ def score_models(
                 )
                 saved.add(model, key, scorer.name, one.scores, one.seconds)
                 saved.write(folder / SCORES_NAME)
-            if progress:
-                progress.advance()
+            progress.advance()
     finally:
-        if progress:
-            progress.finish()
+        progress.finish()
     saved.write(folder / SCORES_NAME)
     rows = tuple(scored[m.label] for m in models if m.label in scored)
     table = ScoreTable(scorer.name, rows, failed)

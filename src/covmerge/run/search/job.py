@@ -25,7 +25,7 @@ from covmerge.files.stores.lock import Lock, TakenError
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.recipe.search import Template
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.job import Outcome, ScoreProgress, check_scorers, outcomes
+from covmerge.run.scoring.job import UNSEEN, Outcome, ScoreProgress, check_scorers, outcomes
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
@@ -50,7 +50,7 @@ class SearchJob:
     together: int = 4
     scorers: int = 1
     all_examples: bool = False
-    scoring: ScoreProgress | None = None
+    scoring: ScoreProgress = UNSEEN
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
@@ -183,16 +183,14 @@ class _State:
 
     def close(self) -> None:
         """Take the progress away."""
-        if self._job.scoring:
-            self._job.scoring.finish()
+        self._job.scoring.finish()
 
     def search(self) -> None:
         """Score the merge without a search, then trial after trial."""
         job, trials = self._job, self._trials
         untuned = self._untuned()
         new = untuned is not None and trials.untuned is None
-        if job.scoring:
-            job.scoring.start(max(0, job.trials - len(trials.finished)) + new)
+        job.scoring.start(max(0, job.trials - len(trials.finished)) + new)
         if untuned is not None and new:
             (found,) = self._tried([(None, {}, untuned)])
             why = found.failed or unlike(found.scores or {}, found.scores or {})
@@ -260,12 +258,10 @@ class _State:
         progress = self._job.scoring
         for (number, chosen, _), folder, why in zip(work, folders, failed, strict=True):
             trial = Trial(number, chosen, None, why, share)
-            if progress:
-                progress.begin(trial.label)
+            progress.begin(trial.label)
             one = Outcome(None, why, 0.0) if why is not None else next(scored)
             shutil.rmtree(folder, ignore_errors=True)
-            if progress:
-                progress.advance()
+            progress.advance()
             yield replace(trial, scores=one.scores, failed=one.failed, seconds=share + one.seconds)
 
     def _merged(self, work: Sequence[tuple[Recipe, Path]]) -> list[str | None]:
