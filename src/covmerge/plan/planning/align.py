@@ -44,9 +44,8 @@ def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
     (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
     has loaded packed it saves packed again, but not one that it has built.
     """
-    called = f"the base ({base.checkpoint.source})"
-    other = f"expert '{expert_name}' ({expert.checkpoint.source})"
-    of_base, of_expert = (called, base.headers), (other, expert.headers)
+    of_base = (f"the base ({base.checkpoint.source})", base.headers)
+    of_expert = (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers)
     for (called, names), (other, beside) in ((of_base, of_expert), (of_expert, of_base)):
         # What both have is not where they differ.
         packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
