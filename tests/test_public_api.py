@@ -16,7 +16,12 @@ from covmerge.base.settings import KEYS
 from covmerge.base.types import Measured
 from covmerge.errors import RecipeError
 from covmerge.front.api import merge
-from covmerge.front.keywords import CompareKeywords, MergeKeywords, descriptions
+from covmerge.front.keywords import (
+    CompareKeywords,
+    MergeKeywords,
+    SearchKeywords,
+    descriptions,
+)
 from tests.forked import printed
 
 
@@ -48,17 +53,27 @@ def test_unknown_names_are_attribute_errors():
 
 
 def test_help_lists_every_keyword():
-    for function, keywords in ((merge, MergeKeywords), (covmerge.compare, CompareKeywords)):
+    for function, keywords in (
+        (merge, MergeKeywords),
+        (covmerge.compare, CompareKeywords),
+        (covmerge.search, SearchKeywords),
+    ):
         for name in keywords.__annotations__:
             assert name in inspect.signature(function).parameters
             assert re.search(rf"^    {name}: \w", function.__doc__, re.MULTILINE)
 
 
 def test_every_keyword_is_described_and_has_its_setting():
-    told = descriptions()
+    told = descriptions(MergeKeywords)
     assert set(told) == set(MergeKeywords.__annotations__)
     of_run = {"last", "tokens", "tokens_per_step", "decay"}
     assert set(KEYS) - {"base", "method", "parameters", *of_run} <= set(told)
+
+
+def test_help_shows_the_defaults_of_what_is_made_of_keywords():
+    found = inspect.signature(covmerge.search).parameters
+    assert (found["trials"].default, found["sampler"].default) == (60, "tpe")
+    assert inspect.signature(covmerge.compare).parameters["scorers"].default == 1
 
 
 STATE = {"w": torch.zeros(2, 2)}

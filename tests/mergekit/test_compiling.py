@@ -7,7 +7,7 @@ import pytest
 from covmerge.errors import RecipeError
 from covmerge.plan.recipe import load_recipe, parse_recipe
 from covmerge.plan.recipe.mergekit.compiling import compile_mergekit
-from covmerge.plan.recipe.mergekit.models import Reference, located, names_of
+from covmerge.plan.recipe.mergekit.models import Places, Reference, names_of
 from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.plan.recipe.varied import value_at
@@ -53,14 +53,14 @@ class TestModels:
         ours = compiled(f"{TIES}models: [{{model: org/a+b}}]\n{WEIGHT}")
         assert ours["experts"] == {"a-b": "./org/a+b"}
         monkeypatch.chdir("/")
-        assert located("org/a+b", tmp_path) == f"{tmp_path}/org/a+b"
-        assert located("org/nothing", tmp_path) == "org/nothing"
+        assert Places(tmp_path).located("org/a+b") == f"{tmp_path}/org/a+b"
+        assert Places(tmp_path).located("org/nothing") == "org/nothing"
 
     @pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-this-name/x"])
     def test_what_can_be_no_path_is_none_that_is_there(self, name, tmp_path):
         ours = compiled(f"merge_method: linear\nmodels: [{{model: {name}}}]\n" + WEIGHT)
         assert list(ours["experts"].values()) == [name]
-        assert located(name, tmp_path) == name
+        assert Places(tmp_path).located(name) == name
 
     def test_names_are_told_apart(self):
         names = names_of([Reference("a/x"), Reference("b/X"), Reference("b/x y/")])

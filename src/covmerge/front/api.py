@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,7 @@ from covmerge.front.keywords import (
     ExtractKeywords,
     MergeKeywords,
     RunKeywords,
+    SearchKeywords,
     takes,
 )
 from covmerge.front.reporting import Report, ReportJob
@@ -43,7 +45,6 @@ from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.scoring.scorer import AnyScorer, scorer_of
 from covmerge.run.search.job import SearchJob
 from covmerge.run.search.result import Search
-from covmerge.run.search.trials import Sampler
 from covmerge.run.sources import Source, open_recipe
 
 _BY_FLAG = {flag: name for name, flag in FLAGS.items()}
@@ -177,23 +178,22 @@ def extract(
     )
 
 
-@takes(CompareKeywords)
+@takes(CompareKeywords, CompareJob)
 def compare(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
     methods: str | Sequence[Wanted] = "all",
     out: str | Path | None = None,
     *,
-    score: AnyScorer | None = None,
-    bounds: bool = False,
-    scorers: int = 1,
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
-    resume: bool = False,
     **options: Unpack[CompareKeywords],
 ) -> Comparison:
     """Merge by many methods in one reading pass, and say how their results differ.
 
-    Every task vector is read once for all methods; see `merge` for the arguments they share.
+    Every task vector is read once for all methods; see `merge` for the arguments they share. A `score` may
+    also be a function of a model's folder, which returns a number, or by task a number or one number for
+    each example. Scores are kept in `out`, but not those of a function. A model that cannot be scored is in
+    `scores.failed`, with a Python warning.
 
     Args:
         base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
@@ -202,15 +202,7 @@ def compare(
         methods: as in `merge`, or pairs of one and its parameters; one may stand several times with other
             parameters. `all`: every method that can run on what is given.
         out: folder for the models, one each; None writes none and only compares.
-        score: a command with `{model}` in it, `lm-eval:TASKS`, `sentence-transformers:FILE`,
-            `transformers:FILE`, or a function of a model's folder. It gives a number, or by task a number
-            or one number for each example; more is better. Scores are kept in `out`, but not those of a
-            function. A model that cannot be scored is in `scores.failed`, with a Python warning.
-        bounds: score the base and each expert too.
-        scorers: how many models are scored at once, by a command; it has its number, from 0, in the
-            environment variable COVMERGE_SCORER, to choose a GPU by.
         parameters: by method, for those that are not to run at their defaults.
-        resume: take the models that lie in `out`, and score those that have no score.
         **options: as `CompareKeywords` has them.
 
     Raises:
@@ -229,15 +221,15 @@ def compare(
     _check_known("compare", CompareKeywords, options)
     named = _named(experts)
     recipe = _recipe(base, named, options)
+    score = options.get("score")
     job = CompareJob(
         recipe=recipe,
         methods=methods,
         parameters=parameters or {},
         out=None if out is None else output_path(out).expanduser(),
         scorer=None if score is None else scorer_of(score),
-        bounds=bounds,
-        scorers=scorers,
-        options=run_options({**options, "resume": resume}),
+        options=run_options(options),
+        **_fields_of(CompareJob, options),
     )
     with open_recipe(recipe, base, named) as checkpoints:
         found = job.run(checkpoints)
@@ -247,21 +239,12 @@ def compare(
     return found
 
 
-@takes(RunKeywords)
+@takes(SearchKeywords, SearchJob)
 def search(
     recipe: str | Path | Mapping[str, Any],
     score: AnyScorer,
     out: str | Path,
-    *,
-    trials: int = 60,
-    objectives: Sequence[str] = (),
-    sampler: Sampler = "tpe",
-    seed: int = 0,
-    together: int = 4,
-    scorers: int = 1,
-    all_examples: bool = False,
-    resume: bool = False,
-    **options: Unpack[RunKeywords],
+    **options: Unpack[SearchKeywords],
 ) -> Search:
     """Choose the values of a recipe that are marked, `{search: [0, 1.5]}`, by a score.
 
@@ -269,16 +252,7 @@ def search(
         recipe: a recipe file, or a mapping that holds what one does.
         score: as `compare` takes it; more is better.
         out: folder of the record, the table, the best recipe and its model.
-        trials: how many choices are tried in all.
-        objectives: tasks that are searched together, for a Pareto front; by default the mean over all.
-        sampler: what chooses, of Optuna: `tpe`, `cmaes` or `random`.
-        seed: of what it draws.
-        together: how many choices are merged in one reading.
-        scorers: how many of these are scored at once, as `compare` takes it.
-        all_examples: have the search see all examples; by default it sees one half of each task's, where
-            the scorer gives a number for each, and the other half says how far the search fits its own.
-        resume: go on with the search in `out`.
-        **options: as `RunKeywords` has them.
+        **options: as `SearchKeywords` has them.
 
     Raises:
         InputError: anything wrong with the inputs.
@@ -305,19 +279,15 @@ def search(
         >>> dict(found.best.chosen)
         {'parameters.scale': 1.0}
     """
-    _check_known("search", RunKeywords, options)
+    _check_known("search", SearchKeywords, options)
+    if "objectives" in options:
+        options["objectives"] = _listed("objectives", options["objectives"])
     job = SearchJob(
         Template.of(recipe),
         scorer_of(score),
         output_path(out).expanduser(),
-        trials,
-        _listed("objectives", objectives),
-        sampler,
-        seed,
-        together,
-        scorers,
-        all_examples,
-        options=run_options({**options, "resume": resume}),
+        options=run_options(options),
+        **_fields_of(SearchJob, options),
     )
     return job.run()
 
@@ -473,6 +443,11 @@ def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], d
 def _as_keywords(given: Mapping[str, Any], there: str) -> RecipeError:
     pairs = ", ".join(f"{key}={value!r}" for key, value in given.items())
     return RecipeError(f"merge takes parameters as keywords: pass {pairs} in place of {there}")
+
+
+def _fields_of(job: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What keywords say of the fields of a job."""
+    return {each.name: options[each.name] for each in fields(job) if each.name in options}
 
 
 def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:

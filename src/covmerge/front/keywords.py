@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, get_original_bases
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from covmerge.maths.steps import Steps
     from covmerge.run.engine.progress import AnyProgress
     from covmerge.run.engine.workers import Workers
+    from covmerge.run.scoring.scorer import AnyScorer
+    from covmerge.run.search.trials import Sampler
 
 OutputForm = Literal["model", "adapter", "peft", "kohya", "diffusers"]
 
@@ -73,7 +76,7 @@ class ExtractKeywords(AlignKeywords, total=False):
     overwrite: bool
 
 
-class CompareKeywords(ExtractKeywords, total=False):
+class MethodKeywords(ExtractKeywords, total=False):
     """What each expert counts for, and what is done beside the method.
 
     Attributes:
@@ -92,7 +95,7 @@ class CompareKeywords(ExtractKeywords, total=False):
     after: Steps
 
 
-class MergeKeywords(CompareKeywords, total=False, extra_items=Any):
+class MergeKeywords(MethodKeywords, total=False, extra_items=Any):
     """How the output is written, and who shares the work. Other keywords are the method's parameters.
 
     Attributes:
@@ -124,32 +127,94 @@ class MergeKeywords(CompareKeywords, total=False, extra_items=Any):
     resume: bool
 
 
+class ScoringKeywords(RunKeywords, total=False):
+    """How models are scored.
+
+    Attributes:
+        scorers: how many models a command scores at once; it has its number, from 0, in the environment
+            variable COVMERGE_SCORER, to choose a GPU by.
+    """
+
+    scorers: int
+
+
+class CompareKeywords(MethodKeywords, ScoringKeywords, total=False):
+    """Which models are scored, and by what.
+
+    Attributes:
+        score: what scores every model, more is better: a command with `{model}` in it that prints a
+            number, or JSON of task: number, or of task: list of one number for each example; or
+            `lm-eval:TASKS`, `sentence-transformers:FILE` or `transformers:FILE`.
+        bounds: score the base and each expert too.
+        resume: take the models of an earlier run that are there, and score those that have no score.
+    """
+
+    score: AnyScorer | None
+    bounds: bool
+    resume: bool
+
+
+class SearchKeywords(ScoringKeywords, total=False):
+    """What is searched, and how.
+
+    Attributes:
+        trials: how many choices are tried in all.
+        objectives: tasks that are searched together, for a Pareto front; by default the mean over all.
+        sampler: what chooses, of Optuna: `tpe`, `cmaes` or `random`.
+        seed: seed of what the sampler draws.
+        together: how many choices are merged in one reading, where the memory holds so many.
+        all_examples: have the search see all examples; by default it sees one half of each task's, where
+            the scorer gives a number for each, and the other half says how far the search fits its own.
+        resume: go on with a search that was begun.
+    """
+
+    trials: int
+    objectives: Sequence[str]
+    sampler: Sampler
+    seed: int
+    together: int
+    all_examples: bool
+    resume: bool
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
-_ALL = (RunKeywords, AlignKeywords, ExtractKeywords, CompareKeywords, MergeKeywords)
 _ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 
-def descriptions() -> dict[str, str]:
-    """Return what each keyword is for, as one sentence or more.
+@cache
+def descriptions(keywords: Any) -> dict[str, str]:
+    """Return what each of some keywords is for, as one sentence or more.
 
     Example:
-        >>> descriptions()["whole"]
+        >>> descriptions(MergeKeywords)["whole"]
         'have the adapter hold what full models changed outside their layers, as it is.'
     """
-    found = (entry for group in _ALL for entry in _ENTRY.findall(cleandoc(group.__doc__ or "")))
-    return {name: " ".join(text.split()) for name, text in found}
+    found: dict[str, str] = {}
+    for group in get_original_bases(keywords):
+        if group is not TypedDict:
+            found |= descriptions(group)
+    entries = _ENTRY.findall(cleandoc(keywords.__doc__ or ""))
+    return found | {name: " ".join(text.split()) for name, text in entries}
 
 
-def takes(keywords: type[Mapping[str, Any]]) -> Callable[[_F], _F]:
-    """Have `help` and completion list the keywords of a function that takes them as `**options`."""
+def takes(keywords: type[Mapping[str, Any]], job: Any = None) -> Callable[[_F], _F]:
+    """Have `help` and completion list the keywords of a function that takes them as `**options`.
+
+    Args:
+        keywords: which they are.
+        job: what is made of them, whose fields have the defaults.
+    """
 
     def listed(function: _F) -> _F:
         known = signature(function)
         found = [p for p in known.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
         names = [name for name in keywords.__annotations__ if name not in known.parameters]
-        found += [Parameter(name, Parameter.KEYWORD_ONLY, default=...) for name in names]
+        found += [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(job, name, ...))
+            for name in names
+        ]
         function.__signature__ = known.replace(parameters=found)  # pyright: ignore[reportFunctionMemberAccess]
-        texts = descriptions()
+        texts = descriptions(keywords)
         lines = "\n".join(f"    {name}: {texts[name]}" for name in names)
         function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}"
         return function

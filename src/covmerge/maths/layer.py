@@ -23,7 +23,8 @@ from covmerge.maths.measures.rounding import has_few_digits, rounding_of
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.maths.methods.registry import Kernel
-from covmerge.maths.steps import Steps, resolve_steps, with_steps
+from covmerge.maths.steps import Steps, with_steps
+from covmerge.maths.steps.compose import steps_around
 
 _Update = TypeVar("_Update", Tensor, LowRank)
 
@@ -115,11 +116,7 @@ def merge_layer(
     _check_given(updates)
     if method == UNNAMED:
         method, _ = choose(len(updates))
-    chosen = with_steps(
-        registry.get(method),
-        resolve_steps(before, "before"),
-        resolve_steps(after, "after"),
-    )
+    chosen = with_steps(registry.get(method), *steps_around(before, after))
     parameters = registry.get(method).resolve(params)
     names = [f"update {place}" for place in range(len(updates))]
     parameters = registry.get(method).for_experts(parameters, names)

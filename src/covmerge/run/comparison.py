@@ -28,7 +28,7 @@ from covmerge.maths.measures.retention import overall
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.planning.varied import Settings
+from covmerge.plan.planning.varied import shown_parameters
 from covmerge.plan.recipe import Recipe, dump_recipe, read_call
 from covmerge.plan.recipe.parts import split
 from covmerge.plan.statistics.file import StatisticsFile
@@ -38,7 +38,14 @@ from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
-from covmerge.run.scoring.job import SavedScores, ScoreJob, ScoreProgress, candidates, check_scorers
+from covmerge.run.scoring.job import (
+    UNSEEN,
+    SavedScores,
+    ScoreProgress,
+    candidates,
+    check_scorers,
+    score_models,
+)
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.table import SCORES_NAME, ScoreTable
 from covmerge.run.sources import OpenCheckpoints
@@ -322,7 +329,7 @@ class CompareJob:
     scorer: Scorer | None = None
     bounds: bool = False
     scorers: int = 1
-    scoring: ScoreProgress | None = None
+    scoring: ScoreProgress = UNSEEN
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> Comparison:
@@ -353,8 +360,7 @@ class CompareJob:
         saved = SavedScores.read(self.out / SCORES_NAME)  # before --overwrite replaces the folder
         comparison = self._merged(entries, left_out, checkpoints)
         models, notes = candidates(self.out, [e.label for e in entries], bounds=self.bounds)
-        job = ScoreJob(models, self.scorer, self.out, saved, self.scorers, self.scoring)
-        scores = job.run()
+        scores = score_models(models, self.scorer, self.out, saved, self.scorers, self.scoring)
         return replace(
             comparison, scores=scores, notes=(*comparison.notes, *notes, *scores.notes())
         )
@@ -461,11 +467,8 @@ class CompareJob:
             update_norms=_norms(first.items),
             left_out=left_out,
             run={
-                "seconds": first.seconds,
-                "survey_seconds": first.survey_seconds,
-                "read_seconds": first.read_seconds,
-                "compute_seconds": sum(result.compute_seconds for result in done),
-                "write_seconds": first.write_seconds,
+                **first.times,
+                "compute_seconds": sum(result.times["compute_seconds"] for result in done),
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": work.memory.peak,
             },
@@ -561,7 +564,7 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
     return Row(
         label=label,
         method=name,
-        parameters=Settings(registry.get(name), plan.recipe.parameters, plan.family).shown(),
+        parameters=shown_parameters(name, plan.recipe.parameters, plan.family),
         norm=norm,
         cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
         stable_rank=fmean(ranks) if ranks else None,
@@ -571,7 +574,7 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
             if (share := overall(layer[expert] for layer in layers.values())) is not None
         },
         retention_by_layer=layers,
-        seconds=done.compute_seconds,
+        seconds=done.times["compute_seconds"],
         workspace=max(item.workspace for item in plan.items),
         folder=None if out is None else str(out / label),
     )

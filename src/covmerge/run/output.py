@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -188,7 +187,7 @@ class OutputFiles:
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sources = cast("Mapping[str, Any]", record["sources"])
         notes += tuple(note for note in alike_by_content(sources) if note not in notes)
-        sealed = seal(
+        report, removed = seal(
             store,
             {**record, "notes": list(notes)},
             [*self._files, *beside],
@@ -204,9 +203,9 @@ class OutputFiles:
             stats=stats,
             run=run_figures(done, memory),
             diagnostics=account.rows,
-            notes=(*notes, *self._linked, *sealed.notes),
+            notes=(*notes, *self._linked, *removed),
             warnings=warnings,
-            verification=sealed.report,
+            verification=report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
@@ -282,14 +281,6 @@ def manifest(
     }
 
 
-@dataclass(frozen=True)
-class Sealed:
-    """An output that was checked, with a manifest that has the hashes of its files."""
-
-    report: Verification
-    notes: tuple[str, ...]
-
-
 def seal(
     store: WritableStore,
     record: Mapping[str, Json],
@@ -300,7 +291,7 @@ def seal(
     may_equal_base: bool = False,
     removed: Sequence[str] = (),
     read: ReadFiles = read_files,
-) -> Sealed:
+) -> tuple[Verification, tuple[str, ...]]:
     """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
 
     Args:
@@ -312,6 +303,9 @@ def seal(
         may_equal_base: an output that equals the base is no failure.
         removed: what was removed already, for the notes.
         read: reads the files of weights, here or wherever they were merged.
+
+    Returns:
+        What the checks found, and notes.
 
     Raises:
         CheckFailed: the output failed its verification.
@@ -326,7 +320,7 @@ def seal(
         report.raise_if_failed()
     hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
     write_manifest(store, {**record, "files": hashes})
-    return Sealed(report, _strays(removed, files))
+    return report, _strays(removed, files)
 
 
 def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
@@ -373,11 +367,7 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
 def run_figures(done: RunResult, memory: MemoryPlan) -> RunFigures:
     """Seconds and memory of a run."""
     figures: RunFigures = {
-        "seconds": done.seconds,
-        "survey_seconds": done.survey_seconds,
-        "read_seconds": done.read_seconds,
-        "compute_seconds": done.compute_seconds,
-        "write_seconds": done.write_seconds,
+        **done.times,
         "resumed_items": done.resumed_items,
         "items": len(done.items),
         "peak_memory": peak_memory(),

@@ -39,23 +39,6 @@ from covmerge.run.experts import alike_by_place, check_tokenizers
 from covmerge.run.export.companions import hash_companions
 from covmerge.run.export.parents import Parents, read_parents
 
-# Tied tensors that are stored twice must hold one value.
-
-
-def check_ties(checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
-    """Compare what a config ties: only one of the two goes into the output.
-
-    Raises:
-        TensorError: they differ, so the config is wrong and dropping one would change the model.
-    """
-    for name, target in tied.items():
-        if not same_values(checkpoint, name, target):
-            raise TensorError(
-                f"config.json of {checkpoint.source} ties '{name}' to '{target}', but both are stored "
-                'and differ. If they are meant to differ, set "tie_word_embeddings": false in its '
-                "config.json."
-            )
-
 
 @dataclass(frozen=True)
 class Views:
@@ -275,12 +258,19 @@ class OpenCheckpoints:
         """Check that tied tensors that are stored twice agree; not of a base that is not read.
 
         Raises:
-            TensorError: two of them differ.
+            TensorError: two of them differ, so the config is wrong: one alone goes into the output, and
+                to drop the other would change the model.
         """
-        if self.base.decides:
-            check_ties(self.base, plan.tied[None])
-        for name, expert in self.experts.items():
-            check_ties(expert, plan.tied[name])
+        ties = [(expert, plan.tied[name]) for name, expert in self.experts.items()]
+        of_base = [(self.base, plan.tied[None])] if self.base.decides else []
+        for checkpoint, tied in (*of_base, *ties):
+            for name, target in tied.items():
+                if not same_values(checkpoint, name, target):
+                    raise TensorError(
+                        f"config.json of {checkpoint.source} ties '{name}' to '{target}', but both are "
+                        "stored and differ. If they are meant to differ, set "
+                        '"tie_word_embeddings": false in its config.json.'
+                    )
 
 
 @contextmanager

@@ -334,15 +334,20 @@ class SafetensorsFile(SlottedFile):
     def __init__(self, file: StoredFile) -> None:
         with open_stored(file) as opened:
             stamp = opened.stamp
-            slots = _read_slots(opened, stamp[0], str(file))
+            slots = parse_header(_header_of(opened, str(file)), stamp[0], str(file))
         super().__init__(file, stamp, slots)
 
+    def header_text(self) -> bytes:
+        """Return its JSON header, read once more: it may have 100 MB."""
+        with open_stored(self._file) as opened:
+            check_unchanged(self._file, self._stamp, opened.stamp)
+            return _header_of(opened, str(self._file))
 
-def _read_slots(opened: Opened, size: int, where: str) -> Mapping[str, Slot]:
+
+def _header_of(opened: Opened, where: str) -> bytes:
+    size = opened.stamp[0]
     length = bytearray(min(size, LENGTH_BYTES))
     read_into(memoryview(length), opened, 0, where)
     header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
     read_into(memoryview(header), opened, LENGTH_BYTES, where)
-    text = bytes(header)
-    del header  # of up to 100 MB, and what is parsed of them is more
-    return parse_header(text, size, where)
+    return bytes(header)

@@ -17,14 +17,9 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_unchanged
 from covmerge.files.checkpoints.header import (
-    LENGTH_BYTES,
     SafetensorsFile,
-    data_start,
-    open_stored,
     parse_metadata,
-    read_into,
 )
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
@@ -79,13 +74,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
 def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
     """A slice, and what it says of the places of its tensors."""
     read = SafetensorsFile(file)
-    with open_stored(file) as opened:
-        check_unchanged(file, read.stamp, opened.stamp)
-        length = bytearray(LENGTH_BYTES)
-        read_into(memoryview(length), opened, 0, str(file))
-        header = bytearray(data_start(bytes(length), opened.stamp[0], str(file)) - LENGTH_BYTES)
-        read_into(memoryview(header), opened, LENGTH_BYTES, str(file))
-    text = parse_metadata(bytes(header), str(file)).get(_KEY)
+    text = parse_metadata(read.header_text(), str(file)).get(_KEY)
     if text is None:
         raise CheckpointError(
             f"{file} has no {_KEY} in its header, so that the places of its tensors are not known: fetch "

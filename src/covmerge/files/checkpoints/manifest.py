@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -256,3 +256,9 @@ def _read(store: Store) -> dict[str, Any]:
     except OSError as error:  # a loop of links
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
     return manifest
+
+
+def as_merged(manifest: Mapping[str, Any], key: str, source: str) -> str:
+    """Return a source; on the Hub, where a branch moves on, at the commit that was merged."""
+    commit = manifest.get("sources", {}).get(key, {}).get("content", {}).get("revision")
+    return source if commit is None else f"{source.partition('@')[0]}@{commit}"

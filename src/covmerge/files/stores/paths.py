@@ -42,6 +42,14 @@ inside the folder are read, correct the name
     return child
 
 
+def safe_path(folder: Path, name: str) -> Path:
+    """Return a path inside a folder, whose parts have `/` between them; see `safe_child`."""
+    path = folder
+    for part in name.split("/"):
+        path = safe_child(path, part)
+    return path
+
+
 def check_bare(name: str, where: str) -> None:
     """Refuse a name that is not that of a file, and nothing else."""
     if name in {"", ".", ".."} or "\\" in name or "\0" in name or Path(name).name != name:

@@ -101,7 +101,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
             "transformers is not installed (pip install 'covmerge[transformers]')"
         ) from None
     try:
-        with _quiet(transformers):
+        with _without_warnings(transformers):
             return _skeleton(transformers, headers, config)
     except SkeletonUnavailable:
         raise
@@ -114,16 +114,26 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Generator[None]:
-    """Keep transformers' advice on training and loading off the screen: it is not about this."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+def quiet(transformers: Any) -> Generator[None]:
+    """Keep transformers' bars, and its advice on training and loading, off the screen."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _without_warnings(transformers: Any) -> Generator[None]:
+    """Build a model without warnings, which are of its use and not about this."""
+    with quiet(transformers), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _skeleton(
@@ -174,7 +184,7 @@ class _NotFarBeyond(TorchFunctionMode):
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has."""
     transformers: Any = importlib.import_module("transformers")
-    with _quiet(transformers):
+    with _without_warnings(transformers):
         return _build(transformers, config, stored)
 
 
@@ -182,7 +192,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with the defaults of transformers; as it is where those are unknown."""
     try:
         transformers: Any = importlib.import_module("transformers")
-        with _quiet(transformers):
+        with _without_warnings(transformers):
             return _configured(transformers, config).to_dict()
     except Exception:  # as for a skeleton: a stranger's config may fail in any way
         return config

@@ -11,8 +11,9 @@ from covmerge.base.text import as_written
 
 if TYPE_CHECKING:
     from covmerge.maths.methods import Method
-    from covmerge.maths.methods.registry import Laws, Reference
+    from covmerge.maths.methods.registry import Laws
     from covmerge.maths.registry import Declared, Parameter
+    from covmerge.maths.registry import Table as Registry
     from covmerge.maths.steps import Step
 
 _DEPARTS = "Departs from the paper:"
@@ -45,10 +46,7 @@ def page(method: Method) -> dict[str, Any]:
     command, recipe = _examples(method)
     cost = method.cost(_D_OUT, _D_IN, _EXPERTS, 4)
     return {
-        "name": method.name,
-        "summary": method.summary,
-        "equation": method.equation,
-        "details": _details(method),
+        **_declared(method, registry),
         "tensors": tensors(method),
         "takes_any_shape": method.takes_any_shape,
         "data": data(method),
@@ -74,9 +72,6 @@ def page(method: Method) -> dict[str, Any]:
         ],
         "laws": {**_laws(method.laws), "replicas": method.laws.replicas_text},
         "looks_at_base": method.base_norm,
-        "reference": _reference(method.reference),
-        "departs": _departures(method),
-        "from": _origin(registry.origin(method.name)),
         "command": command,
         "recipe": recipe,
     }
@@ -89,20 +84,28 @@ def step_page(step: Step) -> dict[str, Any]:
     shown = next((p for p in step.parameters if p.default is not None), None)
     given = "" if shown is None else f": {{{shown.name}: {as_written(shown.default)}}}"
     return {
-        "name": step.name,
+        **_declared(step, registry),
         "when": step.when,
-        "summary": step.summary,
-        "equation": step.equation,
-        "details": _details(step),
         "tensors": _UNITS[step.unit],
         "adapters": _ADAPTERS[step.factored],
         "parameters": list(map(_said, step.parameters)),
         "laws": _laws(step.laws),
-        "reference": _reference(step.reference),
-        "departs": _departures(step),
-        "from": _origin(registry.origin(step.name)),
         "command": f"covmerge merge --base BASE --expert a=A --expert b=B --{step.when} {step.name} OUT",
         "recipe": f"{step.when}: [{step.name if shown is None else f'{{{step.name}{given}}}'}]",
+    }
+
+
+def _declared(declared: Method | Step, registry: Registry[Any]) -> dict[str, Any]:
+    """What a method and a step both have."""
+    reference, origin = declared.reference, registry.origin(declared.name)
+    return {
+        "name": declared.name,
+        "summary": declared.summary,
+        "equation": declared.equation,
+        "details": _details(declared),
+        "reference": None if reference is None else asdict(reference),
+        "departs": _departures(declared),
+        "from": None if origin is None else str(origin),
     }
 
 
@@ -144,14 +147,6 @@ _LAWS = ("order_invariant", "scale_equivariant", "rotation_equivariant")
 
 def _laws(laws: Laws) -> dict[str, bool | None]:
     return {law: getattr(laws, law) for law in _LAWS}
-
-
-def _reference(paper: Reference | None) -> dict[str, str] | None:
-    return None if paper is None else asdict(paper)
-
-
-def _origin(origin: object | None) -> str | None:
-    return None if origin is None else str(origin)
 
 
 def tensors(method: Method) -> str:

@@ -19,10 +19,9 @@ from covmerge.front.cli.console import (
     print_json,
     printable,
     say,
-    stderr,
     stdout,
 )
-from covmerge.front.cli.progress import ScoringProgress
+from covmerge.front.cli.progress import scoring_shown
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe import format_size
 from covmerge.run.comparison import CompareJob, Comparison
@@ -48,16 +47,11 @@ def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> N
         KeyboardInterrupt: with how to go on.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    shown = ScoringProgress(stderr())
-    try:
-        with open_recipe(job.recipe) as checkpoints:
-            comparison = replace(job, scoring=shown).run(checkpoints)
-    except KeyboardInterrupt:
-        if shown.started:
-            raise KeyboardInterrupt(
-                "interrupted; run again with --resume, which takes the scores that are known"
-            ) from None
-        raise
+    with (
+        scoring_shown("takes the scores that are known") as shown,
+        open_recipe(job.recipe) as checkpoints,
+    ):
+        comparison = replace(job, scoring=shown).run(checkpoints)
     if as_json:
         print_json(comparison.as_json())
     elif as_csv:

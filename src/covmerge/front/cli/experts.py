@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from covmerge.front.cli import options
+from covmerge.front.keywords import CompareKeywords
 
 
 def inspect(
@@ -142,29 +143,10 @@ def compare(
             "Folder for the models, one each; without it only the table is made.",
         ),
     ] = None,
-    score: Annotated[
-        str | None,
-        options.flag(
-            options.SCORE,
-            "'COMMAND {model}'|NAME:WHAT",
-            "Score every model, more is better: by a command that prints a number, or JSON of task -> "
-            "number, or of task -> list of one number for each example; or by lm-eval:TASKS, "
-            "sentence-transformers:FILE or transformers:FILE.",
-        ),
-    ] = None,
-    bounds: Annotated[
-        bool, options.flag(options.SCORE, None, "Score the base and each expert too.", "--bounds")
-    ] = False,
+    score: options.Score = None,
+    bounds: options.Bounds = False,
     scorers: options.Scorers = 1,
-    resume: Annotated[
-        bool,
-        options.flag(
-            options.SCORE,
-            None,
-            "Take the models that lie in DIR, and score those that have no score.",
-            "--resume",
-        ),
-    ] = False,
+    resume: options.ResumeScores = False,
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -209,11 +191,7 @@ def search(
     ],
     score: Annotated[
         str,
-        options.flag(
-            options.SCORE,
-            "'COMMAND {model}'|NAME:WHAT",
-            "Score every model, more is better; as for compare.",
-        ),
+        options.setting("score", options.SCORE, "'COMMAND {model}'|NAME:WHAT", CompareKeywords),
     ],
     out: Annotated[
         Path | None,
@@ -223,44 +201,14 @@ def search(
             "Folder of the record, the table, the best recipe and its model; else RECIPE-search.",
         ),
     ] = None,
-    trials: Annotated[
-        int, options.flag(options.HOW, "N", "Choices that are tried, in all.", min=1)
-    ] = 60,
-    objectives: Annotated[
-        list[str] | None,
-        options.flag(
-            options.SCORE,
-            "TASK",
-            "A task that is searched, once for each; by default the mean over all.",
-            "--objective",
-        ),
-    ] = None,
-    all_examples: Annotated[
-        bool,
-        options.flag(
-            options.SCORE,
-            None,
-            "Have the search see all examples; nothing then says how far it fits them.",
-            "--all-examples",
-        ),
-    ] = False,
-    sampler: Annotated[
-        str, options.flag(options.HOW, "tpe|cmaes|random", "What chooses, of Optuna.")
-    ] = "tpe",
-    seed: Annotated[int, options.flag(options.HOW, "N", "Seed of what it draws.")] = 0,
-    together: Annotated[
-        int,
-        options.flag(
-            options.RUN,
-            "N",
-            "Choices that are merged in one reading, where the memory holds so many.",
-            min=1,
-        ),
-    ] = 4,
+    trials: options.Trials = 60,
+    objectives: options.Objectives = None,
+    all_examples: options.AllExamples = False,
+    sampler: options.Sampler = "tpe",
+    seed: options.SearchSeed = 0,
+    together: options.AtOnce = 4,
     scorers: options.Scorers = 1,
-    resume: Annotated[
-        bool, options.flag(options.OUTPUT, None, "Go on with the search in DIR.", "--resume")
-    ] = False,
+    resume: options.ResumeSearch = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,

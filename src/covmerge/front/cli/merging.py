@@ -89,10 +89,7 @@ def merge_to(
         KeyboardInterrupt: with how to go on.
     """
     start = time.perf_counter()
-    try:
-        result = api.run_recipe(recipe, out, options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; run again with --resume") from None
+    result = _merged(recipe, out, options)
     if result.verification is None:  # another rank has published it
         _say_published(result, out, as_json=as_json)
         return
@@ -106,6 +103,13 @@ def merge_to(
     elif page is not None:
         stdout().print(printable(f"\nReport: {page}"), soft_wrap=True)
     _warn_of_memory(run["peak_memory"], options.max_memory)
+
+
+def _merged(recipe: Recipe, out: Path, options: RunOptions) -> MergeResult:
+    try:
+        return api.run_recipe(recipe, out, options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; run again with --resume") from None
 
 
 def _say_published(result: MergeResult, out: Path, *, as_json: bool) -> None:
@@ -253,10 +257,7 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
             continue
         with disk_errors(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            result = api.run_recipe(recipe, folder, options)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; run again with --resume") from None
+        result = _merged(recipe, folder, options)
         say_all(result.warnings, result.notes, f"stage {folder.name}: ")
         say("note", f"stage {folder.name} is merged: {folder}")
 

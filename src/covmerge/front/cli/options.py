@@ -9,15 +9,22 @@ from typing import Annotated, Any
 import typer
 
 from covmerge.base.settings import flag_of
-from covmerge.front.keywords import descriptions
+from covmerge.front.keywords import (
+    CompareKeywords,
+    MergeKeywords,
+    ScoringKeywords,
+    SearchKeywords,
+    descriptions,
+)
 
 WHAT, HOW, OUTPUT, SCORE, RUN = "What to merge", "How to merge", "Output", "Score", "Run"
-_HELP = descriptions()
 
 
-def setting(name: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
-    """Return the flag of a setting, with what Python says of it for its help."""
-    text = _HELP.get(name, "").replace("`", "")
+def setting(
+    name: str, panel: str, metavar: str | None = None, of: Any = MergeKeywords, **more: Any
+) -> Any:
+    """Return the flag of a setting, with what the keywords of Python say of it for its help."""
+    text = descriptions(of).get(name, "").replace("`", "")
     more.setdefault("help", text[:1].upper() + text[1:])
     return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)
 
@@ -105,16 +112,19 @@ Tokenizer = Annotated[str | None, setting("tokenizer", HOW, "union|base|NAME")]
 Tensors = Annotated[list[str] | None, setting("tensors", HOW, "KEY=VALUE")]
 Dtype = Annotated[str | None, setting("dtype", HOW, "float32|float64")]
 Allow = Annotated[list[str] | None, setting("allow", HOW, "FAULT")]
-Scorers = Annotated[
-    int,
-    flag(
-        SCORE,
-        "N",
-        "Models that a command scores at once; it has its number, from 0, in the environment variable "
-        "COVMERGE_SCORER, to choose a GPU by.",
-        min=1,
-    ),
+Score = Annotated[
+    str | None, setting("score", SCORE, "'COMMAND {model}'|NAME:WHAT", CompareKeywords)
 ]
+Bounds = Annotated[bool, setting("bounds", SCORE, of=CompareKeywords)]
+Scorers = Annotated[int, setting("scorers", SCORE, "N", ScoringKeywords, min=1)]
+ResumeScores = Annotated[bool, setting("resume", SCORE, of=CompareKeywords)]
+Trials = Annotated[int, setting("trials", HOW, "N", SearchKeywords, min=1)]
+Objectives = Annotated[list[str] | None, setting("objectives", SCORE, "TASK", SearchKeywords)]
+AllExamples = Annotated[bool, setting("all_examples", SCORE, of=SearchKeywords)]
+Sampler = Annotated[str, setting("sampler", HOW, "tpe|cmaes|random", SearchKeywords)]
+SearchSeed = Annotated[int, setting("seed", HOW, "N", SearchKeywords)]
+AtOnce = Annotated[int, setting("together", RUN, "N", SearchKeywords, min=1)]
+ResumeSearch = Annotated[bool, setting("resume", OUTPUT, of=SearchKeywords)]
 OutDtype = Annotated[str | None, setting("out_dtype", OUTPUT, "DTYPE")]
 Whole = Annotated[bool, setting("whole", OUTPUT)]
 Resume = Annotated[bool, setting("resume", OUTPUT)]

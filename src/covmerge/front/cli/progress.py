@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from covmerge.base.text import counted
-from covmerge.front.cli.console import format_seconds, printable
+from covmerge.front.cli.console import format_seconds, printable, stderr
 from covmerge.plan.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
@@ -143,3 +144,17 @@ class ScoringProgress(_Display):
             left = self._elapsed / self._done * (total - self._done)
             parts.append(f"about {format_seconds(left)} left")
         return ", ".join(parts)
+
+
+@contextmanager
+def scoring_shown(resumed: str) -> Generator[ScoringProgress]:
+    """Show how far scoring is; an interruption says how to go on, and what --resume does then."""
+    shown = ScoringProgress(stderr())
+    try:
+        yield shown
+    except KeyboardInterrupt:
+        if shown.started:
+            raise KeyboardInterrupt(
+                f"interrupted; run again with --resume, which {resumed}"
+            ) from None
+        raise

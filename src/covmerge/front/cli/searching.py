@@ -7,8 +7,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from covmerge.front.cli.comparing import show_scores
-from covmerge.front.cli.console import check_one_form, print_csv, print_json, stderr, stdout
-from covmerge.front.cli.progress import ScoringProgress
+from covmerge.front.cli.console import check_one_form, print_csv, print_json, stdout
+from covmerge.front.cli.progress import scoring_shown
 from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe.search import Value
 from covmerge.run.scoring.table import ScoreTable, written
@@ -28,15 +28,8 @@ def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
         KeyboardInterrupt: with how to go on.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    shown = ScoringProgress(stderr())
-    try:
-        found = replace(job, progress=shown).run()
-    except KeyboardInterrupt:
-        if shown.started:
-            raise KeyboardInterrupt(
-                "interrupted; run again with --resume, which goes on after the trials that are recorded"
-            ) from None
-        raise
+    with scoring_shown("goes on after the trials that are recorded") as shown:
+        found = replace(job, scoring=shown).run()
     if as_json:
         print_json(found.as_json())
     elif as_csv:

@@ -15,8 +15,7 @@ from covmerge.base.types import Json, Role
 from covmerge.front.reporting.grid import panels
 from covmerge.maths.covariance.estimate import DEFAULT_TAU, Statistic, heterogeneity
 from covmerge.maths.measures.spectrum import leading
-from covmerge.maths.methods import registry
-from covmerge.plan.planning.varied import Settings
+from covmerge.plan.planning.varied import shown_parameters
 from covmerge.run.inspection.result import Inspection, LayerView, SpectrumView
 from covmerge.run.verification import Verification
 
@@ -210,7 +209,7 @@ def thresholds(data: Inspect) -> dict[Statistic, float]:
     if not isinstance(data, Report) or data.manifest is None:
         return found
     recipe, family = data.manifest["recipe"], data.manifest["family"]
-    parameters = Settings(registry.get(recipe["method"]), recipe["parameters"], family).shown()
+    parameters = shown_parameters(recipe["method"], recipe["parameters"], family)
     statistic, tau = parameters.get("gate"), parameters.get("tau")
     if statistic in found and isinstance(tau, float):
         found[statistic] = tau

@@ -14,7 +14,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, re
 from covmerge.files.stores.disk import replace_file
 from covmerge.front.reporting.data import LayerCost, Report
 from covmerge.maths.methods import registry
-from covmerge.maths.steps import resolve_steps
+from covmerge.maths.steps.compose import steps_around
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.varied import Settings
@@ -81,7 +81,7 @@ def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
     """Return the recipe's merge without spectral refinement, if it has that."""
     settings = Settings(registry.get(recipe.method), recipe.parameters, family)
     parameters = settings.shown()
-    before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
+    before, after = steps_around(recipe.before, recipe.after)
     merge = Merge(recipe.method, {**parameters, "refine": False}, None, before, after)
     varied = settings.varied or any(is_varied(expert.weight) for expert in recipe.experts.values())
     if not parameters.get("refine") or merge.procedure.needs_base or varied:

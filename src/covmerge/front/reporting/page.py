@@ -19,7 +19,7 @@ from covmerge.front.scoring import score_command
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
-from covmerge.plan.planning.varied import Settings
+from covmerge.plan.planning.varied import shown_parameters
 from covmerge.plan.recipe import format_size
 from covmerge.run.engine.entries import account_of_losses, rounding_said
 
@@ -123,7 +123,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     recipe, totals = report.manifest["recipe"], report.manifest["totals"]
     method = registry.get(recipe["method"])
     yield "method", f"{called(method.name, recipe['parameters'])}: {method.summary}"
-    parameters = Settings(method, recipe["parameters"], report.manifest["family"]).shown()
+    parameters = shown_parameters(method.name, recipe["parameters"], report.manifest["family"])
     given = {key: value for key, value in parameters.items() if value is not None}
     if given:
         yield "parameters", ", ".join(f"{k}: {json.dumps(v)}" for k, v in given.items())

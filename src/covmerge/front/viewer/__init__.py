@@ -1,19 +1,26 @@
 """One HTML file on which experts are weighed; it shows at once what each retains.
 
 scene  what the page knows of base, experts and a merged model, measured once
-file   the page on the disk
 page   its parts: the text, its style, and scripts that predict and write recipes
 """
 
 from __future__ import annotations
 
+import json
+import re
+from base64 import b64encode
 from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
+from covmerge.base.version import __version__
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
-from covmerge.front.viewer.file import FILE_NAME, check_page, write_html
+from covmerge.files.stores.disk import replace_file
+from covmerge.front.reporting.job import check_place
+from covmerge.front.reporting.style import COLOURS
 from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
 from covmerge.run.engine.options import RunOptions
@@ -97,6 +104,66 @@ def _free(name: str, recipe: Recipe) -> str:
         count += 1
         found = f"{name}-{count}"
     return found
+
+
+# The page as one file, which loads nothing.
+
+FILE_NAME = "view.html"
+_GENERATOR = "covmerge view "
+_SCRIPTS = ("prediction.js", "recipe.js", "view.js")  # each uses those before it
+
+
+def check_page(path: Path, *, overwrite: bool = False) -> None:
+    """Check that a page can be written: to a new file, over an earlier page, or with leave."""
+    check_place(path, FILE_NAME, "page of weights", _GENERATOR, overwrite=overwrite)
+
+
+def write_html(scene: Scene, path: Path, *, overwrite: bool = False) -> None:
+    """Write the page whole, or leave everything as it was."""
+    check_page(path, overwrite=overwrite)
+    replace_file(path, render(scene))
+
+
+def render(scene: Scene) -> str:
+    """Return the page of a scene.
+
+    Its policy allows this style and these scripts, by their hashes, and nothing else. Names of strangers
+    are in its data alone, which has no `<`.
+    """
+    style = _colours() + _part("view.css")
+    # One script: a page that is opened as a file may not import others.
+    script = re.sub(r"(?m)^(export |import .*\n)", "", "".join(map(_part, _SCRIPTS)))
+    data = json.dumps(scene.as_json(), allow_nan=False).replace("<", "\\u003c")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    filled = {
+        "generator": f"{_GENERATOR}{__version__}",
+        "policy": policy,
+        "style": style,
+        "script": script,
+        "data": data,
+    }
+    return re.sub(r"\{\{ (\w+) \}\}", lambda found: filled[found[1]], _part("index.html"))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _part(name: str) -> str:
+    return (files("covmerge.front.viewer") / "page" / name).read_text(encoding="utf-8")
+
+
+def _colours() -> str:
+    """The report's colours, of light and dark paper."""
+    light = " ".join(f"--{name}: {colour.light};" for name, colour in COLOURS.items())
+    dark = " ".join(f"--{name}: {colour.dark};" for name, colour in COLOURS.items())
+    return (
+        f":root {{ color-scheme: light; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}\n"
+    )
 
 
 __all__ = [

@@ -59,6 +59,11 @@ def resolve_steps(entries: Steps, when: When) -> tuple[StepUse, ...]:
     return tuple(found)
 
 
+def steps_around(before: Steps, after: Steps) -> tuple[tuple[StepUse, ...], tuple[StepUse, ...]]:
+    """Return the steps before a method, and those after it; see `resolve_steps`."""
+    return resolve_steps(before, "before"), resolve_steps(after, "after")
+
+
 def _listed(entries: Any, when: When) -> list[str | Mapping[str, Any]]:
     """The entries of a list of steps, as a program may give them."""
     if isinstance(entries, str) or not all(isinstance(one, str | Mapping) for one in entries):

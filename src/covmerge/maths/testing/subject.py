@@ -13,7 +13,8 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup
 from covmerge.maths.layer import merge_layer
 from covmerge.maths.methods import Method, registry
-from covmerge.maths.steps import Steps, resolve_steps, with_steps
+from covmerge.maths.steps import Steps, with_steps
+from covmerge.maths.steps.compose import steps_around
 from covmerge.maths.testing.groups import group_of, random_updates
 
 
@@ -32,8 +33,7 @@ class Subject:
     @cached_property
     def method(self) -> Method:
         """Method and steps as one."""
-        before, after = resolve_steps(self.before, "before"), resolve_steps(self.after, "after")
-        return with_steps(registry.get(self.name), before, after)
+        return with_steps(registry.get(self.name), *steps_around(self.before, self.after))
 
     @cached_property
     def given(self) -> Mapping[str, Any]:

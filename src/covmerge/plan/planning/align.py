@@ -38,19 +38,16 @@ _PACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _APART = re.compile(r"\.experts\.\d+\.")
 
 
-def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[str]]) -> None:
+def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
     """Refuse to align a packed mixture with one whose experts are tensors of their own.
 
     Names, and the order of rows, differ by the kind of model, which the base's config tells
     (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
     has loaded packed it saves packed again, but not one that it has built.
-
-    Args:
-        base: what a message calls it, and the names of its tensors.
-        expert: the same.
     """
-    for (called, given), (other, others) in ((base, expert), (expert, base)):
-        names, beside = dict.fromkeys(given), dict.fromkeys(others)
+    of_base = (f"the base ({base.checkpoint.source})", base.headers)
+    of_expert = (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers)
+    for (called, names), (other, beside) in ((of_base, of_expert), (of_expert, of_base)):
         # What both have is not where they differ.
         packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
         apart = next((n for n in beside if _APART.search(n) and n not in names), None)
@@ -92,6 +89,11 @@ class Model:
     def headers(self) -> Mapping[str, TensorHeader]:
         """Stored tensors by name."""
         return self.checkpoint.headers
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What names may have before them, or lack."""
+        return [self.description.prefix] if self.description.prefix else []
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor, or the factors of its update, are stored."""
@@ -179,7 +181,7 @@ def align(
     rebuilt: dict[str, str | None] = {}
     if expert.checkpoint.is_adapter:
         return _align_adapter(base, expert_name, expert, chosen)
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     ties = base.checkpoint.untied or {}
     for name, header in base.headers.items():
         info = base.description.tensors[name]
@@ -271,7 +273,6 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.headers.items()},
         **{name: header.shape for name, header in adapter.checkpoint.low_rank.items()},
     }
-    prefixes = [base.description.prefix] if base.description.prefix else []
     known = names_in_base(base, shapes)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
@@ -305,7 +306,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 + (_resize_first(expert_name, shapes[found][0]) if resized else _ANOTHER_BASE)
             )
     # Nobody changes tied tensors differently, or the base would be seen untied.
-    tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
+    tied = (find_name(name, base.prefixes, shapes) for name in base.description.tied)
     taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
     if unknown:
@@ -343,16 +344,15 @@ def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence
 
 def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
     """Return the base's tensors that an adapter changes, each with the adapter's name for it."""
-    prefixes = [base.description.prefix] if base.description.prefix else []
     renamed = {to: name for name, to in respelled(names, base.headers).items()}
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     found: dict[str, str] = {}
     for name in base.headers:
         info = base.description.tensors[name]
-        adapter_name = find_name(name, prefixes, names)
+        adapter_name = find_name(name, base.prefixes, names)
         if adapter_name is None and pieces[info.parameter] == 1:
             # The model may call it otherwise than its files do, and PEFT goes by the model.
-            adapter_name = find_name(info.parameter, prefixes, names)
+            adapter_name = find_name(info.parameter, base.prefixes, names)
         adapter_name = renamed.get(name) if adapter_name is None else adapter_name
         if adapter_name is not None:
             found[name] = adapter_name
@@ -535,7 +535,7 @@ def _extras(
     heads: list[str] = []
     ignored: dict[str, str] = {}
     refused: list[str] = []
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
     for name in expert.headers:
@@ -571,13 +571,6 @@ def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[st
             f"If these tensors may be left out, set {Hint('tensors', {'extra': 'ignore'})}; if they are a "
             f"task head, add {rules_for('NAME', use='head')}."
         )
-
-
-def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
-    check_packing(
-        (f"the base ({base.checkpoint.source})", base.headers),
-        (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers),
-    )
 
 
 def _check_folded(expert_name: str, expert: Model) -> None:

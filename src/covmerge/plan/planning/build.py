@@ -41,9 +41,9 @@ from covmerge.plan.planning.decide import check_without_base, head_names_of, pla
 from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
 from covmerge.plan.planning.notes import plan_notes
 from covmerge.plan.planning.operations import Copy, Merge, Operand, expert_key
-from covmerge.plan.planning.quantise import Quantised, quantised
+from covmerge.plan.planning.quantise import quantised
 from covmerge.plan.planning.rules import Rules
-from covmerge.plan.planning.types import Plan, PlannedPass
+from covmerge.plan.planning.types import Plan, PlannedPass, Quantised
 from covmerge.plan.planning.varied import as_mergekit
 from covmerge.plan.planning.work import (
     TOGETHER_ELEMENTS,

@@ -6,7 +6,7 @@ import importlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
 from covmerge.files.quantised.writing.layouts import SAME
 from covmerge.plan.planning.forms import PackedTensor
+from covmerge.plan.planning.types import Quantised
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Output, Recipe
 
@@ -35,15 +36,6 @@ _FILE_TYPE = "general.file_type"
 _MOST_FIXED = 2**20  # bytes of a tensor that is no parameter: rotation frequencies, mostly
 
 
-@dataclass(frozen=True)
-class AsGguf:
-    """The tensors of a model, each as its file has it."""
-
-    tensors: tuple[TensorPlan, ...]
-    head: GgufHead
-    notes: tuple[str, ...]
-
-
 def is_gguf(wanted: str, base: Checkpoint) -> bool:
     """Whether the output is a GGUF file."""
     return wanted.partition("-")[0] == GGUF or (wanted == SAME and _settings(base) is not None)
@@ -54,7 +46,7 @@ def _settings(base: Checkpoint) -> GgufSettings | None:
     return settings if isinstance(settings, GgufSettings) else None
 
 
-def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> AsGguf:
+def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Quantised:
     """Give each tensor its type, as the recipe wants it.
 
     Raises:
@@ -96,7 +88,8 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
         )
     done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
-    return AsGguf(done, _head(settings, quantisation, types), tuple(_notes(held, kinds, by_keep)))
+    notes = tuple(_notes(held, kinds, by_keep))
+    return Quantised(done, notes=notes, gguf=_head(settings, quantisation, types))
 
 
 def _kinds(

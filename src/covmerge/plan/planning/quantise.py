@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,11 +14,11 @@ from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.quantised.packed import DTYPE_KEYS, dtype_of
-from covmerge.files.quantised.writing.gguf import GgufHead
 from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME, with_plain
 from covmerge.files.quantised.writing.like import as_stored, is_written
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
+from covmerge.plan.planning.types import Quantised
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -26,23 +26,6 @@ _GPT_OSS = "gpt_oss"
 # A head tied to the embedding is no stored tensor, and is a layer that a list must name all the same.
 _TIED_HEAD = "lm_head"
 _OF_EXPERTS = "fp8-block"  # in which transformers loads experts that are stored one by one
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """The tensors of a model, some of which are stored packed.
-
-    Attributes:
-        tensors: all of them, with their forms.
-        settings: `quantization_config` of config.json; None: nothing is packed.
-        notes: what a user should know.
-        gguf: what a GGUF file has beside them, where they are written as one.
-    """
-
-    tensors: tuple[TensorPlan, ...]
-    settings: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = field(default=())
-    gguf: GgufHead | None = None
 
 
 def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
@@ -76,7 +59,7 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
         made = as_gguf(recipe, tensors, base)
         for pattern in keep:
             _check_pattern(pattern, [tensor.name for tensor in tensors])
-        return Quantised(made.tensors, notes=made.notes, gguf=made.head)
+        return made
     if base.config is None:
         raise RecipeError(
             f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "

@@ -12,7 +12,8 @@ from covmerge.files.tensors.describe import TensorInfo
 from covmerge.files.tensors.views import MatrixLayout
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
-from covmerge.maths.steps import StepUse, resolve_steps, with_steps
+from covmerge.maths.steps import StepUse, with_steps
+from covmerge.maths.steps.compose import steps_around
 from covmerge.plan.planning.operations import Copy, Merge
 from covmerge.plan.planning.slices import Layers
 from covmerge.plan.planning.varied import Settings
@@ -159,7 +160,7 @@ class Rules:
 
     def _resolved(self, name: str, given: Recipe | Rule) -> _Way:
         method = registry.get(name)
-        before, after = resolve_steps(given.before, "before"), resolve_steps(given.after, "after")
+        before, after = steps_around(given.before, given.after)
         with_steps(method, before, after)  # those that do not go with the method are refused
         settings = Settings(method, given.parameters, self._family)
         settings.check()

@@ -116,7 +116,7 @@ def _as_untied(base: Model, expert: Model) -> Checkpoint:
     Of one that ties it too, slices may take the one tensor and not the other, and tokens that it lacks have
     rows of their own in each.
     """
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     copies: dict[str, str] = {}
     for name, target in base.description.tied.items():
         stands = find_name(expert.description.tied.get(name, target), prefixes, expert.headers)
@@ -191,7 +191,7 @@ def _groups(base: Model) -> dict[str, list[str]]:
 
 def _stored_apart(base: Model, expert: Model) -> tuple[str, str] | None:
     """Two tensors that the base ties and a full model has apart."""
-    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    prefixes = [*base.prefixes, *expert.prefixes]
     for name, target in base.description.tied.items():
         one, other = (_stands_for(expert, tied_name, prefixes) for tied_name in (name, target))
         if one is None or other is None or one == other:
@@ -249,11 +249,12 @@ def _held_apart(
 
 def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
     """What an adapter calls a tensor of the base; None if it leaves it as it is."""
-    prefixes = [base.description.prefix] if base.description.prefix else []
     info = base.description.tensors.get(name)
     names = [name] if info is None else [name, info.parameter]
     shapes = _shapes(adapter)
-    return next((key for n in names if (key := find_name(n, prefixes, shapes)) is not None), None)
+    return next(
+        (key for n in names if (key := find_name(n, base.prefixes, shapes)) is not None), None
+    )
 
 
 def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -84,6 +84,23 @@ class PlannedPass:
         return (usual, guessed) if self.sample else (0, usual)
 
 
+@dataclass(frozen=True)
+class Quantised:
+    """The tensors of a model, some of which are stored packed.
+
+    Attributes:
+        tensors: all of them, with their forms.
+        settings: `quantization_config` of config.json; None: nothing is packed.
+        notes: what a user should know.
+        gguf: what a GGUF file has beside them, where they are written as one.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    settings: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    gguf: GgufHead | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Everything decided before the first tensor is read.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from covmerge.base.errors import RecipeError
-from covmerge.maths.methods import Method
+from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.arithmetic import STORED
 from covmerge.maths.methods.mergekit import IN_ORDER, Drawn, places
 from covmerge.plan.planning.operations import Operand
@@ -68,6 +68,11 @@ class Settings:
 
     def _check(self, name: str, value: object) -> None:
         self.method.resolve({name: value}, self.family)
+
+
+def shown_parameters(method: str, given: Mapping[str, Any], family: str | None) -> dict[str, Any]:
+    """Return all parameters of a recipe's method, as `Settings.shown` does."""
+    return Settings(registry.get(method), given, family).shown()
 
 
 # Parameters that only the plan of all tensors can settle, of methods that follow mergekit.

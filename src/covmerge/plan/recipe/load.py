@@ -154,7 +154,7 @@ def load_stages(
         RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, several
             without a name, or an output that is not given, or is beside what makes none.
     """
-    documents = _documents(Path(path))
+    documents = parse_documents(_text(Path(path)), str(path))
     if len(documents) == 1:
         if out is None or folder is not None:
             raise RecipeError(
@@ -228,10 +228,6 @@ def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> tuple[Any, Origin]:
     """Read a short YAML file of one document."""
     return parse_yaml(_text(Path(path)), str(path))
-
-
-def _documents(path: Path) -> list[tuple[Any, Origin]]:
-    return parse_documents(_text(path), str(path))
 
 
 def _text(path: Path) -> str:

@@ -17,19 +17,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from covmerge.base.errors import CheckpointError, InputError, did_you_mean
+from covmerge.base.errors import InputError, did_you_mean
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import (
-    LENGTH_BYTES,
     SafetensorsFile,
-    data_start,
     parse_metadata,
 )
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
-from covmerge.files.stores.regular_file import open_regular
 from covmerge.maths.linalg.stored import all_finite
 
 SUFFIX = ".covstats.safetensors"
@@ -112,7 +109,7 @@ class StatisticsFile:
         """
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
-        header = _header(path)
+        header = file.header_text()
         about = _about(parse_metadata(header, str(path)), path)
         _check_tensors(file.headers, about, path)
         return cls(path, file, about, header, made_by)
@@ -226,17 +223,6 @@ def _first_bytes(checkpoint: Checkpoint, header: TensorHeader) -> bytes:
         rows = range(min(header.shape[0], -(-_PROBED_BYTES // max(1, row_bytes))))
     start = checkpoint.read(header.name, rows).reshape(-1).view(torch.uint8)
     return start[:_PROBED_BYTES].numpy().tobytes()
-
-
-def _header(path: Path) -> bytes:
-    """The JSON header of a file that was a safetensors file a moment ago."""
-    try:
-        with open_regular(path) as file:
-            size = path.stat().st_size
-            end = data_start(file.read(LENGTH_BYTES), size, str(path))
-            return file.read(end - LENGTH_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _about(metadata: Mapping[str, str], path: Path) -> About:

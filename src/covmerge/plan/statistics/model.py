@@ -7,8 +7,7 @@ of a stranger's choosing. Which parameter a stored tensor becomes is known from 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,7 +21,13 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, refuse_adapter
 from covmerge.files.checkpoints.folder import PREFERRED
 from covmerge.files.stores.address import local_path
-from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short
+from covmerge.files.tensors.skeleton import (
+    Skeleton,
+    SkeletonUnavailable,
+    build_skeleton,
+    in_short,
+    quiet,
+)
 from covmerge.plan.statistics.examples import (
     LABELS,
     Batch,
@@ -392,21 +397,6 @@ def _load(
 def _holds_weights(folder: Path | None) -> bool:
     """Whether a folder has weights that transformers loads; others lie elsewhere or are in shards."""
     return folder is not None and any((folder / name).is_file() for name in PREFERRED)
-
-
-@contextmanager
-def quiet(transformers: Any) -> Generator[None]:
-    """Keep transformers' bars and advice off the screen."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def require_transformers(why: str = "collecting runs the model") -> Any:

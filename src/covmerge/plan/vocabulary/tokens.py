@@ -19,8 +19,8 @@ from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.json_file import MAX_JSON_BYTES, parse_object, shorten
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.files.tensors.skeleton import in_short
-from covmerge.plan.statistics.model import quiet, require_transformers
+from covmerge.files.tensors.skeleton import in_short, quiet
+from covmerge.plan.statistics.model import require_transformers
 
 # The numbers that a tokenizer's files give to added tokens: what they must be, and that they are kept.
 

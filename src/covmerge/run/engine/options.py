@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from math import ceil
-from typing import Protocol
 
 import psutil
 import torch
@@ -32,24 +31,6 @@ from covmerge.run.engine.ranks.rank import Rank
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.transfer import pinned_bytes
 from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
-
-
-class Elsewhere(Protocol):
-    """Other machines that do the work of a run, and what this process answers for them."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where they compute."""
-        ...
-
-    @property
-    def client_holds(self) -> int:
-        """Bytes that giving out the work takes of this process."""
-        ...
-
-    def executor(self, opener: Opener, max_memory: int | None) -> Executor:
-        """Return what gives out the work; `opener` opens the sources there."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ class RunOptions:
     threads: int | None = None
     workers: Workers = 1
     rank: Rank | None = None
-    elsewhere: Elsewhere | None = None
+    elsewhere: RayCluster | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False

@@ -30,14 +30,23 @@ from covmerge.run.engine.progress import Progress
 from covmerge.run.engine.selection import Selections
 
 
-class Figures(TypedDict):
-    """Seconds of the stages, which overlap, and bytes of memory."""
+class Times(TypedDict):
+    """Seconds of a run, and of its stages, which overlap.
+
+    Reading and global passes serve all plans of a run; `compute_seconds` are of one plan. Where several
+    items were computed at once, their seconds add up.
+    """
 
     seconds: float
     survey_seconds: float
     read_seconds: float
     compute_seconds: float
     write_seconds: float
+
+
+class Figures(Times):
+    """Seconds of the stages, and bytes of memory."""
+
     peak_memory: int
     expected_peak_memory: int
 
@@ -46,17 +55,12 @@ class Figures(TypedDict):
 class RunResult:
     """What a run did by one plan: what there is to say of each item, in plan order, and its cost.
 
-    Reading and global passes serve all plans of a run; only `compute_seconds`, and those of the items, are
-    this plan's own; where several items were computed at once, their seconds add up. An item that an
-    earlier run finished has None. `spans` say when all of it happened, in seconds from its start.
+    An item that an earlier run finished has no seconds. `spans` say when all of it happened, in seconds
+    from its start.
     """
 
     items: tuple[Mapping[str, Json], ...]
-    seconds: float
-    survey_seconds: float
-    read_seconds: float
-    compute_seconds: float
-    write_seconds: float
+    times: Times
     resumed_items: int
     item_seconds: tuple[float | None, ...]
     spans: tuple[Span, ...] = ()
@@ -204,11 +208,13 @@ class _Record:
         spans = [*reading, *computing.values(), *writing]
         return RunResult(
             items=tuple(self._found[number][index] for index in range(len(self._batches))),
-            seconds=seconds,
-            survey_seconds=ranking.stop - ranking.start,
-            read_seconds=_seconds(reading),
-            compute_seconds=_seconds(computing.values()),
-            write_seconds=_seconds(writing),
+            times={
+                "seconds": seconds,
+                "survey_seconds": ranking.stop - ranking.start,
+                "read_seconds": _seconds(reading),
+                "compute_seconds": _seconds(computing.values()),
+                "write_seconds": _seconds(writing),
+            },
             resumed_items=len(self._batches) - len(done),
             item_seconds=tuple(
                 span and span.stop - span.start

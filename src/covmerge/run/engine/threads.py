@@ -23,10 +23,11 @@ from covmerge.run.engine.transfer import Arrival, Transfer, goes_ahead
 from covmerge.run.engine.worker import work
 
 
+@dataclass(frozen=True)
 class Threads(Executor):
     """An executor, whose threads end with every run.
 
-    Args:
+    Attributes:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
@@ -34,18 +35,10 @@ class Threads(Executor):
         kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
     """
 
-    def __init__(
-        self,
-        *,
-        in_flight: int,
-        lanes: int,
-        ahead: bool = False,
-        kept_above: int | None = None,
-    ) -> None:
-        self._in_flight = in_flight
-        self._lanes = lanes
-        self._ahead = ahead
-        self._kept_above = kept_above
+    in_flight: int
+    lanes: int
+    ahead: bool = False
+    kept_above: int | None = None
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         with self.running(batches, task) as finished:
@@ -68,16 +61,7 @@ class Threads(Executor):
             alone: entered while an item that takes all cores is computed, as other processes would take
                 the same; by one thread alone.
         """
-        pipeline = _Pipeline(
-            batches,
-            task,
-            self._in_flight,
-            self._lanes,
-            Transfer(task.context.device) if self._ahead else None,
-            HeapTrimmer(self._kept_above),
-            alone or nullcontext(),
-        )
-        with pipeline.running() as finished:
+        with _Pipeline(batches, task, self, alone or nullcontext()).running() as finished:
             yield finished
 
 
@@ -99,20 +83,17 @@ class _Pipeline:
         self,
         batches: Iterable[tuple[int, Batch]],
         task: Task,
-        in_flight: int,
-        lanes: int,
-        transfer: Transfer | None,
-        trimmer: HeapTrimmer,
+        how: Threads,
         alone: AbstractContextManager[object],
     ) -> None:
         self._batches = batches
-        self._transfer = transfer
-        self._trimmer = trimmer
+        self._transfer = Transfer(task.context.device) if how.ahead else None
+        self._trimmer = HeapTrimmer(how.kept_above)
         self._alone = alone
         self._task = task
-        self._lanes = lanes
+        self._lanes = how.lanes
         self._threads = torch.get_num_threads()
-        self._budget, self._free = Budget(in_flight), Budget(lanes)
+        self._budget, self._free = Budget(how.in_flight), Budget(how.lanes)
         self._to_compute: Queue[list[_Read] | None] = Queue()
         self._to_write: Queue[tuple[int, int, Batch, Result, tuple[Span, ...]] | None] = Queue()
         self._done: Queue[Done | None] = Queue()

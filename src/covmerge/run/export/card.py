@@ -20,9 +20,10 @@ from covmerge.files.stores.store import Store, WritableFile, WritableStore
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.methods.registry import Reference
-from covmerge.maths.steps import StepUse, resolve_steps
+from covmerge.maths.steps import StepUse
+from covmerge.maths.steps.compose import steps_around
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.planning.varied import Settings
+from covmerge.plan.planning.varied import shown_parameters
 from covmerge.run.engine.entries import account_of_losses, rounding_said
 from covmerge.run.export.adapter import how_to_load, library_of, pipeline_of
 from covmerge.run.export.markdown import fenced, inline, row
@@ -86,7 +87,7 @@ class _Card:
     def steps(self) -> tuple[StepUse, ...]:
         """The steps around the recipe's method."""
         recipe = self.plan.recipe
-        before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
+        before, after = steps_around(recipe.before, recipe.after)
         return (*before, *after)
 
     def metadata(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class _Card:
             name = self.called if method.name == recipe.method else method.name
             yield from (f"`{name}`: {method.summary}", "")
             yield from ([fenced(method.equation, "text"), ""] if method.equation else [])
-        parameters = Settings(self.methods[0], recipe.parameters, self.plan.family).shown()
+        parameters = shown_parameters(recipe.method, recipe.parameters, self.plan.family)
         if parameters:
             yield from (f"Parameters of `{self.called}`: {_listed(parameters)}.", "")
         for use in self.steps:

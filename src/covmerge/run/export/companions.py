@@ -16,7 +16,7 @@ from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.paths import safe_path
 from covmerge.files.stores.regular_file import open_regular, pieces
 from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.vocabulary.files import TokenizerFiles
@@ -101,7 +101,7 @@ def hash_companions(source: Path | None) -> dict[str, str]:
         return found
     for name in _companion_names(source):
         digest = hashlib.sha256()
-        with _opened(_inside(source, name), MAX_FILE_BYTES) as file:
+        with _opened(safe_path(source, name), MAX_FILE_BYTES) as file:
             for chunk in pieces(file):
                 digest.update(chunk)
         found[name] = digest.hexdigest()
@@ -144,16 +144,16 @@ def copy_companions(
         folder, _, file = name.rpartition("/")
         copy = WritableFile(output.inside(folder), file)
         if name == "config.json":
-            hashes[name], content = _copy_config(_inside(source, name), copy, changes)
+            hashes[name], content = _copy_config(safe_path(source, name), copy, changes)
             notes += _notes_on_code(source, content)
         elif name == "generation_config.json":
             of_tokens = ConfigChanges(tokens=tokens)
-            hashes[name], _ = _copy_config(_inside(source, name), copy, of_tokens)
+            hashes[name], _ = _copy_config(safe_path(source, name), copy, of_tokens)
         elif file == "config.json":  # of a module
             of_dtype = ConfigChanges(changes.dtype)
-            hashes[name], _ = _copy_config(_inside(source, name), copy, of_dtype)
+            hashes[name], _ = _copy_config(safe_path(source, name), copy, of_dtype)
         else:
-            hashes[name] = _copy(_inside(source, name), copy)
+            hashes[name] = _copy(safe_path(source, name), copy)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         check_unchanged(source / name, planned.get(name), hashes.get(name))
@@ -198,7 +198,7 @@ def _companions_in(source: Path) -> Iterator[str]:
         if child.is_file() and matches_any(child.name, _COMPANIONS):
             found.add(child.name)
         elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
-            inside = _inside(source, child.name).iterdir()
+            inside = safe_path(source, child.name).iterdir()
             names = (
                 f.name for f in inside if f.is_file() and matches_any(f.name, _IN_COMPANION_FOLDERS)
             )
@@ -283,10 +283,3 @@ def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
         left = [n for n in paths if n not in copied and not matches_any(n, _NOT_THE_OUTPUTS)]
         if left:
             yield f"not copied from {source}: {', '.join(left)}"
-
-
-def _inside(source: Path, name: str) -> Path:
-    path = source
-    for part in name.split("/"):
-        path = safe_child(path, part)
-    return path

@@ -129,9 +129,9 @@ class InspectJob:
             as_stored = [name for name in fitting if not _is_packed(base, models[name])]
             layers = tuple(_layers(plan, done, findings, as_stored))
             cost = {
-                "seconds": done.seconds,
-                "read_seconds": done.read_seconds,
-                "compute_seconds": done.compute_seconds,
+                "seconds": done.times["seconds"],
+                "read_seconds": done.times["read_seconds"],
+                "compute_seconds": done.times["compute_seconds"],
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }

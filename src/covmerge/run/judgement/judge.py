@@ -78,10 +78,9 @@ def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding 
     """Say that an adapter is in a model of other weights than the base's, if it is."""
     if not base.checkpoint.decides:  # whatever the weights, it is merged to an adapter
         return None
-    prefixes = [base.description.prefix] if base.description.prefix else []
     cosines: list[float] = []
     for name, tensor in adapter.under.items():
-        header = base.headers.get(find_name(name, prefixes, base.headers) or "")
+        header = base.headers.get(find_name(name, base.prefixes, base.headers) or "")
         if header is not None and header.shape == tensor.shape:
             rows = range(min(len(tensor), max(1, _COMPARED * len(tensor) // tensor.numel())))
             own = base.checkpoint.read(header.name, rows).float()

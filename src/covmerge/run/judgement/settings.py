@@ -16,7 +16,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import CONFIG, read_config
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.paths import safe_path
 from covmerge.files.tensors.skeleton import with_defaults
 from covmerge.plan.vocabulary.files import is_tokenizer_file, template_of
 from covmerge.run.sources import OpenCheckpoints
@@ -164,9 +164,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any] | None:
-    path = folder
-    for part in name.split("/"):
-        path = safe_child(path, part)
+    path = safe_path(folder, name)
     return dict(_flat(read_config(path), _ASIDE_OF_FILES)) if path.is_file() else None
 
 

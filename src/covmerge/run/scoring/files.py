@@ -1,36 +1,58 @@
-"""Examples of a file: CSV with a head line, or JSON lines; and transformers without its reports."""
+"""Models scored on the examples of files, by a library: CSV with a head line, or JSON lines."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import json
-from collections.abc import Collection, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.regular_file import read_regular
+from covmerge.files.tensors.skeleton import quiet
+from covmerge.run.scoring.values import Scores
 
 _MOST_BYTES = 2**30
 
 
-@contextmanager
-def quiet_transformers() -> Generator[None]:
-    """Keep transformers from reporting every model that it loads, and from drawing bars."""
-    logging: Any = import_module("transformers.utils.logging")
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+class FilesScorer:
+    """A scorer of files, by a library that has its name.
+
+    Args:
+        library: its name.
+        wanted: the files.
+        check: refuses a file that cannot be read.
+        score: gives a model's scores on the files.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        wanted: Sequence[str],
+        check: Callable[[Path], object],
+        score: Callable[[Path, Sequence[Path]], Scores],
+    ) -> None:
+        self._files = [Path(each) for each in wanted]
+        self._library = library
+        self.name = f"{library}:{','.join(map(str, self._files))}"
+        self._check, self._score = check, score
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {version(self._library)} {digest_of(self._files)}"
+
+    def check(self) -> None:
+        for file in self._files:
+            self._check(file)
+
+    def score(self, model: Path) -> Scores:
+        with quiet(import_module("transformers")):
+            return self._score(model, self._files)
 
 
 def digest_of(paths: Iterable[Path]) -> str:

@@ -223,11 +223,27 @@ class ScoreProgress(Protocol):
         """All are."""
 
 
-@dataclass(frozen=True)
-class ScoreJob:
-    """Models, a scorer, and where scores are saved.
+class _Unseen(ScoreProgress):
+    """Progress for callers that want none."""
 
-    Attributes:
+
+UNSEEN = _Unseen()
+
+
+def score_models(
+    models: Sequence[Candidate],
+    scorer: Scorer,
+    folder: Path,
+    saved: SavedScores,
+    scorers: int = 1,
+    progress: ScoreProgress = UNSEEN,
+) -> ScoreTable:
+    """Score the models that have no saved score, and write the table as CSV and LaTeX.
+
+    A model whose scoring fails is named in the table, and the others are scored. Tables of an earlier
+    run are removed first: they are of other scores.
+
+    Args:
         models: in the order of the table.
         scorer: what scores them.
         folder: of the table and of scores.json.
@@ -235,54 +251,35 @@ class ScoreJob:
         scorers: how many models are scored at once.
         progress: receives how far it is.
     """
-
-    models: Sequence[Candidate]
-    scorer: Scorer
-    folder: Path
-    saved: SavedScores
-    scorers: int = 1
-    progress: ScoreProgress | None = None
-
-    def run(self) -> ScoreTable:
-        """Score the models that have no saved score, and write the table as CSV and LaTeX.
-
-        A model whose scoring fails is named in the table, and the others are scored. Tables of an earlier
-        run are removed first: they are of other scores.
-        """
-        for name in (CSV_NAME, LATEX_NAME):
-            (self.folder / name).unlink(missing_ok=True)
-        key, scored, failed = self.scorer.key, dict[str, Scored](), dict[str, str]()
-        for model in self.models:
-            found = self.saved.find(model, key)
-            if found is not None:
-                scored[model.label] = Scored(model.label, *found, kept=True, bound=model.bound)
-        waiting = [model for model in self.models if model.label not in scored]
-        shown = self.progress
-        if shown:
-            shown.start(len(waiting))
-        try:
-            found = outcomes(self.scorer, [model.folder for model in waiting], self.scorers)
-            for model in waiting:
-                if shown:
-                    shown.begin(model.label)
-                one = next(found)
-                if one.scores is None:
-                    failed[model.label] = one.failed or ""
-                else:
-                    scored[model.label] = Scored(
-                        model.label, one.scores, one.seconds, bound=model.bound
-                    )
-                    self.saved.add(model, key, self.scorer.name, one.scores, one.seconds)
-                    self.saved.write(self.folder / SCORES_NAME)
-                if shown:
-                    shown.advance()
-        finally:
-            if shown:
-                shown.finish()
-        self.saved.write(self.folder / SCORES_NAME)
-        rows = tuple(scored[m.label] for m in self.models if m.label in scored)
-        table = ScoreTable(self.scorer.name, rows, failed)
-        if rows:
-            replace_file(self.folder / CSV_NAME, table.table().csv())
-            replace_file(self.folder / LATEX_NAME, table.latex())
-        return table
+    for name in (CSV_NAME, LATEX_NAME):
+        (folder / name).unlink(missing_ok=True)
+    key, scored, failed = scorer.key, dict[str, Scored](), dict[str, str]()
+    for model in models:
+        found = saved.find(model, key)
+        if found is not None:
+            scored[model.label] = Scored(model.label, *found, kept=True, bound=model.bound)
+    waiting = [model for model in models if model.label not in scored]
+    progress.start(len(waiting))
+    try:
+        found = outcomes(scorer, [model.folder for model in waiting], scorers)
+        for model in waiting:
+            progress.begin(model.label)
+            one = next(found)
+            if one.scores is None:
+                failed[model.label] = one.failed or ""
+            else:
+                scored[model.label] = Scored(
+                    model.label, one.scores, one.seconds, bound=model.bound
+                )
+                saved.add(model, key, scorer.name, one.scores, one.seconds)
+                saved.write(folder / SCORES_NAME)
+            progress.advance()
+    finally:
+        progress.finish()
+    saved.write(folder / SCORES_NAME)
+    rows = tuple(scored[m.label] for m in models if m.label in scored)
+    table = ScoreTable(scorer.name, rows, failed)
+    if rows:
+        replace_file(folder / CSV_NAME, table.table().csv())
+        replace_file(folder / LATEX_NAME, table.latex())
+    return table

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import CheckFailed, InputError
-from covmerge.run.scoring.files import digest_of, quiet_transformers, read_columns
+from covmerge.run.scoring.files import FilesScorer, read_columns
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores
 
@@ -23,30 +22,16 @@ _EVALUATORS: dict[tuple[str, ...], str] = {
 
 def open_scorer(wanted: Sequence[str]) -> Scorer:
     """Return the scorer of some files; their columns say by which evaluator."""
-    return _Sentences([Path(each) for each in wanted])
+    return FilesScorer("sentence-transformers", wanted, _evaluator, _scores)
 
 
-class _Sentences:
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self.name = f"sentence-transformers:{','.join(map(str, files))}"
-
-    @property
-    def key(self) -> str:
-        return f"{self.name} {version('sentence_transformers')} {digest_of(self._files)}"
-
-    def check(self) -> None:
-        for file in self._files:
-            _evaluator(file)
-
-    def score(self, model: Path) -> Scores:
-        transformer: Any = import_module("sentence_transformers").SentenceTransformer
-        with quiet_transformers():
-            try:
-                loaded = transformer(str(model), local_files_only=True)
-            except (OSError, ValueError) as error:
-                raise CheckFailed(f"sentence-transformers cannot load {model}: {error}") from error
-            return {file.stem: _score(_evaluator(file), loaded) for file in self._files}
+def _scores(model: Path, files: Sequence[Path]) -> Scores:
+    transformer: Any = import_module("sentence_transformers").SentenceTransformer
+    try:
+        loaded = transformer(str(model), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckFailed(f"sentence-transformers cannot load {model}: {error}") from error
+    return {file.stem: _score(_evaluator(file), loaded) for file in files}
 
 
 def _score(evaluator: Any, model: Any) -> Score:

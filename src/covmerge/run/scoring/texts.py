@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,28 @@ import torch
 
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import some
-from covmerge.run.scoring.files import digest_of, quiet_transformers, read_columns
+from covmerge.run.scoring.files import FilesScorer, read_columns
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores, scores_of
 
-_COLUMNS = (("text", "label"), ("text",))
 _BATCH = 16
 
 
 def open_scorer(wanted: Sequence[str]) -> Scorer:
     """Return the scorer of some files."""
-    return _Texts([Path(each) for each in wanted])
+    return FilesScorer("transformers", wanted, _columns, _scores)
 
 
-class _Texts:
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self.name = f"transformers:{','.join(map(str, files))}"
+def _columns(file: Path) -> dict[str, list[Any]]:
+    return read_columns(file, (("text", "label"), ("text",)))
 
-    @property
-    def key(self) -> str:
-        return f"{self.name} {version('transformers')} {digest_of(self._files)}"
 
-    def check(self) -> None:
-        for file in self._files:
-            read_columns(file, _COLUMNS)
-
-    def score(self, model: Path) -> Scores:
-        with quiet_transformers():
-            return {file.stem: _score(model, file) for file in self._files}
+def _scores(model: Path, files: Sequence[Path]) -> Scores:
+    return {file.stem: _score(model, file) for file in files}
 
 
 def _score(model: Path, file: Path) -> Score:
-    columns = read_columns(file, _COLUMNS)
+    columns = _columns(file)
     texts = [str(text) for text in columns["text"]]
     if "label" in columns:
         examples = _classified(model, texts, [str(label) for label in columns["label"]])

@@ -25,7 +25,7 @@ from covmerge.files.stores.lock import Lock, TakenError
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.recipe.search import Template
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.job import Outcome, ScoreProgress, check_scorers, outcomes
+from covmerge.run.scoring.job import UNSEEN, Outcome, ScoreProgress, check_scorers, outcomes
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
@@ -43,14 +43,14 @@ class SearchJob:
     template: Template
     scorer: Scorer
     out: Path
-    count: int = 60
+    trials: int = 60
     objectives: Sequence[str] = ()
     sampler: str = "tpe"
     seed: int = 0
     together: int = 4
     scorers: int = 1
     all_examples: bool = False
-    progress: ScoreProgress | None = None
+    scoring: ScoreProgress = UNSEEN
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
@@ -75,7 +75,7 @@ class SearchJob:
                 return state.written()
 
     def _check(self) -> None:
-        for name, value in (("trials", self.count), ("together", self.together)):
+        for name, value in (("trials", self.trials), ("together", self.together)):
             if value < 1:
                 raise InputError(f"{Hint(name, value)}: give 1 or more")
         if self.sampler not in SAMPLERS:
@@ -183,16 +183,14 @@ class _State:
 
     def close(self) -> None:
         """Take the progress away."""
-        if self._job.progress:
-            self._job.progress.finish()
+        self._job.scoring.finish()
 
     def search(self) -> None:
         """Score the merge without a search, then trial after trial."""
         job, trials = self._job, self._trials
         untuned = self._untuned()
         new = untuned is not None and trials.untuned is None
-        if job.progress:
-            job.progress.start(max(0, job.count - len(trials.finished)) + new)
+        job.scoring.start(max(0, job.trials - len(trials.finished)) + new)
         if untuned is not None and new:
             (found,) = self._tried([(None, {}, untuned)])
             why = found.failed or unlike(found.scores or {}, found.scores or {})
@@ -200,7 +198,7 @@ class _State:
                 raise CheckFailed(f"the merge without a search has no score: {why}")
             trials.add_untuned(found)
         self._check_objectives()
-        while (left := job.count - len(trials.finished)) > 0:
+        while (left := job.trials - len(trials.finished)) > 0:
             self._batch(trials.ask(min(left, job.together))[:left])
         if not any(trial.scores for trial in trials.finished):
             raise CheckFailed(f"no trial has a score. The first: {trials.finished[0].failed}")
@@ -257,15 +255,13 @@ class _State:
         share = (time.perf_counter() - started) / len(work)
         merged = [f for f, why in zip(folders, failed, strict=True) if why is None]
         scored = outcomes(self._job.scorer, merged, self._job.scorers)
-        progress = self._job.progress
+        progress = self._job.scoring
         for (number, chosen, _), folder, why in zip(work, folders, failed, strict=True):
             trial = Trial(number, chosen, None, why, share)
-            if progress:
-                progress.begin(trial.label)
+            progress.begin(trial.label)
             one = Outcome(None, why, 0.0) if why is not None else next(scored)
             shutil.rmtree(folder, ignore_errors=True)
-            if progress:
-                progress.advance()
+            progress.advance()
             yield replace(trial, scores=one.scores, failed=one.failed, seconds=share + one.seconds)
 
     def _merged(self, work: Sequence[tuple[Recipe, Path]]) -> list[str | None]:

@@ -17,7 +17,7 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
-from covmerge.files.checkpoints.manifest import NOT_KNOWN, read_manifest
+from covmerge.files.checkpoints.manifest import NOT_KNOWN, as_merged, read_manifest
 from covmerge.files.checkpoints.open import Source, open_checkpoint, open_store
 from covmerge.files.quantised.gguf_file import GGUF
 from covmerge.files.quantised.packed import Packed
@@ -184,12 +184,13 @@ def examine(
             base, missing = None, _NO_BASE
         elif base is None:
             try:
-                opened = open_plain(_base_of(manifest))
+                opened = open_plain(as_merged(manifest, "base", manifest["recipe"]["base"]))
                 opened.materialize()
                 if _is_another(opened, manifest):  # the path may hold it by now
                     missing = f"the base at {opened.source} is another than was merged"
                 else:
-                    base = _as_merged(seen_untied(opened, manifest.get("untied")), manifest)
+                    mixture = _mixed(seen_untied(opened, manifest.get("untied")), manifest)
+                    base = stacked(_slices_of(manifest), None, mixture)
             except InputError as error:
                 base, missing = None, str(error)
         else:
@@ -255,18 +256,6 @@ def _size(store: Store, name: str) -> int:
     except FileNotFoundError:  # since it was opened: whoever reads it will say so
         return 0
     return size
-
-
-def _base_of(manifest: Mapping[str, Any]) -> str:
-    """The base's source; on the Hub, where a branch moves on, at the commit that was merged over."""
-    source: str = manifest["recipe"]["base"]
-    commit = _content_of_base(manifest).get("revision")
-    return source if commit is None else f"{source.partition('@')[0]}@{commit}"
-
-
-def _as_merged(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
-    """Return the base under the names of the output."""
-    return stacked(_slices_of(manifest), None, _mixed(base, manifest))
 
 
 def _mixed(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:

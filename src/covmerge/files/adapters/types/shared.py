@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -17,12 +17,12 @@ from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check
 # VeRA (arXiv:2310.11454): random factors that all layers share, each with scales of its own.
 
 
-def _vera_shapes(layer: Layer) -> Mapping[str, Shape]:
+def _vera_shapes(layer: Layer, inner: int = 1) -> Mapping[str, Shape]:
     rank = layer.rank("d", 0)
-    found: dict[str, Shape] = {"b": (layer.d_out,), "d": (rank,)}
+    found: dict[str, Shape] = {"b": (layer.d_out,), "d": (inner * rank,)}
     if is_drawn(layer):
         return found
-    found["A"] = (rank, max(layer.d_in, layer.size("A", 1)))
+    found["A"] = (inner * rank, max(layer.d_in, layer.size("A", 1)))
     found["B"] = (max(layer.d_out, layer.size("B", 0)), rank)
     return found
 
@@ -32,17 +32,24 @@ def is_drawn(layer: Layer) -> bool:
     return not layer.flag("save_projection", default=True) and "A" not in layer
 
 
-def _vera_factors(layer: Layer) -> LowRank:
-    """diag(b) B · diag(d) A, with the first rows and columns of the shared factors."""
+def _vera_factors(layer: Layer, inner: int = 1, seed: int = -1) -> LowRank:
+    """diag(b) B · diag(d) A, with the first rows and columns of the shared factors.
+
+    Args:
+        layer: of the adapter.
+        inner: how many rows A has for each of the rank; the first r are taken.
+        seed: of factors that are drawn, where the config names none.
+    """
+    rank = layer.rank("d", 0)
     if is_drawn(layer):
-        seed = layer.integer("projection_prng_key", -1)
-        rank, (d_out, d_in) = layer.rank("d", 0), layer.widest
-        down, up = drawn(seed, (rank, d_in), (d_out, rank))
+        d_out, d_in = layer.widest
+        known = layer.integer("projection_prng_key", seed)
+        down, up = drawn(known, (inner * rank, d_in), (d_out, rank))
     else:
         down, up = layer["A"], layer["B"]
-    scales = layer["d"]
+    scales = layer["d"][:rank]
     left = up[: layer.d_out].to(scales.dtype) * layer["b"][:, None]
-    return LowRank(left, down[:, : layer.d_in].to(scales.dtype) * scales[:, None])
+    return LowRank(left, down[:rank, : layer.d_in].to(scales.dtype) * scales[:, None])
 
 
 @lru_cache(maxsize=1)
@@ -73,30 +80,8 @@ VERA = AdapterType(
 )
 
 
-# PVeRA (arXiv:2512.07703): VeRA whose inner numbers are drawn in training, and are their means after.
-
-
-def _pvera_shapes(layer: Layer) -> Mapping[str, Shape]:
-    rank = layer.rank("d", 0)
-    found: dict[str, Shape] = {"b": (layer.d_out,), "d": (2 * rank,)}
-    if is_drawn(layer):
-        return found
-    found["A"] = (2 * rank, max(layer.d_in, layer.size("A", 1)))
-    found["B"] = (max(layer.d_out, layer.size("B", 0)), rank)
-    return found
-
-
-def _pvera_factors(layer: Layer) -> LowRank:
-    """diag(b) B · diag(d) A of the first r rows, which are the means."""
-    rank = layer.rank("d", 0)
-    if is_drawn(layer):
-        seed, (d_out, d_in) = layer.integer("projection_prng_key", 0), layer.widest
-        down, up = drawn(seed, (2 * rank, d_in), (d_out, rank))
-    else:
-        down, up = layer["A"], layer["B"]
-    scales = layer["d"][:rank]
-    left = up[: layer.d_out].to(scales.dtype) * layer["b"][:, None]
-    return LowRank(left, down[:rank, : layer.d_in].to(scales.dtype) * scales[:, None])
+# PVeRA (arXiv:2512.07703): VeRA whose inner numbers are drawn in training, and are their means after: the
+# first half of its rows, before the variances.
 
 
 PVERA = AdapterType(
@@ -104,8 +89,8 @@ PVERA = AdapterType(
     equation="W + diag(b)·B·diag(d)·A of the means, A and B shared, saved or drawn from the seed",
     ends={".pvera_lambda_b": "b", ".pvera_lambda_d": "d"},
     shared={"pvera_A": "A", "pvera_B": "B"},
-    shapes=_pvera_shapes,
-    factors=_pvera_factors,
+    shapes=partial(_vera_shapes, inner=2),
+    factors=partial(_vera_factors, inner=2, seed=0),
     rank=lambda layer: layer.rank("d", 0),
     fields=frozenset({"r", "projection_prng_key", "save_projection", "sample_at_inference"}),
     unused=frozenset({"pvera_dropout", "d_initial", "generator_seed", "init_weights"}),

@@ -60,15 +60,18 @@ def _fourierft_shapes(layer: Layer) -> Mapping[str, Shape]:
     return {"spectrum": (count if count in known else known[0],)}
 
 
+def _drawn_places(layer: Layer, count: int) -> Tensor:
+    """So many places among the entries of a layer, drawn from the seed."""
+    generator = torch.Generator().manual_seed(layer.integer("random_loc_seed", 777))
+    # A copy, so that the order of all entries is let go.
+    return torch.randperm(layer.d_out * layer.d_in, generator=generator)[:count].clone()
+
+
 def _fourierft_update(layer: Layer) -> Tensor:
     """α Re(F⁻¹ S), whole."""
     spectrum = layer["spectrum"]
-    generator = torch.Generator().manual_seed(layer.integer("random_loc_seed", 777))
-    order = torch.randperm(layer.d_out * layer.d_in, generator=generator)
-    places = order[: len(spectrum)].clone()
-    del order
     dense = spectrum.new_zeros(layer.d_out, layer.d_in)
-    dense.view(-1)[places] = spectrum
+    dense.view(-1)[_drawn_places(layer, len(spectrum))] = spectrum
     update = cast("Tensor", _fft.ifft2(dense)).real.contiguous()
     return update.mul_(layer.number("scaling", 150.0))
 
@@ -104,10 +107,7 @@ def _waveft_shapes(layer: Layer) -> Mapping[str, Shape]:
 def _waveft_update(layer: Layer) -> Tensor:
     """S · IDWT(S), whole; with `use_idwt` false s · S."""
     spectrum = layer["spectrum"] * layer.number("scaling", 25.0)
-    generator = torch.Generator().manual_seed(layer.integer("random_loc_seed", 777))
-    order = torch.randperm(layer.d_out * layer.d_in, generator=generator)
-    places = order[: len(spectrum)].clone()
-    del order
+    places = _drawn_places(layer, len(spectrum))
     rows, columns = places // layer.d_in, places % layer.d_in
     found = spectrum.new_zeros(layer.d_out, layer.d_in)
     if not layer.flag("use_idwt", default=True):

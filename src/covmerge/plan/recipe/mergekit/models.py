@@ -91,20 +91,6 @@ def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dic
     return found
 
 
-def located(source: str, beside: Path | None) -> str:
-    """Return a source as covmerge reads it: a path that is there is one, and never asked for on the Hub.
-
-    Args:
-        source: as mergekit has it, which goes by the working directory.
-        beside: the recipe's folder, where it is looked for next; None: nowhere.
-    """
-    for folder in (Path(), *(() if beside is None else (beside,))):
-        path = _existing(source, folder)
-        if path is not None:
-            return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
-    return source
-
-
 @dataclass(frozen=True)
 class Places:
     """Where models are looked for.
@@ -118,8 +104,18 @@ class Places:
     stages: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def located(self, source: str) -> str:
-        """Return a source as covmerge reads it; a stage before a path of the same name."""
-        return self.stages.get(source) or located(source, self.beside)
+        """Return a source as covmerge reads it: a stage, or a path that is there, and never the Hub's.
+
+        Paths are looked for in the working directory, as mergekit does, and then beside the recipe.
+        """
+        if source in self.stages:
+            return self.stages[source]
+        for folder in (Path(), *(() if self.beside is None else (self.beside,))):
+            path = _existing(source, folder)
+            if path is not None:
+                outside = path.is_absolute() or path.parts[:1] == ("..",)
+                return str(path) if outside else f"./{path}"
+        return source
 
 
 def _of_text(part: Part, key: str, text: str) -> Reference:

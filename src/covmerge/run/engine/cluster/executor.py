@@ -335,12 +335,12 @@ class Cluster(Executor):
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The nodes of a Ray cluster; see `Elsewhere`.
+    """The nodes of a Ray cluster, which do the work of a run.
 
     Attributes:
         address: of the cluster, as `ray.init` takes it.
         device: where its nodes compute.
-        client_holds: what Ray takes in the process that gives out the work.
+        client_holds: bytes that Ray takes in the process that gives out the work.
     """
 
     address: str
