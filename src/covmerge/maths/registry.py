@@ -408,11 +408,9 @@ def _package(function: Callable[..., Any]) -> str:
 # Functions by name: covmerge's own, a script's, and those that installed packages announce.
 #
 # An entry point of the table's group has the announced name, and the module that registers it when
-# imported.
-# Names are therefore known without an import; a package is imported when its name, or the list of all
-# names,
-# is asked for. If a package cannot be imported, or announces a name that another one has, asking for that
-# name is an error; all other names still work.
+# imported. Names are therefore known without an import; a package is imported when its name, or the list
+# of all names, is asked for. If a package cannot be imported, or announces a name that another one has,
+# asking for that name is an error; all other names still work.
 
 _D = TypeVar("_D", bound=Declared)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -542,8 +540,7 @@ class Table(Generic[_D]):
 
         Raises:
             RecipeError: there is no such name (the message suggests the nearest), the package that
-                announces it
-                cannot be imported, or two packages announce it.
+                announces it cannot be imported, or two packages announce it.
         """
         if name not in self._checked:
             self._check(name)

@@ -35,10 +35,9 @@ import torch
 # float64 at the rate of float32.
 FLOAT64 = 2.0
 _FLOAT64 = {"cpu": FLOAT64, "cuda": 1.0}
-# Cost of a symmetric eigenproblem with eigenvectors, in products of its size and precision.
-# LAPACK's takes the time of 5.5 on a CPU, and has the FLOPs of 4.5. On an H100 cuSOLVER's takes the time of
-# 38, and 9.5 µs for each column, because columns follow one after the other: 2.1 ms for 256 columns, 8.0
-# for
+# Cost of a symmetric eigenproblem with eigenvectors, in products of its size and precision. LAPACK's
+# takes the time of 5.5 on a CPU, and has the FLOPs of 4.5. On an H100 cuSOLVER's takes the time of 38,
+# and 9.5 µs for each column, because columns follow one after the other: 2.1 ms for 256 columns, 8.0 for
 # 768, 28 for 2048 and 126 for 4096, where a product takes 0.03, 0.04, 0.3 and 2.3 ms.
 _LAPACK = 4.5
 EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}

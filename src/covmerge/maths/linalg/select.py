@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_FLOAT32_DIGITS = (
-    24  # digits of a float32: a guess that is right to b bits leaves 24 − b to one pass
-)
+_FLOAT32_DIGITS = 24  # digits of a float32; a guess right to b bits leaves 24 − b to one pass
 _DIGIT = 17  # bits that one pass settles; its counters (1 MiB) stay in the cache
 _NEAR = 6  # bits to which a guess from a sample of one tensor is assumed to be right
 # Every seventeenth value is a sample that shows nearly how large the value of a rank is. Of very many
-# values
-# fewer are taken, so that the sample stays small. A step of 16 would take the same columns of each row.
+# values fewer are taken, so that the sample stays small. A step of 16 would take the same columns of each
+# row.
 _STEP, _LEAST_SAMPLED = 17, 2**20
 _PART = 2**19  # values that are counted at once, so that temporaries stay small for any block
 _INTEGERS = {
@@ -29,9 +27,7 @@ _INTEGERS = {
     torch.float64: torch.int64,
 }
 
-Vector = Callable[
-    [], Iterable[Tensor]
-]  # yields the vector's blocks, from the first on at each call
+Vector = Callable[[], Iterable[Tensor]]  # the vector's blocks; each call starts from the first
 
 
 class MagnitudeSelect:
@@ -71,8 +67,7 @@ class MagnitudeSelect:
         """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 gives 0.0.
 
         A function as `rank` gets the number of values, which the first pass counts. `near` is a guess of
-        the
-        magnitude that is right to `bits` bits: the fewer bits, the more counters.
+        the magnitude that is right to `bits` bits: the fewer bits, the more counters.
         """
         self._rank = rank
         self._float = dtype

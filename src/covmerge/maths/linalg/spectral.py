@@ -103,8 +103,7 @@ def rank_tolerance(
     """Return the relative cut-off of the numerical rank: `given`, or √max(d_out, d_in) · eps.
 
     eps is the larger of the computation's eps and that of the arithmetic that made the matrices. A dtype
-    with
-    more digits than a file was made with does not find more directions in the file.
+    with more digits than a file was made with does not find more directions in the file.
 
     Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps. The
     customary d · eps is a worst case, and cuts real directions of updates with a long spectrum: cutting one
@@ -179,10 +178,9 @@ def numerical_rank(
         shape: `(d_out, d_in)` of the matrix.
         rtol: the cut-off, in units of `scale`.
         scale: by default the largest singular value.
-        rounding: the rounding error of the matrix. The rank ends no lower than its floor. The rank ends at
-            its edge if the singular values below are no more than rounding, which may be all of them; if
-            they
-            are more, the spectrum below the edge belongs to the matrix.
+        rounding: the rounding error of the matrix. The rank ends no lower than its floor. The rank ends
+            at its edge if the singular values below are no more than rounding, which may be all of them;
+            if they are more, the spectrum below the edge belongs to the matrix.
 
     Example:
         >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
@@ -282,8 +280,7 @@ def leading_svd(
     """Return the triplets that `truncated_svd` returns, for callers that need no other singular values.
 
     `sigma` may end soon after the kept values; `rank` is then only a lower bound. In return, a large
-    float32
-    matrix costs little more than an eigenproblem in float32, whose leading pairs are refined
+    float32 matrix costs little more than an eigenproblem in float32, whose leading pairs are refined
     (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
     everything is computed as in `truncated_svd`.
 

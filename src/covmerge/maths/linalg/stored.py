@@ -32,9 +32,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a narrower dtype, or return the values as they are.
 
-    A cast to float8_e4m3fn gives the largest number of the dtype where other dtypes give Inf, so the result
-    does not show an overflow. A number overflows if it is further than half a step beyond the largest
-    number.
+    A cast to float8_e4m3fn gives the largest number of the dtype where other dtypes give Inf, so the
+    result does not show an overflow. A number overflows if it is further than half a step beyond the
+    largest number.
 
     Raises:
         OverflowError: a number is too large for the dtype, or NaN or Inf where the dtype is narrower.

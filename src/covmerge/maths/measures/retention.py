@@ -44,11 +44,11 @@ def times_as_long(merged: float, experts: Iterable[float]) -> float:
 #
 #     1 − (1 − ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖²)²
 #
-# 1: the update is there at its full length. 0: it is missing, or there at twice its length. Other experts'
-# updates in other directions do not count: there are d_out · d_in directions, and a network bears a
-# change in
-# directions that are not its own better than an update that is too short. `retention` counts them, on the
-# inputs that the update reveals. `covmerge study retention` measures how well both agree with accuracy.
+# 1: the update is there at its full length. 0: it is missing, or there at twice its length. Other
+# experts' updates in other directions do not count: there are d_out · d_in directions, and a network
+# bears a change in directions that are not its own better than an update that is too short. `retention`
+# counts them, on the inputs that the update reveals. `covmerge study retention` measures how well both
+# agree with accuracy.
 
 
 def along(share: float) -> float:

@@ -183,14 +183,11 @@ def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, of_base: 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
     """Estimate what an update lost when W_0 + Δ was rounded to the base's dtype.
 
-    A weight differs from the base's if it was moved by more than u/2. If moves are normal with one standard
-    deviation s, the expected number of changed weights is Σ erfc(u / 2√2 s), which gives s. Each weight
-    then
-    lost u²/12, or s² where that is less. Rows without a change were not trained, and lost nothing. The
-    update
-    before rounding is the stored one, or has s² per weight if that is more. The loss is underestimated if
-    few
-    weights were trained, or if each moved in proportion to itself.
+    A weight differs from the base's if it was moved by more than u/2. If moves are normal with one
+    standard deviation s, the expected number of changed weights is Σ erfc(u / 2√2 s), which gives s. Each
+    weight then lost u²/12, or s² where that is less. Rows without a change were not trained, and lost
+    nothing. The update before rounding is the stored one, or has s² per weight if that is more. The loss
+    is underestimated if few weights were trained, or if each moved in proportion to itself.
 
     Args:
         update: Δ of the stored weights, of any shape, or some of its rows; float32 or float64.

@@ -85,8 +85,7 @@ def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough:
     """Return the numerical rank of the updates' row space, all scaled to norm 1 so that none is lost.
 
     If the longest update alone has `enough` directions, `enough` is returned: the singular values of
-    updates
-    stacked below each other are no smaller than those of one of them.
+    updates stacked below each other are no smaller than those of one of them.
     """
     rtol = rank_tolerance(shape, dtype, None, active.rounding)
     errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]

@@ -14,9 +14,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.registry import Parameters, PerExpert
 
-STORED = (
-    "stored"  # value of `arithmetic` for which the plan inserts the dtype of each stored tensor
-)
+STORED = "stored"  # value of `arithmetic`: the plan inserts each tensor's stored dtype
 
 _T = TypeVar("_T", int, float)
 

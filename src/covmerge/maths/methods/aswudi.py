@@ -114,9 +114,8 @@ def aswudi(
 
     Departs from the paper: eigenvalues below the cut-off are no directions, and do not count in K
     (published: each counts as 1e-8, so K grows with the layer's width, and adapters would not merge alike
-    on
-    their factors). All eigenvalues that equal the K-th are kept. An expert that did not change the layer is
-    left out of the sums.
+    on their factors). All eigenvalues that equal the K-th are kept. An expert that did not change the
+    layer is left out of the sums.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])

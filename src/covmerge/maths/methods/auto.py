@@ -29,11 +29,9 @@ class Constants:
 
     Attributes:
         ridge: ridge of the regression, as a share of the mean eigenvalue of ΣC_t, where the mean weighs
-            each
-            eigenvalue by its size.
+            each eigenvalue by its size.
         faint: a direction of this share of the mean singular value, weighed likewise, is raised to 0.7 of
-            the
-            others' length. Weaker directions are raised less, so that noise does not become as long.
+            the others' length. Weaker directions are raised less, so that noise does not become as long.
     """
 
     ridge: float = 0.1
@@ -117,14 +115,13 @@ def auto(group: LinearGroup) -> Merged:
     q = min(1, (Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖) / κ‖Σ w_tΔ_t‖)
 
     R disturbs the experts' outputs least if the updates tell of their inputs. F makes room for every
-    direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
-    which, so they are averaged. Outside the inputs that the updates tell of, R is the sum of the updates. κ
-    shortens that sum, and F, the more alike the updates are. N counts experts by how unlike they are: for
-    one
-    expert, or copies of it, N = 1, and the result is the expert. As an update goes to zero, both parts
-    change
-    continuously. e is the share of directions that F raises. If it is small, the merge could be as long as
-    the sum or as long as one expert, which is q times the sum; s is the mean of both then.
+    direction that some expert needs. Each is good where the other is not, and nothing in the updates
+    tells which, so they are averaged. Outside the inputs that the updates tell of, R is the sum of the
+    updates. κ shortens that sum, and F, the more alike the updates are. N counts experts by how unlike
+    they are: for one expert, or copies of it, N = 1, and the result is the expert. As an update goes to
+    zero, both parts change continuously. e is the share of directions that F raises. If it is small, the
+    merge could be as long as the sum or as long as one expert, which is q times the sum; s is the mean of
+    both then.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance, and its update in the

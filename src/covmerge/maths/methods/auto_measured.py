@@ -165,9 +165,7 @@ class Likeness:
         Two updates that give no outputs have nothing in common.
         """
         squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-        lengths = (
-            squares.sqrt()
-        )  # multiplied below; the product of two squares could underflow to 0
+        lengths = squares.sqrt()  # the product of two lengths; that of two squares may underflow
         cosines = (dots / torch.outer(lengths, lengths)).square()
         cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
         alike = float((shares * (cosines @ shares)).sum())
@@ -293,8 +291,7 @@ _OFF_DIAGONAL = 0.9  # RegMean's default
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # As for RegMean, plus a Gram matrix of each update's inputs; then two spectra with what is still
-    # held, and
-    # how many directions each update uses.
+    # held, and how many directions each update uses.
     least, most = sorted((d_out, d_in))
     sums = measured_equations_cost(d_out, d_in, count, itemsize)
     solve = (
@@ -345,19 +342,15 @@ def auto_measured(group: LinearGroup) -> Merged:
 
     and b_t, s_t, N, φ, τ, q, λ and a as in docs/auto-measured.md. G_t = E[z zᵀ] over expert t's inputs of
     this layer is combined with the estimate from its update. The estimate counts as much as G_t if the
-    update
-    uses all directions of its inputs, and next to nothing if the update is an adapter. All G̃_t together
-    show
-    which outputs are long. If the updates are long relative to the base's weights, the merge goes towards
-    R.
-    Equalising makes up for most of what is missing when the inputs are not those that the experts write
-    themselves, and for most of what RegMean averages away between experts that share it
-    (docs/auto-measured.md). If no data reached the changed inputs, updates are averaged.
+    update uses all directions of its inputs, and next to nothing if the update is an adapter. All G̃_t
+    together show which outputs are long. If the updates are long relative to the base's weights, the
+    merge goes towards R. Equalising makes up for most of what is missing when the inputs are not those
+    that the experts write themselves, and for most of what RegMean averages away between experts that
+    share it (docs/auto-measured.md). If no data reached the changed inputs, updates are averaged.
 
-    An expert whose data did not reach the layer has no part in the merge. One that did not change the layer
-    keeps its Gram matrix in the sums, as in `regmean`. The length is still that of the sum of the
-    updates; of
-    updates that cancel each other only a R is left.
+    An expert whose data did not reach the layer has no part in the merge. One that did not change the
+    layer keeps its Gram matrix in the sums, as in `regmean`. The length is still that of the sum of the
+    updates; of updates that cancel each other only a R is left.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight

@@ -118,14 +118,12 @@ class EqualisedMeasured(Diagnostics):
         inputs_known: whether data reached what was changed.
         unlike_experts: N, the number of experts without a common direction that are equivalent to these.
         directions_in_use: φ, the share of the layer's directions that the experts use; this and the
-            following
-            fields are None if nothing was left after least squares.
+            following fields are None if nothing was left after least squares.
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
         lengthening: the effect of λ: the sum of the outputs' singular values over that of least squares.
         outputs_length: the length of the merged outputs over that of all updates' outputs, none shortened.
         uneven_use: η, 0 if all experts use equally many of the layer's directions, 1 if some use all and
-            the
-            others none.
+            the others none.
         towards_least_squares: a, how far the merge went to least squares; None if ‖W₀‖ was not known.
         unheard: the number of experts whose data did not reach the layer.
         updates_told: ψ_t of every expert, how much its update counts relative to its inputs; 0 for one that

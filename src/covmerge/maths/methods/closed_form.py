@@ -89,8 +89,7 @@ class Active:
         """Return the cut-off of the spectrum of Σ C_t = DᵀD, D = [√s_t Δ_t]_t.
 
         It is `rtol` times the largest eigenvalue if `rtol` is given; else the default, or the rounding of
-        the
-        stored weights in D.
+        the stored weights in D.
         """
         if rtol is not None:
             return rtol, EXACT

@@ -27,9 +27,7 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _RANK = 16
-_ROUNDS = (
-    20  # rounds of the iteration for the bases that plans assume; adapters mostly take as many
-)
+_ROUNDS = 20  # rounds that plans assume for the bases; adapters mostly take as many
 
 
 @dataclass(frozen=True)

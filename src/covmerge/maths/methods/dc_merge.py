@@ -33,8 +33,7 @@ class DcDiagnostics(Diagnostics):
     Attributes:
         unchanged: the number of experts that did not change the matrix.
         k: the number of triplets that each of the others may keep; this and the following fields are None
-            if
-            there are no others.
+            if there are no others.
         directions: the number of triplets kept by all together, which is the side of a core.
         dependent: the number of directions that the experts have nearly in common.
         arbitrary: the number of directions whose singular value equals another one of their expert, so that
@@ -112,13 +111,10 @@ def dc_merge(
     """Elect signs in one basis of the experts' leading directions, and keep each expert's own block.
 
     W̄ = W₀ + α Û diag(M₁₁ … M_TT) V̂ᵀ  (DC-Merge). U_t, σ_t, V_t are the ⌊r/T⌋ leading triplets of Δ_t,
-    r = min(d_out, d_in). Û and V̂ are the polar factors A (AᵀA)^{†½} of all U_t and of all V_t side by
-    side.
-    M is computed entry by entry from the cores M_t = Ûᵀ U_t diag(w_tσ_t) V_tᵀ V̂: the largest entries of
-    each
-    core vote, the sign of their sum is elected, and the entries with that sign are averaged. Only the
-    blocks
-    of M with one expert's directions on both sides are kept.
+    with r = min(d_out, d_in). Û and V̂ are the polar factors A (AᵀA)^{†½} of all U_t and of all V_t
+    side by side. M is computed entry by entry from the cores M_t = Ûᵀ U_t diag(w_tσ_t) V_tᵀ V̂: the
+    largest entries of each core vote, the sign of their sum is elected, and the entries with that sign
+    are averaged. Only the blocks of M with one expert's directions on both sides are kept.
 
     With `smoothing` ρ, the σ_t first become a line from min(ρ, σ_1/σ_k) down to 1, scaled to keep their
     sum, so that the weaker directions of an update count for more.

@@ -19,8 +19,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     elect = ELECT_COST(d_out, d_in, count, itemsize)
     # Sorting holds magnitudes, their sorted copy and their places; sampling holds probabilities, random
-    # numbers
-    # and the mask.
+    # numbers and the mask.
     sample = size * (3 * itemsize + 2 * 8 + 4 + 1)
     flops = count * size * (60.0 + 4.0 * max(1, d_in).bit_length())
     return Cost(flops + elect.flops, count * size * itemsize + max(sample, elect.workspace))

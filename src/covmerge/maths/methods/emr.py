@@ -74,9 +74,7 @@ def emr(group: LinearGroup) -> Merged:
     """
     votes = torch.zeros_like(group.updates[0])
     for update, weight in zip(group.updates, group.weights, strict=True):
-        votes.add_(
-            update * weight
-        )  # no fused multiply-add, so that opposite experts cancel exactly
+        votes.add_(update * weight)  # no fused multiply-add: opposite experts cancel exactly
     sign = (votes > 0).to(votes.dtype).mul_(2.0).sub_(1.0)
     del votes
     masks: list[Tensor] = []

@@ -32,8 +32,7 @@ class EssentialDiagnostics(Diagnostics):
         unchanged: the number of experts that did not change the matrix.
         unheard: the number of the others whose data did not reach the matrix.
         k: the number of directions that each of the rest may keep; this and the following fields are None
-            if
-            there is no such expert.
+            if there is no such expert.
         directions: the number of directions kept by all together.
         dependent: the number of common directions, which are left out.
     """
@@ -162,20 +161,16 @@ def esm(
 
     Departs from the paper: only the paper's abstract was at hand; this follows its authors' code. Their
     last step multiplies each merged layer by (‖layer‖ / mean norm of the layers of its kind)². A method
-    here
-    sees one layer, so this step is left out: layers of small updates change more than there, and those of
-    large ones less. Their layers without statistics (the output projections of the ViT's attention) are
-    merged as in `tsv_m`; here every linear layer has its own statistics. Directions beyond an update's
-    numerical rank, or with no more than `energy_rtol` of the largest energy, are left out (published: as
-    many
-    directions as the layer has outputs, with energies of rounding, and arbitrary ones if there are fewer
-    inputs). An expert that did not change the layer, or whose data did not reach it, is left out; T counts
-    the others. Each keeps at least one direction that its data saw (published, for vision: the layer
-    silently
-    becomes 0 for T > d_out), and directions that equal the last are kept. polar takes a pseudo-inverse,
-    as in
-    `tsv_m`; a singular value beyond the numerical rank counts as zero in the mean. If no expert's data
-    reached the layer, W₀ stays.
+    here sees one layer, so this step is left out: layers of small updates change more than there, and
+    those of large ones less. Their layers without statistics (the output projections of the ViT's
+    attention) are merged as in `tsv_m`; here every linear layer has its own statistics. Directions beyond
+    an update's numerical rank, or with no more than `energy_rtol` of the largest energy, are left out
+    (published: as many directions as the layer has outputs, with energies of rounding, and arbitrary ones
+    if there are fewer inputs). An expert that did not change the layer, or whose data did not reach it,
+    is left out; T counts the others. Each keeps at least one direction that its data saw (published, for
+    vision: the layer silently becomes 0 for T > d_out), and directions that equal the last are kept.
+    polar takes a pseudo-inverse, as in `tsv_m`; a singular value beyond the numerical rank counts as zero
+    in the mean. If no expert's data reached the layer, W₀ stays.
 
     Example:
         >>> from covmerge.base.types import Measured
@@ -213,8 +208,7 @@ def esm(
         off_right *= columns.square().mean().sqrt()
 
     # V's rows, which scale with cubes of norms, are sorted from the longest to the shortest: LAPACK then
-    # keeps
-    # the digits of short columns.
+    # keeps the digits of short columns.
     order = right.square().sum(dim=1).argsort(descending=True)
     left, right = left[:, order], right[order]
     outer = polar(left, rtol=known.rtol, errors=off_left[order])

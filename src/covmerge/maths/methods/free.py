@@ -65,9 +65,9 @@ def free(
 
     Departs from the paper: the mask is that of the published code, in which the disc up to distance
     ⌊min(d_out, d_in)/10⌋ from the highest frequency is counted too, its rim twice. With `align`, an
-    expert of
-    which the filter leaves nothing adds nothing (published: division by zero). Tensors other than matrices
-    of linear layers keep the base (published: attention and MLP biases are the first expert's).
+    expert of which the filter leaves nothing adds nothing (published: division by zero). Tensors other
+    than matrices of linear layers keep the base (published: attention and MLP biases are the first
+    expert's).
 
     Example:
         >>> import torch
@@ -99,8 +99,7 @@ def _mask(like: Tensor, filter_ratio: float) -> Tensor:
     rows = torch.arange(d_out, device=like.device) - d_out // 2
     columns = torch.arange(d_in, device=like.device) - d_in // 2
     # Without a shift the highest frequency is in the middle. The distance is always float32, so that the
-    # rim
-    # does not depend on the dtype.
+    # rim does not depend on the dtype.
     distance = (rows.square()[:, None] + columns.square()).to(torch.float32).sqrt_()
     inner, outer = min(d_out, d_in) // 10, min(d_out, d_in) * filter_ratio
     band = (distance >= inner) & (distance <= outer)

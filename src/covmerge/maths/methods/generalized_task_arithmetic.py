@@ -199,9 +199,8 @@ def generalized_task_arithmetic(
 
     Departs from the paper: `ranked` keeps a row of one entry with probability `density`, where mergekit
     divides 0 by 0; otherwise it is the result of mergekit 0.1.5. mergekit's sums of five or more experts
-    may
-    differ in the last digit of the last 31 entries of a tensor. Its lengths in half precision depend on its
-    number of threads; here they are those of one thread.
+    may differ in the last digit of the last 31 entries of a tensor. Its lengths in half precision depend
+    on its number of threads; here they are those of one thread.
 
     Example:
         >>> import torch

@@ -226,8 +226,7 @@ def iso_cts(
             rest.
         scale: α.
         rank_rtol: the relative cut-off of the numerical rank of the sum and of the vectors side by side;
-            for
-            a projected update, relative to the norm of the whole update.
+            for a projected update, relative to the norm of the whole update.
 
     Departs from the paper: r is the numerical rank of the sum, not min(d_out, d_in). An expert that did
     not change the layer is left out, and T counts the others. s is at least 1 and c at least 0 (published:
@@ -278,9 +277,8 @@ def _turned_by(
 ) -> float | None:
     """Return how far errors E of the sum and E_t of Δ_t turn a task's weakest direction, to first order.
 
-    E turns u_i out of U_c by ‖E‖/(σ_i − σ_{c+1}). The part of Δ_t that this lets in has the length
-    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖, to which E_t is added. Divided by the task's smallest singular
-    value
+    E turns u_i out of U_c by ‖E‖/(σ_i − σ_{c+1}). The part of Δ_t that this lets in has the length ‖E‖
+    ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖, to which E_t is added. Divided by the task's smallest singular value
     this is the angle.
     """
     if not rounding.edge:

@@ -183,14 +183,12 @@ def knots(
         rank_ratio: rank ratio of CART, as in `cart`.
         rank_rtol: the relative cut-off of the numerical rank of [Δ_1 … Δ_T], and in the inner method.
 
-    Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says V_tᵀ.
-    The rank is relative to the largest singular value, because TIES counts the directions; if norms differ
-    by more than 50-fold, it is that of updates scaled to one size (published: σ > 1e-5, whatever the size
-    of
-    the updates, or no cut-off, and then arbitrary rows of V). LoRA's α/r is part of an update (the
-    published
-    code leaves it out). An exact tie of votes elects no sign, as in `ties`. Biases do not join the matrix
-    as a column.
+    Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says
+    V_tᵀ. The rank is relative to the largest singular value, because TIES counts the directions; if norms
+    differ by more than 50-fold, it is that of updates scaled to one size (published: σ > 1e-5, whatever
+    the size of the updates, or no cut-off, and then arbitrary rows of V). LoRA's α/r is part of an update
+    (the published code leaves it out). An exact tie of votes elects no sign, as in `ties`. Biases do not
+    join the matrix as a column.
 
     Example:
         >>> import torch

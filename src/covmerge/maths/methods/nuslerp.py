@@ -88,8 +88,7 @@ def nuslerp(
     """Go from one expert to the other along the circle that holds both.
 
     W̄ = sin((1 − t)θ)/sin θ W_1 + sin(tθ)/sin θ W_2, t = w_2 / (w_1 + w_2), θ the angle between W_1 and
-    W_2;
-    a straight line if 1 − cos² θ ≤ 1e-16. Around the base, W_t stands for W_t − W₀, and W₀ is added.
+    W_2; a straight line if 1 − cos² θ ≤ 1e-16. Around the base, W_t stands for W_t − W₀, and W₀ is added.
 
     Args:
         group: two models of any shape.

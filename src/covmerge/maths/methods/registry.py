@@ -92,8 +92,8 @@ class TensorPass:
     """A pass over a whole tensor before its rows are merged, for methods that need the whole tensor.
 
     With it a large tensor is read twice or more and merged row by row. Then at most one expert's whole
-    tensor
-    is held, or as many tensors as the pass makes. The result equals that of the whole, bit for bit.
+    tensor is held, or as many tensors as the pass makes. The result equals that of the whole, bit for
+    bit.
 
     Attributes:
         of: `(groups, shape, parameters)` -> the facts about the whole that its rows need.
@@ -125,8 +125,7 @@ class Laws:
         rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of the
             layer's inputs, and the base, are rotated with them.
         replicas: f(parameters, T) such that T copies of one update Δ give f·Δ; None if they give no
-            multiple
-            of it, NaN if that depends on Δ.
+            multiple of it, NaN if that depends on Δ.
         replicas_text: `replicas` in words.
         scales_with: whether `scale_equivariant` holds with other parameters too.
     """
@@ -271,10 +270,9 @@ class Method(Declared):
         equation: one line of mathematics, in Unicode.
         reference: the paper; None: there is no paper.
         laws: the promises about the result; by default none.
-        cost: function for the FLOPs and workspace of one matrix, used by plans; parameters that change them
-            are its keyword arguments. By default `generous_cost`, or `GENEROUS_ENTRY_COST` for methods
-            that take
-            tensors of any shape.
+        cost: function for the FLOPs and workspace of one matrix, used by plans; parameters that change
+            them are its keyword arguments. By default `generous_cost`, or `GENEROUS_ENTRY_COST` for
+            methods that take tensors of any shape.
         unit: what the method must see at once, or a function of the parameters that returns it. A `matrix`
             method merges the oriented matrices of linear layers; the others take tensors of any shape as
             they are stored: by `element`, by `row` (of the first axis; a tensor with one axis is one row),
@@ -286,8 +284,7 @@ class Method(Declared):
             whole; a large tensor is then merged by rows, with `LinearGroup.known`.
         factored: the sides on which the result turns with low-rank updates, so that adapters are merged
             exactly in a basis of their factors there (see `covmerge.maths.methods.factored`), or a
-            function of
-            the parameters that returns them.
+            function of the parameters that returns them.
         diagnostics: the type of the method's diagnostics; by default it has none.
         writes_masks: whether the method returns `Merged.masks`; its result is one model per expert.
         needs_base: whether the method needs `LinearGroup.base`, W_0 oriented like the updates. It excludes
@@ -399,8 +396,7 @@ class Method(Declared):
         """Return whether the merged update is Σ c_t Δ_t, with numbers c_t that no update changes.
 
         That is so if an element depends on the same element of each update only, and the result turns
-        with the
-        updates on both sides: only linear functions of elements do.
+        with the updates on both sides: only linear functions of elements do.
         """
         needs_a_pass = self.global_pass is not None or self.tensor_pass is not None
         needs_more = needs_a_pass or self.base_norm or self.data != "none" or self.seeded
@@ -552,8 +548,7 @@ def register(name: str, **declared: Any) -> Callable[[_Function], _Function]:
         name: the method's name in recipes and on the command line.
         **declared: the method's needs, cost and promises: see `Method`. All of them may be left out: the
             method then sees one oriented matrix of a linear layer at a time, other tensors are averaged,
-            its
-            cost is bounded generously, and it promises nothing.
+            its cost is bounded generously, and it promises nothing.
 
     Raises:
         ValueError: the name is taken, or is not a possible name.

@@ -58,8 +58,7 @@ class Factorised(Diagnostics):
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # Inputs that are zero in all data make the float32 factorisation break down. The cost is therefore
-    # that of
-    # float64, with LAPACK's copy, its right-hand sides and solutions.
+    # that of float64, with LAPACK's copy, its right-hand sides and solutions.
     sums = measured_equations_cost(d_out, d_in, count, itemsize)
     solve = d_in**3 / 3 + 2.0 * d_out * d_in * d_in
     return sums + Cost(solve, (2 * d_in * d_in + 3 * d_out * d_in) * 8)

@@ -22,8 +22,7 @@ from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED, Counted
 
 # A smaller mean cosine counts as none: by chance residuals of millions of entries reach as much, and
-# float32
-# reaches a part of it by rounding. The same holds for the rest of heads that cancel.
+# float32 reaches a part of it by rounding. The same holds for the rest of heads that cancel.
 _NONE = 1e-4
 
 _AVERAGED = Counted(
@@ -42,8 +41,7 @@ class ResDiagnostics(Diagnostics):
         without_residual: the number of the others whose updates have no more directions than the head.
         averaged: the number of experts that were averaged, because none of them has a residual.
         agreement: s_R, the mean cosine of two residuals; this and the following fields are None if there
-            are
-            no residuals.
+            are no residuals.
         coherence: c_R, the mean cosine of the residuals with their mean direction.
         head_agreement: s_H, the mean cosine of two heads, with negative cosines counted as zero.
     """
@@ -104,11 +102,11 @@ def resmerge(
     """Merge the residuals of the updates by direction, and let their heads correct it a little.
 
     W̄ = W₀ + A + ρ s_H ‖A‖ H̄/‖H̄‖  (ResMerge), where H_t are the K leading singular triplets of Δ_t,
-    R_t = Δ_t − H_t, and A = c^β n̄ q. q is the direction of ΣR_t/‖R_t‖, n̄ the mean of ‖R_t‖, c the mean
-    cosine of R_t with q, and β = β_max − (β_max − β_min)(s̄ + c̄)/2 with s the mean cosine of two residuals
-    and x̄ = (x + 1)/2. If s ≤ 0, so that c is at most the 1/√T of directions that have nothing in common,
-    A is
-    the mean of the R_t. H̄ is the mean of the heads, and s_H the mean of max(0, cosine) over two of them.
+    R_t = Δ_t − H_t, and A = c^β n̄ q. q is the direction of ΣR_t/‖R_t‖, n̄ the mean of ‖R_t‖, c the
+    mean cosine of R_t with q, and β = β_max − (β_max − β_min)(s̄ + c̄)/2 with s the mean cosine of two
+    residuals and x̄ = (x + 1)/2. If s ≤ 0, so that c is at most the 1/√T of directions that have nothing
+    in common, A is the mean of the R_t. H̄ is the mean of the heads, and s_H the mean of max(0, cosine)
+    over two of them.
 
     The method is made for experts of reinforcement learning. If most of an update is in its leading
     directions, as for an adapter of small rank, most of it is lost: at the defaults the heads together have
@@ -123,15 +121,13 @@ def resmerge(
         rank_rtol: the relative cut-off of an update's numerical rank.
 
     Departs from the paper: only the paper's abstract was at hand; this follows its authors' code. There β
-    is
-    β_max in layers whose names belong neither to attention nor to a feed-forward block. An expert that did
-    not change the layer is left out (published: it counts in every mean). One that has no more than K
-    directions within its numerical rank has no residual (published: rounding is a residual like any other).
-    If none has a residual, the experts that changed the layer are averaged (published: the layer stays the
-    base's, as every layer of one row, and of adapters of rank K, does). Singular values that equal the K-th
-    belong to the head. Two residuals agree if their mean cosine is above 1e-4, and heads that cancel to
-    1e-4
-    of their norms correct nothing. Constants of 1e-8 are left out.
+    is β_max in layers whose names belong neither to attention nor to a feed-forward block. An expert that
+    did not change the layer is left out (published: it counts in every mean). One that has no more than K
+    directions within its numerical rank has no residual (published: rounding is a residual like any
+    other). If none has a residual, the experts that changed the layer are averaged (published: the layer
+    stays the base's, as every layer of one row, and of adapters of rank K, does). Singular values that
+    equal the K-th belong to the head. Two residuals agree if their mean cosine is above 1e-4, and heads
+    that cancel to 1e-4 of their norms correct nothing. Constants of 1e-8 are left out.
 
     Example:
         >>> a, b = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 3.0]))

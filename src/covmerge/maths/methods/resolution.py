@@ -60,10 +60,8 @@ class Resolution:
         """Return the rounding error of S = Σ w_tΔ_t.
 
         If updates cancel, the error of arithmetic is `rtol` times the updates, not times S. No direction
-        of S
-        counts below rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`, because longer products may
-        have made
-        a small matrix, such as a core. `sizes` are the σ₁(Δ_t), if they are known.
+        of S counts below rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`, because longer products
+        may have made a small matrix, such as a core. `sizes` are the σ₁(Δ_t), if they are known.
         """
         if self.given:
             return EXACT

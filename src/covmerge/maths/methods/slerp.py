@@ -72,8 +72,7 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
     W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1; a straight line if |cos θ| > 0.9995
 
     Angles and sums are in at least float32. Weights that were fine-tuned a little are nearly parallel to
-    the
-    base's, so most tensors take the straight line.
+    the base's, so most tensors take the straight line.
 
     Args:
         group: one model of any shape beside the base.

@@ -1,12 +1,10 @@
 """The entries that a sparse update keeps of an update, by the rules that mergekit's recipes name.
 
 Each rule looks at a whole tensor, which may come in blocks of rows: first the rule finds what it keeps,
-then
-that is applied to any rows. The largest entries are found without holding the tensor. Of equal entries
-those
-that come first are kept, so the result does not depend on how rows are cut or which machine computes. The
-kept part may be rescaled to the update's ℓ1 norm. Every operation rounds to the update's dtype, so that
-half-precision arithmetic is that of half-precision tensors.
+then that is applied to any rows. The largest entries are found without holding the tensor. Of equal
+entries those that come first are kept, so the result does not depend on how rows are cut or which machine
+computes. The kept part may be rescaled to the update's ℓ1 norm. Every operation rounds to the update's
+dtype, so that half-precision arithmetic is that of half-precision tensors.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ class Rows(NamedTuple):
     numbers: Numbers
 
 
-Blocks = Callable[
-    [], Iterator[Rows]
-]  # yields all rows of an update, from the first on at each call
+Blocks = Callable[[], Iterator[Rows]]  # all rows of an update; each call starts from the first
 
 
 class Limits(NamedTuple):
@@ -124,15 +120,11 @@ def keep(
     A density of 1 or more keeps all of it and draws no numbers; a density of 0 keeps nothing.
 
     `magnitude` keeps the ⌊density · n⌋ largest entries, at least one. `band` keeps ⌊density · n⌋ entries
-    below
-    the ⌊γ n⌋ largest, and leaves out fewer large ones if there are not enough. Of equal magnitudes at an
-    edge,
-    `magnitude` keeps those that come first. `band` orders them by place, so it keeps the last ones at its
-    lower
-    edge and the first ones at its upper edge. Stable sorts do the same, a descending and an ascending one.
-    `bernoulli` keeps each entry with the probability `density`; `ranked` with a probability from density
-    − ε to
-    density + ε, by the rank of its magnitude in its row.
+    below the ⌊γ n⌋ largest, and leaves out fewer large ones if there are not enough. Of equal magnitudes
+    at an edge, `magnitude` keeps those that come first. `band` orders them by place, so it keeps the last
+    ones at its lower edge and the first ones at its upper edge. Stable sorts do the same, a descending
+    and an ascending one. `bernoulli` keeps each entry with the probability `density`; `ranked` with a
+    probability from density − ε to density + ε, by the rank of its magnitude in its row.
 
     Args:
         blocks: the update, in one piece or several; `ranked` needs whole rows if there are two axes or

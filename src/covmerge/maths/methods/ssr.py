@@ -101,8 +101,7 @@ def ssr(
     A has all A_t below each other, B all B_t side by side, and Q all Q_t below each other. For expert t's
     inputs R passes on the image under A_t: up to ρ it minimises Σ w_t E_t‖R z − (0, …, z_t, …, 0)‖². Gram
     matrices G_t of the inputs suffice, because G = Σ w_t A G_t Aᵀ and BQ = Σ w_t Δ_t G_t Aᵀ: this is
-    RegMean
-    on inputs that are known through A only. The result is an adapter of rank Σr.
+    RegMean on inputs that are known through A only. The result is an adapter of rank Σr.
 
     An adapter comes with its A_t. For an update that came multiplied out (a full model, a part of a fused
     tensor), A_t is V_tᵀ of its singular value decomposition within the numerical rank; for updates of rank
@@ -126,15 +125,11 @@ def ssr(
         TensorError: a Gram matrix has another shape.
 
     Departs from the paper: in the published code ρ is 1e-4 itself, added to a G that is divided by the
-    number
-    of all tokens, so that it weighs more if A or the inputs are small. There an expert weighs as many
-    tokens
-    as it has; here experts weigh alike. α/r is part of B_t; how the published loader uses it is not
-    established. Sums are in float64 (published: float32, solved in float64), and eigenvalues of G + ρI
-    below
-    1.2e-7 of the largest count as zero: without a ridge the inverse is a pseudo-inverse. If no expert's
-    data
-    reached the layer, W₀ stays (published: R = I, which adds up all updates).
+    number of all tokens, so that it weighs more if A or the inputs are small. There an expert weighs as
+    many tokens as it has; here experts weigh alike. α/r is part of B_t; how the published loader uses it
+    is not established. Sums are in float64 (published: float32, solved in float64), and eigenvalues of
+    G + ρI below 1.2e-7 of the largest count as zero: without a ridge the inverse is a pseudo-inverse. If
+    no expert's data reached the layer, W₀ stays (published: R = I, which adds up all updates).
 
     Example:
         >>> from covmerge.base.types import Measured

@@ -28,8 +28,7 @@ class Triplets:
         unchanged: the number of experts that did not change the layer.
         k: the number of triplets that each expert may keep; None: there are no experts.
         parts: for each expert, the triplets of its k largest singular values and those equal to the last,
-            up
-            to its numerical rank.
+            up to its numerical rank.
         weights: w_t.
     """
 
@@ -111,8 +110,7 @@ class TsvDiagnostics(Diagnostics):
     Attributes:
         unchanged: the number of experts that did not change the matrix.
         k: the number of triplets that each of the others may keep; this and the following fields are None
-            if
-            there are no others.
+            if there are no others.
         directions: the number of triplets kept by all together.
         dependent: the number of directions that the experts have nearly in common.
     """
@@ -184,9 +182,8 @@ def tsv_m(
 
     Departs from the paper: an expert that did not change the layer is left out, and T counts the others.
     Every other expert keeps at least one triplet (published: the layer silently becomes 0 for T > r) and
-    none
-    beyond its numerical rank (published: arbitrary vectors; float32 and float64 differ by 80–130 % on
-    adapters). polar takes a pseudo-inverse: where experts share directions, the published factor adds
+    none beyond its numerical rank (published: arbitrary vectors; float32 and float64 differ by 80–130 %
+    on adapters). polar takes a pseudo-inverse: where experts share directions, the published factor adds
     arbitrary ones. Δ and −Δ thus give 0, and T copies of an expert give the expert, truncated. Singular
     values that equal an update's last kept one are kept too, because their order is arbitrary.
 

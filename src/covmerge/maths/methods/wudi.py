@@ -95,13 +95,10 @@ def wudi(
       = W₀ + (Σ w_t Δ_t Ĉ_t)(Σ w_t Ĉ_t)†,  Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F
 
     The loss is quadratic. `closed` minimises it by one solve instead of 300 steps; it is `actmat` with
-    every
-    Gram matrix scaled to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its steps are
-    hardly
-    longer than the learning rate, so an entry moves by at most about 3e-3 whatever the scale of the
-    updates,
-    and it stops long before directions of little energy settle. The paper's accuracies are those of a point
-    between the sum and the minimum. Column "apart": ‖adam − closed‖ / ‖closed‖.
+    every Gram matrix scaled to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its steps
+    are hardly longer than the learning rate, so an entry moves by at most about 3e-3 whatever the scale
+    of the updates, and it stops long before directions of little energy settle. The paper's accuracies
+    are those of a point between the sum and the minimum. Column "apart": ‖adam − closed‖ / ‖closed‖.
 
     | measured                         | loss at ΣΔ | after `adam` | `closed` | apart |
     |----------------------------------|------------|--------------|----------|-------|
@@ -120,11 +117,9 @@ def wudi(
         learning_rate: step size of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
 
     Departs from the paper: the default is the minimiser, not the result of 300 steps. An expert that did
-    not
-    change the layer is left out of the sums (published: 0/0, and the whole tensor is NaN). Adam's
-    gradient is
-    computed through ΣĈ_t, one product per step instead of 2T, in float64; `closed` is solved as in
-    `actmat`.
+    not change the layer is left out of the sums (published: 0/0, and the whole tensor is NaN). Adam's
+    gradient is computed through ΣĈ_t, one product per step instead of 2T, in float64; `closed` is solved
+    as in `actmat`.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -154,9 +149,7 @@ def wudi(
 def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:
     """Follow the gradient 2(W ΣĈ_t − ΣΔ_tĈ_t) of the loss from `start`, which is overwritten."""
     target = normal.lift(normal.numerator)
-    optimizer: Any = torch.optim.Adam(
-        [start], lr=learning_rate
-    )  # torch's types of it are incomplete
+    optimizer: Any = torch.optim.Adam([start], lr=learning_rate)  # torch's types are incomplete
     for _ in range(steps):
         start.grad = normal.apply(start).sub_(target).mul_(2.0)
         optimizer.step()

@@ -1,11 +1,10 @@
 """The rules of all methods for numerical ranks and for equal singular values, written once.
 
 Singular values at or below √max(d_out, d_in) · eps of the largest are rounding of the arithmetic. eps is
-the
-larger of the computation's and of that of the arithmetic that made the file. For stored weights, singular
-values below the edge of the rounding do not count either, if all of them together are no more than
-rounding.
-A `rank_rtol` given by the user replaces both rules. Equal singular values are never separated by a cut.
+the larger of the computation's and of that of the arithmetic that made the file. For stored weights,
+singular values below the edge of the rounding do not count either, if all of them together are no more
+than rounding. A `rank_rtol` given by the user replaces both rules. Equal singular values are never
+separated by a cut.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ def with_equals(S: Tensor, k: int) -> int:
     """K plus the number of following singular values that equal the k-th; zeros equal none.
 
     Two are equal if they differ by less than 1e-5 of themselves, and by less than 4 eps of the largest,
-    which
-    rounding to float32 may make of equal ones.
+    which rounding to float32 may make of equal ones.
     """
     noise = 4 * torch.finfo(torch.float32).eps * float(S[0]) if len(S) else 0.0
     if k == 0 or k >= len(S) or float(S[k - 1]) <= noise:

@@ -73,27 +73,23 @@ def pact(
 
     Expert s needs W₀'s leading right singular directions V₀ of the base, except those that its own update
     V_s rewrites. These directions are projected out of the other experts' updates. With `own: 0` they are
-    V₀
-    for all: the code's static form (SIFT), for two experts or more. A single expert stays as it is.
+    V₀ for all: the code's static form (SIFT), for two experts or more. A single expert stays as it is.
 
     With three experts or more, P_t comes to hold V₀ and nearly all V_s. At the defaults, a square or tall
-    layer with many inputs (far more than `own`) then keeps a fifth of its updates or less. It keeps nothing
-    if V₀ and the V_s together have more directions than there are inputs (768 x 768: from 16 experts on),
-    and
-    stays as in the base. Take a smaller `core`, or follow the method by `rescale`.
+    layer with many inputs (far more than `own`) then keeps a fifth of its updates or less. It keeps
+    nothing if V₀ and the V_s together have more directions than there are inputs (768 x 768: from 16
+    experts on), and stays as in the base. Take a smaller `core`, or follow the method by `rescale`.
 
     Args:
         group: updates `(d_out, d_in)` and the base's weights; the experts' weights have no effect.
         core: K / min(d_out, d_in); K is rounded down.
         own: k, the number of each expert's own directions.
 
-    Departs from the paper: P_t holds only directions whose singular value is above 1e-4. (The published QR
-    makes an orthonormal column of every column, an arbitrary one if columns are dependent: at its defaults,
-    from three experts on, only rounding is left of square and tall layers, 1e-6 of the updates.) V_s ends
-    at
-    the update's numerical rank: an expert that did not change the layer relies on all of V₀. Directions
-    whose
-    singular value equals the last are kept.
+    Departs from the paper: P_t holds only directions whose singular value is above 1e-4. (The published
+    QR makes an orthonormal column of every column, an arbitrary one if columns are dependent: at its
+    defaults, from three experts on, only rounding is left of square and tall layers, 1e-6 of the
+    updates.) V_s ends at the update's numerical rank: an expert that did not change the layer relies on
+    all of V₀. Directions whose singular value equals the last are kept.
 
     Example:
         >>> base = torch.diag(torch.tensor([3.0, 1.0]))

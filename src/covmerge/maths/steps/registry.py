@@ -38,9 +38,9 @@ class Step(Declared):
         when: whether the step stands before a method or after it.
         equation: one line of mathematics, in Unicode.
         reference: the paper; None: there is no paper.
-        laws: as for a method. They are about the updates that the step returns, or about the merged update
-            that it returns if the one it gets keeps the law. A step before a method permutes with its
-            experts.
+        laws: as for a method. They are about the updates that the step returns, or about the merged
+            update that it returns if the one it gets keeps the law. A step before a method permutes with
+            its experts.
         unit: what the step must see at once, as for a method; a step with the unit `matrix` leaves other
             tensors alone.
         cost: FLOPs, and workspace beside the updates that the step returns, as for a method.
@@ -157,11 +157,9 @@ def register_step(name: str, *, when: When, **declared: Any) -> Callable[[_Funct
         name: the step's name in recipes and on the command line.
         when: `before`, for a function `(group, *, parameters) -> LinearGroup`; `after`, for a function
             `(group, merged, *, parameters) -> Merged`, or one that returns the merged update alone. The
-            latter
-            gets the experts' updates as they came, not as steps before the method changed them.
+            latter gets the experts' updates as they came, not as steps before the method changed them.
         **declared: the step's needs, cost and promises: see `Step`. All of them may be left out: the step
-            then
-            sees one oriented matrix of a linear layer at a time, and promises nothing.
+            then sees one oriented matrix of a linear layer at a time, and promises nothing.
 
     Raises:
         ValueError: the name is taken, or is not a possible name.

@@ -56,14 +56,12 @@ def svc(
 ) -> Merged:
     """Calibrate the merged update's singular values by the share of each expert that they carry.
 
-    If the merged update in direction u_r is just expert t's update there, s_r^t is 1. It is larger if other
-    experts add to it, and smaller if it was averaged away. The direction is divided by the mean of the
-    s_r^t
-    over the experts; the experts' weights have no effect. An expert with a small part in u_r, where
-    others have
-    large ones, has a large s_r^t of either sign; if it is positive, the direction nearly vanishes. An
-    expert
-    with a far smaller norm than the others has such an s_r^t in every direction.
+    If the merged update in direction u_r is just expert t's update there, s_r^t is 1. It is larger if
+    other experts add to it, and smaller if it was averaged away. The direction is divided by the mean of
+    the s_r^t over the experts; the experts' weights have no effect. An expert with a small part in u_r,
+    where others have large ones, has a large s_r^t of either sign; if it is positive, the direction
+    nearly vanishes. An expert with a far smaller norm than the others has such an s_r^t in every
+    direction.
 
     FusionBench's configurations set α to 0.1 after means, sums, TIES, DARE and Iso-C, to 0.2 after Iso-CTS,
     and to 1 after TSV-Merge and WUDI, without saying how these values were chosen.
@@ -73,11 +71,10 @@ def svc(
         merged: the method's result.
         alpha: the least value of s_r^t.
 
-    Departs from the paper: T counts the experts that changed the layer. An expert with nothing but rounding
-    in direction u_r, of the computation or of its stored weights, counts α there (published: 0/0, or
-    rounding
-    divided by its square). Directions of equal singular values, which may be rotated into each other, are
-    calibrated as one. Directions beyond the numerical rank stay as they are.
+    Departs from the paper: T counts the experts that changed the layer. An expert with nothing but
+    rounding in direction u_r, of the computation or of its stored weights, counts α there (published:
+    0/0, or rounding divided by its square). Directions of equal singular values, which may be rotated
+    into each other, are calibrated as one. Directions beyond the numerical rank stay as they are.
 
     Example:
         >>> import torch
@@ -100,8 +97,7 @@ def svc(
     gains = torch.repeat_interleave(len(changed) / total, torch.tensor(sizes, device=total.device))
     if top.rank == min(delta.shape):
         # The directions span everything. Computing the result as a change of Δ would lose all digits of
-        # the rest of
-        # a merged update that one huge expert dominates.
+        # the rest of a merged update that one huge expert dominates.
         sigma = (top.leading * gains).to(delta.dtype)
         return replace(merged, delta=(top.left * sigma) @ top.right)
     change = (top.leading * (gains - 1.0)).to(delta.dtype)
