@@ -29,9 +29,8 @@ from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 # Detection of packed weights in a checkpoint whose config does not declare them, so that their codes are
 # never read as weights.
 #
-# A tensor is packed if its dtype alone cannot hold weights and its scale is stored beside it. If either is
-# missing the tensor is plain: a model cast to float8, or a parameter called `scales`.
-# without the other is plain: a model that was cast to float8, a parameter that is called `scales`.
+# A tensor is packed if its dtype alone cannot hold weights and its scale is stored beside it. If either
+# is missing the tensor is plain: a model cast to float8, or a parameter called `scales`.
 
 _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32)
 # Endings of scales after the packed tensor's name, and names of scales in its module.

@@ -16,7 +16,7 @@ from covmerge.maths.linalg.lapack import dot, lengths, norm
 # Elements that are read together: the temporaries of all experts' rows stay in a core's cache, and counts
 # of so many are exact in float32.
 _BLOCK = 2**13
-_SMALLEST = 1e-28  # least mean square in float32, whose squares go down to 1e-38: entries of 1e-14
+_SMALLEST = 1e-28  # so that squares of entries 1e-5 of the usual are above float32's 1e-38
 _BLOCK_OF_DEVICE = 2**16  # larger on an accelerator, where every call costs time
 
 

@@ -41,7 +41,7 @@ from covmerge.maths.methods.registry import AXIS_BOUND, register
 
 # An expert with this share of the others' energy counts half, one with less energy counts less.
 _SMALL = 0.01
-# An update counts as long from this many times the usual length on; its bound approaches that length.
+# Updates longer than this many times the usual length are shortened towards that length.
 _LONG = 2.0
 # A direction of this share of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
@@ -54,9 +54,9 @@ _FAR = 1e60  # largest length ratio; larger ones make no difference
 class Counted:
     """The experts that changed a layer, and the weight of each.
 
-    group: the group with all experts.
+    Attributes:
+        group: the group with all experts.
         active: the experts that changed the layer.
-        active: those that changed it.
         bounds: b_t.
         shares: s_t, float64.
         used: ω_t `(T,)`, float64, the share of the layer's directions that each update uses.
@@ -344,9 +344,9 @@ def auto_measured(group: LinearGroup) -> Merged:
     this layer is combined with the estimate from its update. The estimate counts as much as G_t if the
     update uses all directions of its inputs, and next to nothing if the update is an adapter. All G̃_t
     together show which outputs are long. If the updates are long relative to the base's weights, the
-    merge goes towards R. Equalising makes up for most of what is missing when the inputs are not those
-    that the experts write themselves, and for most of what RegMean averages away between experts that
-    share it (docs/auto-measured.md). If no data reached the changed inputs, updates are averaged.
+    merge goes towards R. Equalising makes up for most of what inputs lack if the experts write them
+    themselves, and for what RegMean averages away between experts that share it (docs/auto-measured.md).
+    If no data reached the changed inputs, updates are averaged.
 
     An expert whose data did not reach the layer has no part in the merge. One that did not change the
     layer keeps its Gram matrix in the sums, as in `regmean`. The length is still that of the sum of the

@@ -111,9 +111,9 @@ def ctm(
     cores are made of the updates themselves. The authors' `isotropize`, a flat spectrum of the sum, is
     `inner: iso_c` here.
 
-    group: updates `(d_out, d_in)`; weights as in the inner method; they do not change the bases.
+    Args:
+        group: updates `(d_out, d_in)`; weights as in the inner method; they do not change the bases.
         core_rank: r; if the updates together have fewer directions, all of them.
-        core_rank: r; all directions of the updates where they have no more together.
         inner: f; TIES in the authors' example.
         strength: s, how far the norms are balanced; the authors' β is 1 − s.
         density: density of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.

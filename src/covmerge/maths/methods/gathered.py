@@ -22,8 +22,8 @@ _HELD = 2**25  # entries held at once; small tensors are gathered together up to
 class Made:
     """A tensor of the whole's size, computed block by block.
 
-    experts: the places of the experts that it is computed from.
-        experts: the places of those that it is made of.
+    Attributes:
+        experts: the places of the experts that it is computed from.
         of: the function `(entries, base, models)` -> a block; `entries` is a slice of the flattened whole.
     """
 

@@ -49,7 +49,8 @@ def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 class Drawn:
     """What decides how many random numbers are drawn for one tensor.
 
-    sparsify: the rule by which the tensor is merged.
+    Attributes:
+        sparsify: the rule by which the tensor is merged.
         densities: the density of each expert that has the tensor, in order.
         entries: the tensor's number of entries.
     """

@@ -133,8 +133,8 @@ def multislerp(
     v is only rounding, because m is the direction of Σ w_t u_t. The result is the direction m itself, which
     differs from that of `slerp` if two models have unequal weights.
 
-    group: models of any one shape; a single model is returned as it is.
-        group: models of any one shape; one alone is what it is.
+    Args:
+        group: models of any one shape; a single model is returned as it is.
         weight: w_t.
         normalize_weights: whether only the ratios of the weights count.
         eps: ε.

@@ -46,8 +46,9 @@ class GlobalPass:
     The threshold of expert t is the (N − ⌊density·N⌋)-th smallest of the N magnitudes that
     `vectors` gives for it over all tensors of the method.
 
-    density: function of the method's parameters that returns the share of entries to keep; None: these
-        parameters need no global pass.
+    Attributes:
+        density: function of the method's parameters that returns the share of entries to keep; None: these
+            parameters need no global pass.
         vectors: `(group, parameters)` -> one tensor per expert.
     """
 

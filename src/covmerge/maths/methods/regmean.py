@@ -43,10 +43,10 @@ _LAWS = AXIS_BOUND.copies_give(
 class Factorised(Diagnostics):
     """Diagnostics of a Cholesky solve.
 
-    route: coordinates of the sums, or the reason why there are none.
+    Attributes:
+        route: coordinates of the sums, or the reason why there are none.
         rcond: reciprocal condition number of the system.
         jitter: what the factorisation added to the diagonal.
-        jitter: what it needed on the diagonal.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (JITTER,)

@@ -20,10 +20,8 @@ from covmerge.maths.linalg.stored import stored_as
 # Scales of integers: their least value, and the use of the lowest integer, which has no positive
 # counterpart.
 #
-# Some clients use all integers, −8 to 7, and others leave out the lowest, −7 to 7. The one of the two
-# scales is taken whose numbers are nearer to the weights, so that weights made by either client are
-# reproduced.
-# is taken whose numbers are nearer to the weights: so that weights that either made are found again.
+# Some clients use all integers, −8 to 7, and others leave out the lowest, −7 to 7. Of both scales the one
+# is taken whose numbers are nearer to the weights, so that weights made by either client are reproduced.
 
 
 def symmetric_scales(low: Tensor, top: Tensor, most: int) -> tuple[Tensor, Tensor]:
