@@ -44,7 +44,7 @@ def digest(*modules: ModuleType) -> str:
 
 
 def digest_of_code(code: CodeType) -> str:
-    """Return a hash of what a function does, for one that stands in no file, such as one of a notebook."""
+    """Return a hash of what a function does, for a function without a file, as in a notebook."""
     constants = (
         digest_of_code(value) if isinstance(value, CodeType) else _written(value)
         for value in code.co_consts

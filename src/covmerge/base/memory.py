@@ -58,7 +58,7 @@ class Allowance:
 
 
 def give_back() -> None:
-    """Return the memory that glibc's malloc has freed but kept to the system; elsewhere do nothing.
+    """Return to the system the memory that glibc's malloc has freed but kept; elsewhere do nothing.
 
     Large tensors that are allocated and freed leave holes in its heaps, which add up over a model's blocks.
     """
@@ -72,7 +72,7 @@ def _has_glibc() -> bool:
 
 
 class HeapTrimmer:
-    """Returns freed memory to the system whenever the process exceeds its limit.
+    """A trimmer that returns freed memory to the system whenever the process exceeds its limit.
 
     Args:
         most: the limit in bytes; None: there is no limit.
@@ -162,8 +162,7 @@ def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str,
             continue
         _, controllers, path = fields
         names = PurePosixPath(path).parts[1:]
-        # ".." means a process outside the root of its cgroup namespace: its group's folder is unknown
-        # here.
+        # ".." means a process outside the root of its cgroup namespace, whose group's folder is unknown.
         names = () if ".." in names else names
         if not controllers:
             yield root / "sys/fs/cgroup", names, _V2

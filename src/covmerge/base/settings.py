@@ -78,8 +78,7 @@ LISTS = ("allow", "keep", "kinds", "objectives")
 SWITCHES = ("deep", "lenient", "overwrite", "private", "resume", "whole")
 # Settings that Python writes in another form than `name=value`.
 IN_PYTHON = {"inputs": "examples=Generated()"}
-# One value for the process, not a context variable: a run's threads do not inherit their caller's
-# context.
+# One value for the process, not a context variable, which a run's threads would not inherit.
 _caller: Caller = "python"
 
 

@@ -1,9 +1,8 @@
 """A remote folder as a read-only store: read by ranges, in parallel, with repeated attempts.
 
 A request takes 10 to 100 ms of latency, however little it fetches. Large reads are therefore split into
-parts of 1 to 8 MiB, several at once (`link.py`). Small reads are served from a window, which is fetched
-as a
-whole: 1 MiB, and twice as much each time that a reader continues where it ended, up to 32 MiB.
+parts of 1 to 8 MiB, several at once (`link.py`). Small reads are served from a window, which is fetched as
+a whole: 1 MiB, and twice as much each time that a reader continues where it ended, up to 32 MiB.
 """
 
 from __future__ import annotations

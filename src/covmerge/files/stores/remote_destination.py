@@ -231,8 +231,7 @@ class RemoteDestination:
         try:
             ask(self._server, lambda: self._server.claim(path, content))
         except FileExistsError:
-            # An attempt whose answer was lost made the claim, or another machine did, which is refused
-            # here.
+            # The claim is from an attempt whose answer was lost, or another machine's and refused here.
             self._claim()
 
     def _refuse_new(self, there: Iterable[str]) -> None:

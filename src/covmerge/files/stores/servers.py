@@ -122,8 +122,7 @@ class PageServer:
             raise InputError(
                 f"https:// takes further packages: pip install 'covmerge[remote]' ({error})"
             ) from None
-        # `trust_env`: use proxies, and the credentials in ~/.netrc, which are sent only to their own
-        # host.
+        # `trust_env`: use proxies, and credentials in ~/.netrc, which are sent only to their own host.
         timeout = ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE)
         system: Any = HTTPFileSystem(
             client_kwargs={"trust_env": True, "timeout": timeout, "auto_decompress": False},

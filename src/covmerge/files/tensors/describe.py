@@ -268,8 +268,7 @@ def has_own_head(config: Mapping[str, Any]) -> bool:
         >>> has_own_head({"model_type": "t5", "tie_word_embeddings": True, "scale_decoder_outputs": False})
         True
     """
-    # A tied T5 scales its outputs, one with its own head does not (False). Of the two keys this one is
-    # reliable.
+    # A tied T5 scales its outputs, one with its own head does not (False). Only this key is reliable.
     if config.get("tie_word_embeddings") is False or config.get("scale_decoder_outputs") is False:
         return True
     release = str(config.get("transformers_version"))

@@ -44,8 +44,7 @@ EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}
 # FLOPs that products could do on the device in the time of one column; and in the time in which an
 # iteration by products launches its kernels one by one and waits for its Cholesky factors.
 _COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 2.4e11}
-# Time of a column of a singular value decomposition on the device, in columns of an eigenproblem: 1.5 to
-# 10.
+# Time of a column of a singular value decomposition on the device, in columns of an eigenproblem: 1.5-10.
 _OF_SVD = 6.0
 # Steps of a polar factor or a projector by products (see `covmerge.maths.linalg.by_products`).
 STEPS = 22

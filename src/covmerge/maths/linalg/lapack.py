@@ -15,10 +15,10 @@ _LIMITS = {torch.float32: 120, torch.float64: 1000}
 
 
 def exponent_of(tensors: Iterable[Tensor]) -> int:
-    """Return the least e with |v| < 2^e for all entries; 0 if all are zero, or one is NaN or Inf.
+    """Return the least e with |v| < 2^e for all entries; 0 if all of them are zero.
 
-    e is limited so that 2^e and 2^-e fit the dtype. Larger entries scaled by 2^-e come near 1, not below
-    it.
+    Tensors with NaN or Inf do not count. e is limited so that 2^e and 2^-e fit the dtype. Larger entries
+    scaled by 2^-e come near 1, not below it.
 
     Example:
         >>> exponent_of([torch.tensor([0.0, -6.0]), torch.tensor([1.0])])

@@ -16,8 +16,7 @@ _FLOAT32_DIGITS = 24  # digits of a float32; a guess right to b bits leaves 24 â
 _DIGIT = 17  # bits that one pass settles; its counters (1 MiB) stay in the cache
 _NEAR = 6  # bits to which a guess from a sample of one tensor is assumed to be right
 # Every seventeenth value is a sample that shows nearly how large the value of a rank is. Of very many
-# values fewer are taken, so that the sample stays small. A step of 16 would take the same columns of each
-# row.
+# values fewer are taken, so that the sample stays small. 16 would take the same columns of each row.
 _STEP, _LEAST_SAMPLED = 17, 2**20
 _PART = 2**19  # values that are counted at once, so that temporaries stay small for any block
 _INTEGERS = {

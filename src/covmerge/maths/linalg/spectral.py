@@ -17,8 +17,7 @@ from covmerge.maths.linalg.refined import leading_pairs
 from covmerge.maths.linalg.symmetric import add_gram_, gram, mirror_
 
 EXACT = Rounding()
-# The energy of rounding errors is as expected to a few per cent; half as much again is more than
-# rounding.
+# The energy of rounding is as expected to a few per cent; half as much again is more than rounding.
 _MOSTLY = 1.5
 # Largest (σ₁(E)/‖F‖_F)² of a rounding E in float32; half precision gives 1e-4 and more.
 _FINE = 1e-6

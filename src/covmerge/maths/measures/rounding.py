@@ -48,8 +48,7 @@ _BEFORE = 2
 _SUMS = torch.finfo(torch.float32).eps  # eps of sums: half-precision products are summed in float32
 _LAST_DIGITS = 2**16 - 1
 _NEARLY_ALL = 0.99
-# Dtypes to which a file's weights may have been rounded before they were stored in a wider one, coarsest
-# first.
+# Dtypes, coarsest first, to which weights may have been rounded before they were stored in a wider one.
 _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 

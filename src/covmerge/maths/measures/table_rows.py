@@ -10,8 +10,7 @@ from torch import Tensor
 from covmerge.base.types import Json
 
 _BLOCK = 2**18  # elements that are read together, in float64
-# Weight decay is rounded at each step. Changes up to this many roundings in float32 count as weight
-# decay.
+# Weight decay is rounded at each step. Changes up to this many roundings in float32 count as decay.
 _STEPS = 64
 
 

@@ -21,8 +21,7 @@ from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
 
-# Differences of equal entries of a core due to float32, in units of √max(d_out, d_in) · eps of the
-# largest.
+# Float32's differences of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0
 
 

@@ -277,9 +277,9 @@ def _turned_by(
 ) -> float | None:
     """Return how far errors E of the sum and E_t of Δ_t turn a task's weakest direction, to first order.
 
-    E turns u_i out of U_c by ‖E‖/(σ_i − σ_{c+1}). The part of Δ_t that this lets in has the length ‖E‖
-    ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖, to which E_t is added. Divided by the task's smallest singular value
-    this is the angle.
+    E turns u_i out of U_c by ‖E‖/(σ_i − σ_{c+1}). The part of Δ_t that this lets in has the length
+    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖, to which E_t is added. Divided by the task's smallest singular
+    value this is the angle.
     """
     if not rounding.edge:
         return None

@@ -27,8 +27,7 @@ Kernel = Callable[..., Merged | Tensor]
 # depends.
 CostModel = Callable[..., Cost]
 
-# The part of a tensor that a method must see at once. The first three take tensors of any shape, as
-# stored.
+# The part of a tensor that a method must see at once. The first three take stored tensors of any shape.
 Unit = Literal["element", "row", "tensor", "matrix"]
 Data = Literal["none", "gram", "fisher"]
 Others = Literal["average", "base"]
@@ -224,8 +223,7 @@ class EntryCost:
 
 # One multiply-add per entry and expert; nothing is held beside inputs and result.
 MULTIPLY_ADD = EntryCost(PerEntry(2))
-# The assumed cost for a method on tensors of any shape: a hundred operations per entry, copies in
-# float64.
+# The cost assumed for methods on tensors of any shape: 100 operations per entry, copies in float64.
 GENEROUS_ENTRY_COST = EntryCost(PerEntry(100, bytes=16), PerEntry(200, bytes=32))
 
 

@@ -24,8 +24,7 @@ _APART = 1e-9
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The work of the default solver; the memory of Adam, which holds W, its gradient and moments beside
-    # the sums.
+    # The default solver's work; the memory of Adam, which holds W, its gradient, moments and the sums.
     del itemsize  # always float64
     solve = pinv_cost(d_out, d_in, count)
     sums = sums_cost(system_choice(d_out, d_in, count, 8).taken, d_out, d_in, count, 8)

@@ -22,8 +22,7 @@ from covmerge.maths.steps.registry import register_step
 # The part of the base's unit directions outside an expert's singular vectors is off by rounding; below this
 # size it counts as zero.
 _ROUNDED = 1e-4
-# The norm, in units of the numerical rank's tolerance, below which a projection's result is only
-# rounding.
+# The norm, in units of the rank's tolerance, below which a projection's result is only rounding.
 _NOTHING_LEFT = 4.0
 
 

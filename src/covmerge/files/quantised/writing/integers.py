@@ -54,8 +54,7 @@ class Rounding:
     def _of(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         low, top = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
         if not self.symmetric:
-            # If no weight is below 0, the least zero point takes numbers that the largest weight would
-            # need.
+            # If no weight is below 0, the least zero point takes numbers that the largest weight needs.
             wanted = torch.maximum((top - low) / self.most, top / (self.most - self.least))
             scale = self._stored(wanted)
             return scale, (-low / scale.float()).round().clamp(self.least, self.most)
