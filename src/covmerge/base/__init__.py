@@ -1,1 +1,1 @@
-"""What every floor may use: errors, types, text, sizes, memory; nothing of covmerge above it."""
+"""Errors, types, text, sizes and memory for every floor. Nothing here imports from the floors above."""

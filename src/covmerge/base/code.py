@@ -1,4 +1,4 @@
-"""Where covmerge keeps what it can make again, and which code made it."""
+"""The folder of covmerge's caches, and hashes of the code that made a saved result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import cast
 
 from covmerge.base.version import __version__
 
-# Where covmerge keeps what it can make again.
-
 
 def user_cache() -> Path:
-    """Return COVMERGE_CACHE, or by the standard of freedesktop.org ~/.cache/covmerge; it need not exist.
+    """Return the folder of caches: COVMERGE_CACHE, else $XDG_CACHE_HOME/covmerge or ~/.cache/covmerge.
+
+    The folder need not exist.
 
     Raises:
         RuntimeError: the user has no home.
@@ -28,15 +28,15 @@ def user_cache() -> Path:
 
 
 def is_cache_named() -> bool:
-    """Whether the user has said where that is."""
+    """Return whether COVMERGE_CACHE is set."""
     return bool(os.environ.get("COVMERGE_CACHE"))
 
 
-# Which code made a saved result: one that other code made is made anew, not continued.
+# Hashes of code. A saved result that other code made is computed again, not continued.
 
 
 def digest(*modules: ModuleType) -> str:
-    """Return a hash of the code of some modules; of a package, of all in it."""
+    """Return a hash of the files of some modules; for a package, of all its files."""
     found = hashlib.sha256()
     for path in sorted(path for module in modules for path in _files(module)):
         found.update(path.read_bytes())
@@ -44,7 +44,7 @@ def digest(*modules: ModuleType) -> str:
 
 
 def digest_of_code(code: CodeType) -> str:
-    """Return a hash of a function that no file has, such as one of a notebook: of what it does."""
+    """Return a hash of what a function does, for a function without a file, as in a notebook."""
     constants = (
         digest_of_code(value) if isinstance(value, CodeType) else _written(value)
         for value in code.co_consts
@@ -55,7 +55,7 @@ def digest_of_code(code: CodeType) -> str:
 
 @cache
 def own_version() -> str:
-    """Return covmerge's version, and the start of a hash of its code."""
+    """Return covmerge's version, and the first 12 digits of the hash of its code."""
     return f"{__version__}, code {digest(import_module('covmerge'))[:12]}"
 
 
@@ -73,5 +73,5 @@ def _files(module: ModuleType) -> Iterable[Path]:
     path = Path(module.__file__)
     if path.name != "__init__.py":
         return [path]
-    # Tables decide what is read as what.
+    # A package's JSON files are tables that decide how files are read, so they count as code.
     return (file for file in path.parent.rglob("*") if file.suffix in (".py", ".json"))

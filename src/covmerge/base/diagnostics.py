@@ -17,11 +17,11 @@ Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 class Diagnostics:
     """A method's diagnostics of one matrix. A method derives a type of its own, with a field for each fact.
 
-    In covmerge.json a fact has the name of its field, and is left out where it is None. All fields have
-    defaults: what an older version wrote may lack some.
+    In covmerge.json a fact has the name of its field; a field that is None is left out. All fields have
+    defaults, because files of older versions may lack some.
 
     Attributes:
-        summaries: what is said of the facts over all matrices of a merge.
+        summaries: how the facts are summarised over all matrices of a merge.
         lengths: names of facts that have the units of the updates.
 
     Example:
@@ -38,37 +38,37 @@ class Diagnostics:
 
     @property
     def fired(self) -> bool | None:
-        """Whether the method's gate on γ put the experts on one scale; None: it has no gate."""
+        """Whether the method's gate on γ put the experts on one scale; None: the method has no gate."""
         return None
 
     @property
     def arbitrary_result(self) -> bool:
-        """Whether rounding alone decides the result, as where an order of equals matters."""
+        """Whether rounding alone decides the result, as where the order of equal values matters."""
         return False
 
     @property
     def length_in_outputs(self) -> float | None:
-        """How long the merged update is beside all experts' together, by what it adds to the outputs.
+        """The norm of what the merged update adds to the outputs, relative to all experts together.
 
-        None: the method goes by the lengths of weights.
+        None: the method compares the norms of weights instead.
         """
         return None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """Return what a report's table shows of one matrix, by heading; nothing, unless overridden."""
+        """Return the cells of one matrix in a report's table, by heading; by default none."""
         return {}
 
     def as_json(self) -> dict[str, Json]:
-        """The facts, as they are in covmerge.json."""
+        """Return the facts as they stand in covmerge.json."""
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: fact for name, fact in facts.items() if fact is not None}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Read them back; facts that are no fields belong to others.
+        """Read diagnostics from covmerge.json. Facts that are no fields of this class are ignored.
 
         Raises:
-            ValueError: one is not of its type.
+            ValueError: a fact is not of its field's type.
         """
         known = {each.name: facts[each.name] for each in fields(cls) if each.name in facts}
         return _reader(cls).validate_python(known)
@@ -81,13 +81,13 @@ def _reader(kind: type[Any]) -> TypeAdapter[Any]:
 
 @dataclass(frozen=True)
 class TensorDiagnostics:
-    """One tensor of a merge, and its method's diagnostics in it.
+    """One tensor of a merge, and the method's diagnostics of its matrices.
 
     Attributes:
-        tensor: its name.
-        parameters: of the method.
-        experts: that it was merged from.
-        matrices: the diagnostics of each of its matrices, or blocks of rows. A summary sees those of the
+        tensor: the tensor's name.
+        parameters: the method's parameters.
+        experts: the names of the experts that were merged.
+        matrices: the diagnostics of each matrix, or of each block of rows. A summary sees those of the
             types that list it.
     """
 
@@ -98,32 +98,32 @@ class TensorDiagnostics:
 
 
 class Summary:
-    """What is said of one kind of facts over all tensors of a merge; nothing, unless overridden.
+    """Summary of one kind of diagnostics over all tensors of a merge. By default it reports nothing.
 
-    One object serves all types that list it among their `summaries`. It sees the tensors in which there is
-    something of these types, and of them nothing else.
+    One object serves all types of diagnostics that list it among their `summaries`. It sees only the
+    tensors that have diagnostics of these types, and only these diagnostics.
     """
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """What `totals` of covmerge.json has."""
+        """Return the entries of `totals` in covmerge.json."""
         return {}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        """Labels and what stands beside them, in the table of a merge and in its report."""
+        """Return labels and their values, for the table of a merge and for its report."""
         yield from ()
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """What is worth knowing."""
+        """Return facts that are worth knowing."""
         yield from ()
 
     def warnings(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """What may make the result worse, and what to do about it."""
+        """Return what may make the result worse, each with what to do about it."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """What is said of all diagnostics of a merge."""
+    """The summary of all diagnostics of a merge."""
 
     totals: Mapping[str, Json] = field(default_factory=dict[str, Any])
     rows: tuple[tuple[str, str], ...] = ()
@@ -131,7 +131,7 @@ class MergeSummary:
     warnings: tuple[str, ...] = ()
 
     def __add__(self, other: MergeSummary) -> MergeSummary:
-        """Say one after the other."""
+        """Return both summaries, one after the other."""
         return MergeSummary(
             {**self.totals, **other.totals},
             self.rows + other.rows,
@@ -141,11 +141,11 @@ class MergeSummary:
 
 
 def summarise(tensors: Sequence[TensorDiagnostics], always: Iterable[Summary] = ()) -> MergeSummary:
-    """Return what all summaries say.
+    """Return what all summaries report, joined.
 
     Args:
         tensors: the diagnostics of each tensor.
-        always: summaries with a total also where nothing is of their types; they come first.
+        always: summaries whose totals are reported even where no diagnostics list them; they come first.
     """
     always = tuple(always)
     used = (summary for one in tensors for matrix in one.matrices for summary in matrix.summaries)
@@ -164,7 +164,7 @@ def summarise(tensors: Sequence[TensorDiagnostics], always: Iterable[Summary] = 
 
 
 def _of(summary: Summary, diagnostics: Sequence[TensorDiagnostics]) -> list[TensorDiagnostics]:
-    """The tensors with diagnostics of the types that list this summary."""
+    """Return the tensors with diagnostics of the types that list this summary."""
     shown = (
         replace(one, matrices=tuple(m for m in one.matrices if summary in m.summaries))
         for one in diagnostics

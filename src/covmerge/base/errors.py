@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 
 from covmerge.base.text import some
 
-_LINE, _MESSAGE = 3000, 25_000  # most characters; the end of a message has the next step
-# What may be a secret, wherever an address was given by mistake: its user, and what its query says.
+_LINE, _MESSAGE = 3000, 25_000  # most characters; a message's end has the next step
+# Parts of an address that may be a secret: its user, and the values of its query.
 _USER = re.compile(
     r"\b((?:[a-z][a-z0-9+.-]*:/{1,2}|(?:https?|s3|gs|hf):))[^\s/'\"@]+@", re.ASCII | re.I
 )
@@ -26,8 +26,8 @@ class CovmergeError(Exception):
     """Base of every error that covmerge raises on purpose.
 
     Args:
-        message: what is wrong; the middle of a long one is left out, because strangers' files have names
-            and values of any length. So is what may be secret in an address.
+        message: what is wrong. The middle of a long message is left out, because strangers' files have
+            names and values of any length. Users and query values of addresses are left out, as secrets.
     """
 
     exit_code = 2
@@ -58,12 +58,12 @@ class TensorError(InputError):
 
 
 class NotFiniteError(TensorError):
-    """A tensor of an input holds NaN or Inf, or gives it.
+    """A tensor of an input holds NaN or Inf, or the computation on it gives NaN or Inf.
 
     Attributes:
-        tensor: its name in the base.
-        expert: whose it is; None: the base's.
-        problem: what is wrong with it, and what to do next.
+        tensor: the tensor's name in the base.
+        expert: the expert that the tensor belongs to; None: the base.
+        problem: what is wrong with the tensor, and what to do next.
     """
 
     def __init__(self, tensor: str, expert: str | None, problem: str) -> None:
@@ -72,7 +72,7 @@ class NotFiniteError(TensorError):
         self.tensor, self.expert, self.problem = tensor, expert, problem
 
     def __reduce__(self) -> tuple[type[NotFiniteError], tuple[str, str | None, str]]:
-        """Pickle it whole: worker processes raise it."""
+        """Return the arguments to build the error again: worker processes pickle it."""
         return NotFiniteError, (self.tensor, self.expert, self.problem)
 
 
@@ -107,7 +107,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def pattern_meant(pattern: str, names: Collection[str]) -> str:
-    """Return what a pattern that matches none of some names may have meant, or what these are like.
+    """Return advice for a pattern that matches none of some names: the pattern that was meant, or names.
 
     Example:
         >>> pattern_meant("*.atn.*", ["h.0.attn.weight", "h.0.mlp.weight"])
@@ -131,7 +131,7 @@ def pattern_meant(pattern: str, names: Collection[str]) -> str:
 
 @contextmanager
 def panics_as_errors() -> Generator[None]:
-    """Turn the panic of a library in Rust into an error: it is no `Exception`, so that nobody handles it.
+    """Turn the panic of a Rust library into an error. A panic is no `Exception`, so nobody would handle it.
 
     Raises:
         RuntimeError: the library panicked.

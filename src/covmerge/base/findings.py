@@ -1,4 +1,4 @@
-"""What a reader of an inspection, or of a merge, must not miss, as text."""
+"""Findings: faults and oddities of sources and results, as text for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covmerge.base.types import Json
 
 UNCHANGED = "unchanged-expert"
 
-# Faults that make a merge worthless, by the names under which `allow` lets them pass.
+# Faults that make a merge worthless, by the names under which a recipe's `allow` lets them pass.
 FAULTS = {
     "not-a-fine-tune": "an expert was trained from another base than this one",
     "swapped-tensors": "an expert holds a layer of the base under the name of another",
@@ -19,7 +19,7 @@ FAULTS = {
     "changed-integers": "an expert has other integers or truth values than the base",
 }
 
-# One that no recipe may allow: the output would have next to nothing of what an expert stores.
+# A fault that no recipe may allow: the output would lose nearly all that an expert stores.
 LOST = "lost-update"
 
 
@@ -35,7 +35,7 @@ def fault_name(name: str) -> str:
 
 
 class Severity(str, Enum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     FAULT = "fault"  # a merge would be refused, or worthless
     WARNING = "warning"  # a merge may be worse for it
@@ -47,14 +47,14 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """A fault or an oddity of a source, or of all of them.
 
     Attributes:
         severity: how bad it is.
-        text: what it is, and what to do next.
-        expert: whose; None: of the base, or of all.
-        tensors: names in the base that it is about; empty: the whole model.
-        name: of a fault that a merge may be told to `allow`.
+        text: what was found, and what to do next.
+        expert: the expert that it is about; None: the base, or all experts.
+        tensors: names in the base of the tensors that it is about; empty: the whole model.
+        name: the name of a fault of `FAULTS`, which a recipe may `allow`.
     """
 
     severity: Severity
@@ -68,12 +68,12 @@ class Finding:
         return whose + self.text
 
     def as_json(self) -> dict[str, Json]:
-        """Plain JSON."""
+        """Return the finding as plain JSON values."""
         return {**asdict(self), "severity": str(self.severity), "tensors": list(self.tensors)}
 
 
 def by_text(findings: Iterable[Finding]) -> dict[tuple[Severity, str], list[Finding]]:
-    """Return findings that say the same of several experts together, in their order.
+    """Return findings grouped by severity and text: one text may be found for several experts.
 
     Example:
         >>> same = [Finding(Severity.NOTE, "is an adapter", name) for name in ("a", "b")]
@@ -88,7 +88,7 @@ def by_text(findings: Iterable[Finding]) -> dict[tuple[Severity, str], list[Find
 
 @dataclass(frozen=True)
 class Fit:
-    """What there is to say of experts with which a merge goes on."""
+    """What a merge reports of its experts where no fault stops it."""
 
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

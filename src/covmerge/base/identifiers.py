@@ -1,25 +1,25 @@
-"""What a model of the Hugging Face Hub and an expert may be called; below all folders."""
+"""Which texts are ids of models on the Hugging Face Hub, and which are names of experts."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-# A pattern as JSON Schema and Python read it.
+# Both JSON Schema and Python's re read this pattern.
 EXPERT_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 EXPERT_NAME_LENGTH = 100
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^@\s]+))?", re.ASCII)
 
 
 class HubId(NamedTuple):
-    """A model of the Hub as it is written in recipes, org/name or org/name@revision."""
+    """The id of a model on the Hub as recipes write it, org/name or org/name@revision."""
 
     repository: str
     revision: str | None
 
 
 def hub_id(source: str) -> HubId | None:
-    """Return what a source names on the Hub; None: it cannot name anything there.
+    """Return the Hub id that a source is written as; None: the text is no Hub id.
 
     Example:
         >>> hub_id("org/name@main"), hub_id("./models/name")
@@ -30,10 +30,10 @@ def hub_id(source: str) -> HubId | None:
 
 
 def expert_name(name: str) -> str:
-    """Return the name of an expert, which becomes a file name: heads/<name>.safetensors.
+    """Check the name of an expert, which becomes a file name (heads/<name>.safetensors), and return it.
 
     Raises:
-        ValueError: it cannot be one.
+        ValueError: the text cannot be a name.
     """
     if not re.fullmatch(EXPERT_NAME, name) or len(name) > EXPERT_NAME_LENGTH:
         raise ValueError(

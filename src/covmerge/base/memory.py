@@ -1,4 +1,4 @@
-"""The memory that this process may take (of the machine, its container, its Slurm job) and has taken."""
+"""The memory that this process may use (limits of the machine, container and Slurm job) and has used."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from covmerge.base.settings import Hint
 
 MACHINE = "this machine's memory"
 
-# A cgroup's own limit, what it has taken, and of that the pages of files, which the kernel takes back.
+# Files of a cgroup: its limit, its usage, and the entries for file pages, which the kernel can reclaim.
 _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 _V1 = (
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-_MIB = 2**20  # Slurm's unit
-_MORE = 16 * _MIB  # held beyond what could not be given back before it is tried again
+_MIB = 2**20  # the unit of Slurm's limits
+_MORE = 16 * _MIB  # growth of what trimming did not return, before it is tried again
 _MOST_READ, _MOST_DIGITS = 2**16, 19
 
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory, and what sets it.
+    """An amount of memory, and which limit sets it.
 
     Attributes:
         size: bytes.
-        whose: `this machine's memory`, or the limit that is tighter, with what it is read from.
+        whose: `this machine's memory`, or the tighter limit with the file or variable it is read from.
     """
 
     size: int
@@ -43,12 +43,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a run may take, and how a message says so.
+    """The memory that a run may use, and how a message describes it.
 
     Attributes:
         size: bytes.
-        given: by whom, behind the number.
-        in_all: whether what the process has already counts; else these are beside it.
+        given: the words that follow the number in a message: who set the limit.
+        in_all: whether memory that the process already uses counts towards `size`; else `size` comes on
+            top of it.
     """
 
     size: int
@@ -57,9 +58,9 @@ class Allowance:
 
 
 def give_back() -> None:
-    """Give what glibc's malloc keeps of freed memory back to the system; elsewhere do nothing.
+    """Return to the system the memory that glibc's malloc has freed but kept; elsewhere do nothing.
 
-    Large tensors that come and go leave holes in its heaps, which add up over a model's blocks.
+    Large tensors that are allocated and freed leave holes in its heaps, which add up over a model's blocks.
     """
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
@@ -67,14 +68,14 @@ def give_back() -> None:
 
 @cache
 def _has_glibc() -> bool:
-    return platform.libc_ver()[0] == "glibc"  # which reads Python's own file
+    return platform.libc_ver()[0] == "glibc"  # reads only Python's own executable
 
 
 class HeapTrimmer:
-    """Has malloc give back what it keeps, whenever this process holds more than it should.
+    """A trimmer that returns freed memory to the system whenever the process exceeds its limit.
 
     Args:
-        most: bytes that it should hold; None: any number.
+        most: the limit in bytes; None: there is no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -82,18 +83,18 @@ class HeapTrimmer:
         self._process = psutil.Process()
 
     def trim(self) -> None:
-        """Return freed memory to the system; where that was too little, try again once more is held."""
+        """Return freed memory if the limit is exceeded; if too little comes free, raise the limit."""
         if self._most is not None and self._process.memory_info().rss > self._most:
             give_back()
             self._most = max(self._most, self._process.memory_info().rss + _MORE)
 
 
 def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
-    """Return what this process may take.
+    """Return the memory that this process may use.
 
     Args:
-        max_memory: bytes that it may have in all; None: what is free beside what it has.
-        processes: as many as this one, which share what is free.
+        max_memory: the limit in bytes on all memory of the process; None: the free memory is the limit.
+        processes: the number of such processes, which share the free memory.
 
     Example:
         >>> allowance(2**30).in_all, allowance(None).in_all
@@ -108,16 +109,16 @@ def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
 def free_memory(
     processes: int = 1, *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> Memory:
-    """Return what this process may take beside what it has.
+    """Return how much more memory this process may use.
 
-    Where several limits hold the tightest counts: what the machine has free, what is left of the limits of
-    this process's cgroup and of those above it (Docker, Kubernetes, systemd, Slurm), and what
-    Slurm says that the job was given, which holds too where no cgroup enforces it.
+    The tightest of these limits counts: the machine's available memory; what is left of the limits of
+    this process's cgroup and of those above it (Docker, Kubernetes, systemd, Slurm); and the memory that
+    Slurm gave the job, which holds even where no cgroup enforces it.
 
     Args:
-        processes: as many as this one, which share it.
-        root: of the file system that tells of cgroups.
-        environment: has Slurm's variables.
+        processes: the number of such processes, which share the memory.
+        root: the root of the file system with the files of cgroups.
+        environment: the environment with Slurm's variables.
     """
     machine = Memory(psutil.virtual_memory().available // processes)
     found = [
@@ -141,9 +142,9 @@ class _Group:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    """Go from this process's cgroup up; where there are none, or none with a limit, nothing comes."""
+    """Yield the limits of this process's cgroup and of those above it; nothing where none is set."""
     for mount, names, (limit, taken, reclaimed) in _mounts(root):
-        # In a container the path is often the host's, and the container's own group is the mount itself.
+        # In a container the path is often the host's, and the container's own group is the mount point.
         for depth in range(len(names), -1, -1):
             folder = mount.joinpath(*names[:depth])
             most, now = _number(folder / limit), _number(folder / taken)
@@ -161,7 +162,7 @@ def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str,
             continue
         _, controllers, path = fields
         names = PurePosixPath(path).parts[1:]
-        # A process outside its cgroup namespace's root: where its group is cannot be told from here.
+        # ".." means a process outside the root of its cgroup namespace, whose group's folder is unknown.
         names = () if ".." in names else names
         if not controllers:
             yield root / "sys/fs/cgroup", names, _V2
@@ -170,16 +171,16 @@ def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str,
 
 
 def _lines(path: Path) -> list[str]:
-    """Return what the kernel says in a file; nothing where there is none, or none that can be read."""
+    """Return the lines of a file of the kernel; none if the file is missing or cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MOST_READ).splitlines()
-    except (OSError, ValueError):  # of a name with a zero byte
+    except (OSError, ValueError):  # ValueError: a path with a zero byte
         return []
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no file, or `max` for no limit."""
+    """Return the number in a file; None if there is no file, or if it says `max` for no limit."""
     return next((_digits(line.strip()) for line in _lines(path)), None)
 
 
@@ -189,12 +190,12 @@ def _stat(path: Path, names: tuple[str, ...]) -> int:
 
 
 def _digits(text: str) -> int | None:
-    """Return a number that is written in plain digits, and no more of them than a size of memory has."""
+    """Return the number that plain digits write; None for other text, and for too many digits."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[Memory]:
-    """Return what Slurm gave the job on this node, where it says so; 0 is all of the node's memory."""
+    """Yield the memory that Slurm gave the job on this node, if its variables say so; 0 means all of it."""
     per_node = _given(environment, "SLURM_MEM_PER_NODE")
     if per_node:
         yield Memory(per_node * _MIB, "Slurm's memory limit (SLURM_MEM_PER_NODE)")
@@ -211,7 +212,7 @@ def _given(environment: Mapping[str, str], name: str) -> int:
 def peak_memory() -> int:
     """Return the most memory this process has held resident, in bytes."""
     try:
-        # Not ru_maxrss: a child process starts with its parent's as its own.
+        # Not ru_maxrss: a child process inherits its parent's value.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -220,6 +221,6 @@ def peak_memory() -> int:
     windows: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)
     if windows is not None:
         return windows
-    import resource  # of macOS, the other system without /proc, where it counts in bytes
+    import resource  # for macOS, which has no /proc; there ru_maxrss counts bytes
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

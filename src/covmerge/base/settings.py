@@ -1,4 +1,4 @@
-"""What messages call a setting: a flag of the command line, a key of a recipe, an argument in Python."""
+"""The names of settings in messages: flags of the command line, keys of a recipe, arguments in Python."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Literal, TypeAlias
 
-# The method where none is named.
+# The method that is used where the user names none.
 
-UNNAMED = ""  # stands where no method is named
-UNNAMED_NOTE = "no method is named: "  # and so a note begins that says which is taken
-ALONE, PREFERRED = "average", "auto"  # of one expert, and of several
-# What help, docstrings, schema and docs say; `tests/e2e/test_choice.py` holds them to it.
+UNNAMED = ""  # the method's name where none is named
+UNNAMED_NOTE = "no method is named: "  # the start of a note that says which one is used
+ALONE, PREFERRED = "average", "auto"  # for one expert, and for several
+# The same rule in words, for help, docstrings, schema and docs; `tests/e2e/test_choice.py` checks them.
 TAKEN = f"`{ALONE}` of one expert alone, which is added to its base, and `{PREFERRED}` of several"
 
 
 def choose(count: int) -> tuple[str, str]:
-    """Return the name of a method for some experts, and why it is that one.
+    """Return the method for a number of experts where none is named, and the reason.
 
-    In the mean over the bank's sets of experts `auto` loses less than any single method without data
+    On average over the bank's sets of experts, `auto` loses less than any single method without data
     (lab/docs/bank.md).
 
     Example:
@@ -38,7 +38,7 @@ Value: TypeAlias = (
     "str | float | Sequence[str] | list[float] | Mapping[str, str | float | list[float]] | None"
 )
 
-# Flags that are not the argument's name with hyphens.
+# Flags that differ from the argument's name with hyphens.
 FLAGS = {
     "experts": "expert",
     "form": "as",
@@ -48,7 +48,7 @@ FLAGS = {
     "statistics": "stats",
     "weights": "weight",
 }
-# Keys of a recipe. How a run is done is no recipe's business.
+# Keys of a recipe. Settings of how a run is carried out (threads, memory) are not in a recipe.
 KEYS = {
     "after": "after",
     "allow": "allow",
@@ -76,15 +76,15 @@ KEYS = {
 }
 LISTS = ("allow", "keep", "kinds", "objectives")
 SWITCHES = ("deep", "lenient", "overwrite", "private", "resume", "whole")
-# What a function, or the type of an argument, says in Python.
+# Settings that Python writes in another form than `name=value`.
 IN_PYTHON = {"inputs": "examples=Generated()"}
-# Of the process, and not of a context: the threads of a run have none of their caller's.
+# One value for the process, not a context variable, which a run's threads would not inherit.
 _caller: Caller = "python"
 
 
 @contextmanager
 def hints_for(caller: Caller) -> Generator[None]:
-    """Have messages of this process name settings as this caller writes them."""
+    """Have the messages of this process name settings as this caller writes them."""
     global _caller
     before, _caller = _caller, caller
     try:
@@ -94,17 +94,17 @@ def hints_for(caller: Caller) -> Generator[None]:
 
 
 def caller_now() -> Caller:
-    """Return in whose words this process names settings."""
+    """Return for which caller this process names settings now."""
     return _caller
 
 
 @dataclass(frozen=True)
 class Hint:
-    """A setting, and what to set it to; as text: a flag, a recipe key or a Python argument.
+    """A setting and its value; its text is a flag, a recipe key or a Python argument.
 
     Attributes:
         setting: its name as an argument in Python.
-        value: what to set it to; None: whatever it is.
+        value: the value to set; None: no particular value.
 
     Example:
         >>> hint = Hint("out_dtype", "float32")
@@ -129,11 +129,11 @@ class Hint:
 
 
 def rules_for(*matches: str, use: str = "base") -> str:
-    """Return what messages call a rule, or several: of a recipe, or an argument; they have no flag.
+    """Return how messages write one or several rules, in a recipe or as an argument; no flag sets rules.
 
     Args:
         matches: names of tensors, or patterns, one for each rule.
-        use: what the rules say of them.
+        use: what the rules do with these tensors.
 
     Example:
         >>> rules_for("*.norm.*")
@@ -160,7 +160,7 @@ def flag_of(name: str) -> str:
 
 
 def setting_named(path: Sequence[str | int], caller: Caller) -> str | None:
-    """Return what a key of a recipe is called where the recipe was made of flags or arguments.
+    """Return the flag or argument that a recipe's key was made of; None: there is none.
 
     Example:
         >>> setting_named(("output", "dtype"), "python"), setting_named(("output", "dtype"), "flags")

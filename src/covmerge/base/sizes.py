@@ -14,7 +14,7 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _UNITS["kB"] = _UNITS["KB"]
-# Few digits and a short exponent: exact arithmetic on the number stays cheap.
+# Few digits and a short exponent, so that exact arithmetic on the number stays cheap.
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)", re.ASCII)
 _LARGEST = 2**63 - 1
 

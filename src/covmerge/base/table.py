@@ -1,4 +1,4 @@
-"""Rows of numbers, as spreadsheets and data frames take them."""
+"""Tables of numbers, and their forms for spreadsheets, data frames and notebooks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from covmerge.base.text import printable
 Cell = str | bool | float | None
 
 _LIBRARIES = ("pandas", "polars")
-# A spreadsheet takes what begins so for a formula, and names of tensors come from strangers' files.
+# A spreadsheet reads text with such a start as a formula, and tensor names come from strangers' files.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers; the first column names what they are of.
+    """Rows of numbers. The first column names what each row is about.
 
     Attributes:
         columns: headings, with units.
-        rows: as many cells each; None where there is no number.
+        rows: rows with a cell for each column; None: there is no number.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def csv(self) -> str:
-        """Comma-separated values under one line of headings; numbers in full, nothing where there is none.
+        """Return comma-separated values under one line of headings: numbers in full, missing ones empty.
 
         Text that a spreadsheet would run as a formula gets an apostrophe before it.
 
@@ -51,10 +51,10 @@ class Table:
         return text.getvalue()
 
     def dataframe(self) -> Any:
-        """A data frame of pandas, or of polars where only that is installed.
+        """Return a data frame of pandas, or of polars where only that is installed.
 
         Raises:
-            InputError: neither is.
+            InputError: neither is installed.
         """
         columns = {name: [row[i] for row in self.rows] for i, name in enumerate(self.columns)}
         for library in _LIBRARIES:
@@ -68,24 +68,24 @@ class Table:
 
 
 class Tabular:
-    """What can be shown as a table; a subclass says which table, and says itself in a line."""
+    """A result that can be shown as a table. A subclass defines the table and its HTML."""
 
     def table(self) -> Table:
-        """All rows."""
+        """Return all rows."""
         raise NotImplementedError
 
     def html(self) -> str:
-        """What a notebook shows: the most important in words, a table with bars, pictures."""
+        """Return what a notebook shows: a summary in words, a table with bars, and plots."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
         return self.html()
 
     def to_dataframe(self) -> Any:
-        """The rows of `table` as a data frame of pandas, or of polars where only that is installed.
+        """Return the rows of `table` as a data frame of pandas, or of polars where only that is installed.
 
         Raises:
-            InputError: neither is.
+            InputError: neither is installed.
         """
         return self.table().dataframe()
 
@@ -97,22 +97,22 @@ def _plain(cell: Cell) -> Cell:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-# Tables and pictures as a notebook shows them: one piece of HTML, without scripts, styles or files.
+# Tables and plots for notebooks: one piece of HTML, without scripts, style sheets or files.
 
 _ROWS = 20
-# They are visible on white and on black.
+# Colours that are visible on white and on black.
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#79706e")
 _BAR = "rgba(76,120,168,.35)"
 _WIDTH, _HEIGHT, _EDGE = 480, 120, 8
 
 
 def table_html(table: Table, *, drawn: Collection[str] = (), most: int = _ROWS) -> str:
-    """Return a table; beyond `most` rows those in the middle are counted, not shown.
+    """Return a table as HTML. Of more than `most` rows, those in the middle are replaced by their count.
 
     Args:
         table: the rows.
-        drawn: headings of columns of non-negative numbers with a bar behind each.
-        most: rows.
+        drawn: headings of columns of non-negative numbers that get a bar behind each number.
+        most: the largest number of rows to show.
 
     Example:
         >>> table_html(Table(("x",), (("<b>",),)))
@@ -136,9 +136,9 @@ def table_html(table: Table, *, drawn: Collection[str] = (), most: int = _ROWS) 
 
 
 def lines_svg(series: Mapping[str, Sequence[float | None]], label: str) -> str:
-    """Draw a line for each name, on a logarithmic scale from the least number above zero to the largest.
+    """Return a plot with a line for each name, on a logarithmic scale from the least positive number.
 
-    Returns nothing where there are no two numbers to draw a line between.
+    Return an empty text where there are fewer than two numbers to draw.
     """
     positive = [
         v for values in series.values() for v in values if v is not None and 0.0 < v and isfinite(v)
@@ -162,7 +162,7 @@ def lines_svg(series: Mapping[str, Sequence[float | None]], label: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return text as a line of its own."""
+    """Return text as a paragraph of HTML."""
     return f"<div>{_text(text)}</div>"
 
 
@@ -193,7 +193,7 @@ def _cell(cell: Cell, longest: float | None) -> str:
 
 
 def _sizes(cells: Iterable[Cell]) -> Iterable[float]:
-    """What a bar can show of them."""
+    """Yield the lengths that bars can show: finite numbers, with negative ones as 0."""
     for cell in cells:
         if isinstance(cell, int | float) and not isinstance(cell, bool) and isfinite(cell):
             yield max(0.0, float(cell))

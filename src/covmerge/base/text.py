@@ -1,4 +1,4 @@
-"""Names for people, on terminals and on pages."""
+"""Names and values written for people, on terminals and on pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 
 
 def printable(text: str) -> str:
-    r"""Return text that a terminal shows and does not obey: names come from strangers' files.
+    r"""Return text with all characters replaced that could control a terminal.
+
+    Names come from strangers' files.
 
     Example:
         >>> printable("layer\x1b[2J\nnext")
@@ -19,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Write a value of a recipe or a config for a message: as JSON has it, and text in quotes as names are.
+    """Write a value of a recipe or a config for a message: as JSON, with text in Python's quotes.
 
     Example:
         >>> print(shown(None), shown("null"), shown(float("nan")), shown([None, True, "a"]))
@@ -29,17 +31,17 @@ def shown(value: object) -> str:
         return repr(value)
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # of Python's own
+    except (TypeError, ValueError):  # values that only Python has
         return repr(value)
 
 
 def as_written(value: object) -> str:
-    """Write a value of a recipe as it stands in one: as JSON has it, and text as it is."""
+    """Write a value as a recipe has it: as JSON, but text without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between: str = ", ") -> str:
-    """Name the first few, and count the others.
+    """Write the first few names, and the number of the others.
 
     Example:
         >>> some(["a", "b", "c"], limit=2), some(["a", "b"], limit=1, quoted=True)
@@ -51,7 +53,7 @@ def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between:
 
 
 def spread(values: Collection[int]) -> str:
-    """Write the least and the largest of some numbers.
+    """Write the range of some numbers, from the least to the largest.
 
     Example:
         >>> spread([3, 3]), spread([8, 2, 4])
@@ -62,7 +64,7 @@ def spread(values: Collection[int]) -> str:
 
 
 def counted(count: int, singular: str, plural: str | None = None) -> str:
-    """Write a number of things.
+    """Write a count with its noun.
 
     Example:
         >>> counted(1, "check"), counted(2, "matrix", "matrices")
@@ -72,7 +74,7 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
 
 
 def keep_plain(names: Iterable[str]) -> str:
-    """Say how tensors are left out of a quantised output, those of a kind in all layers.
+    """Write the advice to leave such tensors out of a quantised output, with a pattern for all layers.
 
     Example:
         >>> keep_plain(["h.0.up.weight", "h.1.up.weight", "h.0.down.weight"])
@@ -82,7 +84,7 @@ def keep_plain(names: Iterable[str]) -> str:
 
 
 def of_all_layers(name: str) -> str:
-    """Return a pattern for a tensor in every layer, and of every expert of a layer.
+    """Return a pattern that matches a tensor in every layer, and in every expert of a layer.
 
     Example:
         >>> of_all_layers("model.layers.0.mlp.experts.12.w1.weight")

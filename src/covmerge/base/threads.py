@@ -1,7 +1,7 @@
-"""Threads that start, or say that they cannot.
+"""Threads whose start raises an error, rather than waiting for ever, where there is no room for them.
 
-CPython's `Thread.start` waits for the new thread to say that it runs. Where a limit of address space leaves
-room for its stack and for nothing else, the thread ends before that, and `start` waits for ever.
+CPython's `Thread.start` waits until the new thread reports that it runs. Where a limit of address space
+leaves room for the thread's stack alone, the thread ends before that, and `start` waits for ever.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import psutil
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_STACK = 8 * 2**20  # where none is set
-_FIRST = 16 * 2**20  # for what a thread makes first
+_STACK = 8 * 2**20  # the stack's size where no limit is set
+_FIRST = 16 * 2**20  # bytes for what a thread allocates first
 
 
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        RuntimeError: there is no room for another.
+        RuntimeError: there is no room for another thread.
 
     Example:
         >>> thread = threading.Thread(target=print, args=("it runs",))
@@ -36,7 +36,7 @@ def start(thread: threading.Thread) -> None:
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """The same as its parent, but `submit` raises RuntimeError where it would wait for ever.
+    """A `ThreadPoolExecutor` whose `submit` raises RuntimeError where a start would wait for ever.
 
     Example:
         >>> with ThreadPool(2) as pool:
@@ -54,8 +54,8 @@ class ThreadPool(ThreadPoolExecutor):
         begun: list[None] = []
         self._count, self._begun = max_workers, begun
 
-        # It must not hold the pool: one that nobody has any more ends its threads as it goes, also where
-        # Ctrl-C came while a thread started.
+        # This function must not refer to the pool. A pool without references ends its threads when it is
+        # deleted, even if Ctrl-C came while a thread started.
         def begin() -> None:
             begun.append(None)
             if initializer is not None:
@@ -64,7 +64,7 @@ class ThreadPool(ThreadPoolExecutor):
         super().__init__(max_workers, thread_name_prefix, begin)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Have one of the threads call a function."""
+        """Run a function in one of the threads."""
         if len(self._begun) < self._count:
             _check_room()
         return super().submit(fn, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The few types that every part of covmerge shares."""
+"""The types that every part of covmerge shares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Role(str, Enum):
-    """What a tensor is in its model, decided once (see `covmerge.files.tensors`)."""
+    """The role of a tensor in its model; `covmerge.files.tensors` decides it."""
 
     LINEAR = "linear"  # (d_out, d_in)
     CONV1D = "conv1d"  # GPT-2's Conv1D: a linear layer stored as (d_in, d_out)
@@ -40,7 +40,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a model that lies in a folder of its own, as sentence-transformers writes them.
+    """A part of a model with a folder of its own, as sentence-transformers writes them.
 
     Attributes:
         folder: its path in the model's folder, with `/` between the parts.
@@ -52,25 +52,25 @@ class Module:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its tensors in the whole model."""
+        """The prefix of its tensors' names in the whole model."""
         return f"{self.folder.replace('/', '.')}."
 
     @property
     def is_of_transformers(self) -> bool:
-        """Whether transformers loads it: in several files too, and by its config."""
+        """Whether transformers loads the module, by its config, also from several files of weights."""
         return "model_type" in (self.config or {})
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape and dtype of a stored tensor; nothing of its content.
+    """Name, shape and dtype of a stored tensor, without its values.
 
     Attributes:
-        name: in its checkpoint.
-        shape: of the tensor.
-        dtype: of its numbers.
-        complex: whether it is stored complex, and its last axis is the real and imaginary part.
-        module: the part of the model that it lies in; None: the model's own folder.
+        name: the tensor's name in its checkpoint.
+        shape: the tensor's shape.
+        dtype: the dtype of its numbers.
+        complex: whether it is stored complex; then its last axis has the real and the imaginary part.
+        module: the part of the model that it belongs to; None: it is in the model's own folder.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TensorHeader:
 
     @property
     def as_stored(self) -> TensorHeader:
-        """The header of the tensor in its file: complex if it is, under its name in its module."""
+        """The header of the tensor in its file: the name in its module, and complex if it is stored so."""
         stored = self if self.module is None else self.in_module
         if not self.complex:
             return stored
@@ -105,13 +105,13 @@ class TensorHeader:
         return self.numel * self.dtype.itemsize
 
     def nbytes_of(self, rows: range) -> int:
-        """Bytes of some rows of the first axis."""
+        """Return the bytes of some rows of the first axis."""
         return len(rows) * prod(self.shape[1:]) * self.dtype.itemsize
 
     def row_blocks(self, elements: int, multiple: int = 1) -> Iterator[range | None]:
-        """Ranges of the first axis of about `elements` elements each; None for a scalar.
+        """Yield ranges of the first axis with about `elements` elements each; None for a scalar.
 
-        All but the last have a multiple of so many rows.
+        The number of rows of every range but the last is a multiple of `multiple`.
 
         Example:
             >>> list(TensorHeader("w", (5, 4), torch.float32).row_blocks(8))
@@ -129,10 +129,10 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An update that is known by its factors, Δ = left · right, and not multiplied out: an adapter.
+    """An update as its factors, Δ = left · right, not multiplied out, as in an adapter.
 
     Attributes:
-        left: `(d_out, r)`, any scale of the adapter included.
+        left: `(d_out, r)`, with any scale of the adapter multiplied in.
         right: `(r, d_in)`, of the dtype and device of `left`.
     """
 
@@ -160,7 +160,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Number of its terms, at least the rank of Δ."""
+        """Number of terms, which is at least the rank of Δ."""
         return self.right.shape[0]
 
     @property
@@ -169,15 +169,15 @@ class LowRank:
         return LowRank(self.right.mT, self.left.mT)
 
     def zero(self) -> LowRank:
-        """Return an update of this shape that changes nothing: it has no terms."""
+        """Return an update of this shape without terms, which changes nothing."""
         return LowRank(self.left[:, :0], self.right[:0])
 
     def dense(self) -> Tensor:
-        """Multiply out."""
+        """Return the product left · right."""
         return self.left @ self.right
 
     def times(self, number: float) -> LowRank:
-        """Return it times a number. A small one multiplies the larger factor, which does not underflow."""
+        """Return the update times a number. A small one multiplies the larger factor, against underflow."""
         left_is_larger = bool(self.left.abs().sum() >= self.right.abs().sum())
         if left_is_larger == (abs(number) <= 1.0):
             return LowRank(self.left * number, self.right)
@@ -185,7 +185,7 @@ class LowRank:
 
     @staticmethod
     def sum(updates: Sequence[LowRank], coefficients: Sequence[float]) -> LowRank:
-        """Return Σ c_t Δ_t as one update with the terms of all.
+        """Return Σ c_t Δ_t as one update that has the terms of all.
 
         Example:
             >>> one = LowRank(torch.ones(2, 1), torch.ones(1, 3))
@@ -197,21 +197,21 @@ class LowRank:
         return LowRank(torch.cat(lefts, dim=1), torch.cat(rights))
 
     def square_norm(self) -> float:
-        """Return ‖Δ‖²_F without multiplying out, Tr (leftᵀ left)(right rightᵀ)."""
+        """Return ‖Δ‖²_F = Tr (leftᵀ left)(right rightᵀ), without multiplying out."""
         left, right = self.left.double(), self.right.double()
         return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding adds to a matrix: an error E of independent entries.
+    """The error that rounding adds to a matrix: a matrix E of independent entries.
 
     Attributes:
-        edge: its largest singular value.
+        edge: the largest singular value of E.
         energy: ‖E‖²_F.
-        before: what rounding of the update before it was stored may add to that.
-        eps: of the arithmetic that made the matrix, relative to the matrix; 0: it is exact.
-        floor: of a sum, the largest singular value that arithmetic on its terms may make. They are larger
+        before: ‖·‖²_F that rounding of the update before it was stored may add to `energy`.
+        eps: relative precision of the arithmetic that made the matrix; 0: the matrix is exact.
+        floor: for a sum, the largest singular value of the error of summing its terms, which are larger
             than the sum where they cancel.
     """
 
@@ -222,7 +222,7 @@ class Rounding:
     floor: float = 0.0
 
     def times(self, factor: float) -> Rounding:
-        """The same of factor · E."""
+        """Return the rounding of the matrix times a number, whose error is factor · E."""
         square = factor**2
         return Rounding(
             abs(factor) * self.edge,
@@ -234,7 +234,7 @@ class Rounding:
 
     @staticmethod
     def together(parts: Iterable[Rounding]) -> Rounding:
-        """Of a sum of independent errors, or of errors side by side."""
+        """Return the rounding of a sum of matrices with independent errors, or of matrices side by side."""
         errors = list(parts)
         return Rounding(
             hypot(*(e.edge for e in errors)),
@@ -261,21 +261,21 @@ class Frame:
 
 
 class Uniform(Protocol):
-    """The random numbers of one tensor of one expert; see `covmerge.maths.linalg.random.Stream`."""
+    """The random numbers of one tensor of one expert, as in `covmerge.maths.linalg.random.Stream`."""
 
     def uniform(self, seed: int, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 numbers in [0, 1) on the CPU, the same for the same seed and place."""
+        """Return float32 numbers in [0, 1) on the CPU, equal for equal seed, tensor and expert."""
         ...
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What data said of one expert's tensor, from a statistics file (`covmerge collect`).
+    """What data say of one expert's tensor, read from a statistics file (`covmerge collect`).
 
     Attributes:
         value: the mean input Gram matrix E[z zᵀ] `(d_in, d_in)`, or the diagonal Fisher
             information in the shape of the update; of the updates' dtype and device.
-        rows: layer inputs, or examples, that it was averaged over.
+        rows: the number of layer inputs, or of examples, in the mean.
         total: ‖·‖₂ of this statistic over all tensors of the expert.
     """
 
@@ -291,7 +291,7 @@ def _renamed(old: str, new: str) -> None:
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """One linear layer of every expert, oriented, as a method sees it.
+    """One linear layer of every expert, as a method sees it: oriented as `(d_out, d_in)`.
 
     Attributes:
         updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
@@ -299,26 +299,26 @@ class LinearGroup:
             methods that see the models.
         weights: one positive number per expert; 1 is neutral.
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
-        expert_statistics: per expert, what its data says of the layer, for methods registered with `data`;
-            empty for the others.
-        thresholds: per expert, what the global pass found, for methods registered with a
-            `global_pass`; None: this group is all there is.
-        shared: results that several methods ask for on the same group; None: nothing is kept.
-        frame: the bases that updates of low rank are written in, so that `updates` are their cores
-            `(p, q)`; None: the updates are what they are. Whoever declares `factored` treats a core
-            as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
-        factors: per expert, the factors that its update came in, in the coordinates of `updates`;
-            empty where it came multiplied out.
-        rounding: per expert, what rounding of its stored weights gives to its update
-            (`covmerge.maths.measures.rounding`); empty: the updates are what they are.
-        base: W_0, oriented like the updates, of their dtype and device, for whom is registered with
+        expert_statistics: per expert, the statistics of its data in the layer, for methods registered with
+            `data`; empty for the others.
+        thresholds: per expert, the threshold that the global pass found, for methods registered with a
+            `global_pass`; None: there was no pass, and this group is all of the model.
+        shared: results that several methods compute from the same group, by key; None: nothing is stored.
+        frame: the bases in which updates of low rank are written, so that `updates` are their cores
+            `(p, q)`; None: `updates` are the updates themselves. A method that declares `factored` treats a
+            core as the layer itself, takes sizes from `shape`, and 𝟏 as `frame.ones_out`, `frame.ones_in`.
+        factors: per expert, the factors of its update, in the coordinates of `updates`; empty where the
+            updates came multiplied out.
+        rounding: per expert, the error that rounding of its stored weights adds to its update
+            (`covmerge.maths.measures.rounding`); empty: the updates are exact.
+        base: W_0, oriented like the updates, of their dtype and device, for methods registered with
             `needs_base`; None for the others. It must not be modified.
-        models: W_t bit for bit, which W_0 + Δ_t is not, for methods that are registered as ones that
-            see the `weights`, in place of the updates; empty for the others. They must not be modified.
-        known: per expert, what the pass over its whole tensor found, of these rows, for methods
-            registered with an `tensor_pass`; empty: this group is all of the tensor.
-        base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
-            blocks; None: it stands in none, or its weights were not read.
+        models: W_t bit for bit (W_0 + Δ_t is rounded), for methods that are registered as seeing the
+            `weights` instead of the updates; empty for the others. They must not be modified.
+        known: per expert, the result of the pass over its whole tensor for these rows, for methods
+            registered with a `tensor_pass`; empty: this group is the whole tensor.
+        base_norm: ‖W_0‖_F, for methods registered with `base_norm`, of a layer that is one of a sequence of
+            blocks; None: the layer is in no such sequence, or its weights were not read.
     """
 
     updates: tuple[Tensor, ...]
@@ -337,7 +337,7 @@ class LinearGroup:
 
     @property
     def measured(self) -> tuple[Measured, ...]:
-        """The old name of `expert_statistics`, for one release."""
+        """Deprecated name of `expert_statistics`, for one release."""
         _renamed("measured", "expert_statistics")
         return self.expert_statistics
 
@@ -348,18 +348,18 @@ class LinearGroup:
 
     @property
     def given(self) -> tuple[Tensor, ...]:
-        """All tensors that must not be modified."""
+        """All tensors of the group that a method must not modify."""
         factors = [half for update in self.factors for half in (update.left, update.right)]
         statistics = [one.value for one in self.expert_statistics]
         return (*self.tensors, *factors, *statistics, *([] if self.base is None else [self.base]))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
+        """Shape of the layer, `(d_out, d_in)`, or the shape of the updates where they are no matrices."""
         return tuple(self.tensors[0].shape) if self.frame is None else self.frame.shape
 
     def times(self, factors: Sequence[float]) -> LinearGroup:
-        """Return the group with each expert's update multiplied by a number, and all that goes with it.
+        """Return the group with each expert's update, factors and rounding multiplied by a number.
 
         Example:
             >>> group = LinearGroup((torch.ones(1, 2), torch.ones(1, 2)), (1.0, 1.0))
@@ -376,11 +376,11 @@ class LinearGroup:
                 LowRank(update.left * f, update.right)
                 for update, f in zip(self.factors, factors, strict=False)
             ),
-            shared=None,  # what others keep there belongs to the updates as they are
+            shared=None,  # results stored there belong to the updates before
         )
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
-        """Return `make()`, kept under `key` while several methods run on this group."""
+        """Return `make()`, stored under `key` for other methods that run on this group."""
         if self.shared is None:
             return make()
         if key not in self.shared:
@@ -389,7 +389,7 @@ class LinearGroup:
 
 
 def _takes_the_old_name(made: Callable[..., None]) -> Callable[..., None]:
-    """Take `measured=` for `expert_statistics=`, for one release."""
+    """Accept `measured=` for `expert_statistics=`, for one release."""
 
     @wraps(made)
     def init(self: LinearGroup, *args: Any, **given: Any) -> None:
@@ -406,16 +406,16 @@ LinearGroup.__init__ = _takes_the_old_name(LinearGroup.__init__)  # type: ignore
 
 @dataclass(frozen=True)
 class Merged:
-    """What a method returns.
+    """The result of a method.
 
     Attributes:
         delta: the merged update W̄ − W_0 `(d_out, d_in)`; a method that sees weights returns W̄ here.
-        diagnostics: the method's diagnostics, of the type that it is registered with, or a
-            mapping of facts without a summary.
+        diagnostics: the method's diagnostics, of the type that it is registered with, or a mapping of
+            facts without a summary.
         masks: one boolean tensor of the update's shape per expert, from methods that write masks beside
-            the model.
-        weights: W̄ itself, which `Method` fills in for methods that see weights: W_0 + delta is not it
-            bit for bit.
+            the model; empty for the others.
+        weights: W̄ itself, which `Method` fills in for methods that see weights, because W_0 + delta
+            rounds; None for the others.
     """
 
     delta: Tensor
@@ -425,12 +425,12 @@ class Merged:
 
     @property
     def stats(self) -> Mapping[str, Json]:
-        """The method's diagnostics, as it goes into covmerge.json."""
+        """The method's diagnostics, as covmerge.json has them."""
         diagnostics = self.diagnostics
         return diagnostics.as_json() if isinstance(diagnostics, Diagnostics) else diagnostics
 
     def times(self, scale: float, base: Tensor | None = None) -> Merged:
-        """Return the update times a number; the base is needed where the weights are known."""
+        """Return the result with the update times a number; `base` is needed where `weights` is known."""
         if scale == 1.0:
             return self
         delta = self.delta * scale

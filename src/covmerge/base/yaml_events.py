@@ -1,4 +1,4 @@
-"""YAML as its events, of which no value is made and no alias followed; below all folders."""
+"""YAML as a stream of events: no values are built and no aliases are followed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _FAST = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 def yaml_events(text: str, *, fast: bool = False) -> Iterator[Event]:
-    """Parse a document, event by event.
+    """Parse a document into events, one by one.
 
     Args:
-        text: of the document.
-        fast: by libyaml, where it is there; its messages say less.
+        text: the document.
+        fast: whether to parse by libyaml where it is installed; its error messages say less.
 
     Raises:
-        yaml.YAMLError: it is no YAML. PyYAML lets ValueError and OverflowError pass, too (an escape
-            beyond Unicode).
+        yaml.YAMLError: the text is no YAML. PyYAML also raises ValueError and OverflowError (for an
+            escape beyond Unicode).
     """
     events = yaml.parse(text, Loader=_FAST if fast else yaml.SafeLoader)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return cast("Iterator[Event]", events)

@@ -1,1 +1,1 @@
-"""Matrices in, matrices out: methods, steps and what they are made of; no file and no path."""
+"""Methods, steps and the mathematics they are made of: tensors in, tensors out, no files and no paths."""

@@ -1,4 +1,4 @@
-"""One layer at a time, for those who hold the updates in their hands."""
+"""`merge_layer`: merge the updates of one layer, given as tensors."""
 
 from __future__ import annotations
 
@@ -71,35 +71,35 @@ def merge_layer(
 
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
-            computed in float32. Adapters may be given by their factors.
-        method: a registered name, or a function or class as in `merge`. Without one it is `average` of one
+            computed in float32. Adapters may be given as their factors.
+        method: a registered name, or a function or class as in `merge`. By default it is `average` of one
             expert alone, which is added to its base, and `auto` of several.
-        weights: one positive number per update; 1 is neutral. That of one update alone is the share of
-            what it is merged to.
+        weights: one positive number per update; 1 is neutral. The weight of a single update scales the
+            result.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
-        base: for methods and steps that need it or its length, and beside `stored`, W_0
-            `(d_out, d_in)`.
-        stored: the dtype that the weights W_0 + Δ_t were rounded to, with W_0 as `base`; without a base
-            the dtype that the Δ_t were rounded to. By default that of the updates. What rounding gave to
-            an update is no direction of it.
+        base: W_0 `(d_out, d_in)`, for methods and steps that need it or its norm, and for use with
+            `stored`.
+        stored: the dtype that the weights W_0 + Δ_t were rounded to if `base` is W_0, and else the dtype
+            that the Δ_t were rounded to; by default the dtype of the updates. Directions of an update that
+            are no larger than this rounding are ignored.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
-        after: steps after it.
+        after: steps after the method, in order.
         **params: the method's parameters.
 
     Returns:
-        W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates. By its factors, of
-        rank at most Σr + 1, where all updates are and the method is exact on them.
+        W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates. It is returned as factors,
+        of rank at most Σr + 1, if all updates are factors and the method is exact on them.
 
-    A merged update that is longer than all updates together is warned of (`UserWarning`): no mean and
-    no sum of them is. So are updates in float64 whose smallest directions look like rounding of a narrower
-    dtype, where `stored` is left out.
+    A `UserWarning` is given if the merged update is longer than all updates together, which no mean and
+    no sum of them is, and if updates in float64 have smallest directions that look like rounding of a
+    narrower dtype while `stored` is left out.
 
-    Random numbers of methods with a `seed` belong to an update's content, not to its place.
+    Random numbers of methods with a `seed` depend on an update's content, not on its place in the list.
 
     Raises:
-        TensorError: no updates, shapes or dtypes that differ, NaN or Inf; or the result is not finite,
-            or not in the dtype of the updates.
+        TensorError: no updates; differing shapes or dtypes; NaN or Inf; or the result is not finite, or
+            not finite in the dtype of the updates.
         RecipeError: unknown method or parameter, or weights that are not positive and finite.
 
     Departs from the paper: nowhere by itself; see the method.
@@ -126,7 +126,7 @@ def merge_layer(
         raise RecipeError(
             f"weights {shares} for {len(updates)} updates: pass one positive, finite number each"
         )
-    # The weight of an update that is alone is the share of what it is merged to.
+    # The weight of a single update scales the result.
     scale = shares[0] if len(shares) == 1 else 1.0
     shares = [1.0] if len(shares) == 1 else shares
     given = updates[0].dtype
@@ -174,7 +174,7 @@ def _rounding(
     stored: torch.dtype | None,
     base: Tensor | None,
 ) -> tuple[Rounding, ...]:
-    """What rounding gave to each update: that of `stored`, or of the dtype that they were given in."""
+    """Return the rounding of each update: by `stored`, or by the dtype that the updates were given in."""
     if stored is not None:
         return rounding_of(updates, [stored] * len(updates), base)
     if given != updates[0].dtype:
@@ -185,7 +185,7 @@ def _rounding(
 
 
 def _say_if_rounded(updates: Sequence[Tensor]) -> None:
-    """Warn of the first update in float64 that was made of numbers with fewer digits."""
+    """Warn of the first float64 update whose entries have the digits of a narrower dtype."""
     index = next((t for t, update in enumerate(updates) if has_few_digits(update)), None)
     if index is None:
         return
@@ -229,7 +229,7 @@ def _say_if_long(
 
 
 def _stored(merged: _Update, dtype: torch.dtype) -> _Update:
-    """The merged update in the dtype of the updates."""
+    """Return the merged update in the dtype of the updates."""
     try:
         parts = [stored_as(part, dtype) for part in _parts(merged)]
     except OverflowError as error:
@@ -253,9 +253,9 @@ def _dense(index: int, update: Tensor | LowRank) -> Tensor:
 
 
 def _streams(updates: Sequence[Tensor], weights: Sequence[float]) -> tuple[Stream, ...]:
-    """Random numbers that belong to what an update is, whatever its place, dtype or power of two.
+    """Return streams that depend on an update's content only, not on its place, dtype or power of two.
 
-    Updates that are equal are told apart by their weights, and then by a count.
+    Equal updates are distinguished by their weights, and then by a count.
     """
     digests: list[str] = []
     for update in updates:
@@ -275,7 +275,7 @@ def _parts(update: Tensor | LowRank) -> tuple[Tensor, ...]:
 
 
 def _check_given(updates: object) -> None:
-    """Refuse what is no list of tensors or factors, of callers without a type checker."""
+    """Raise an error unless the updates are a list of tensors or factors; not every caller checks types."""
     if isinstance(updates, Tensor | LowRank | str) or not isinstance(updates, Sequence):
         raise TensorError(
             f"merge_layer: the updates are a {type(updates).__name__}: pass a list, one tensor an expert"
@@ -294,7 +294,7 @@ def _check(
     base: Tensor | None,
     stored: torch.dtype | None,
 ) -> None:
-    """Refuse what cannot be merged, with the index of the update."""
+    """Raise an error with the index of the update if the arguments cannot be merged."""
     if not updates:
         raise TensorError("merge_layer: the list of updates is empty; pass at least one")
     first = updates[0]

@@ -1,4 +1,4 @@
-"""What methods and steps declare, the table of those that are known, and the packages they come from."""
+"""Declarations of methods and steps, the tables that hold them, and the packages they come from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import shown
 from covmerge.base.types import Json
 
-# A function that recipes call by its name, and what its signature says of its parameters.
+# Registered functions, and the parameters that their signatures declare.
 
 Parameters = Mapping[str, Any]
 
 
 class PerExpert:
-    """Marks a parameter that is one value, or a list of one value for each expert in their order.
+    """Marks a parameter that has one value for all experts, or a list of one value per expert in order.
 
     Example:
         >>> from typing import Annotated
@@ -56,7 +56,7 @@ class Declared:
     """A registered function; its keyword arguments are its parameters.
 
     Attributes:
-        name: as written in recipes.
+        name: its name in recipes.
         kernel: the function.
     """
 
@@ -66,7 +66,7 @@ class Declared:
     kernel: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        """Refuse a function that cannot be called as it will be."""
+        """Check that the function can be called with its operands and keyword parameters."""
         given = inspect.signature(self.kernel).parameters.values()
         positional = [p for p in given if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         plain = all(
@@ -80,7 +80,7 @@ class Declared:
             )
 
     def one_of(self, declared: str, choices: Any) -> None:
-        """Refuse a declaration that is none of a `Literal`'s; a function of the parameters may be."""
+        """Check that a declaration is one of a `Literal`'s values, or a function of the parameters."""
         given = getattr(self, declared)
         allowed = get_args(choices)
         if not callable(given) and given not in allowed:
@@ -91,14 +91,16 @@ class Declared:
 
     @contextmanager
     def naming_failures(self, work: str) -> Generator[None]:
-        """Turn what would end the program, or no more than the thread that it comes in, into an error.
+        """Turn an exit of the program, and a lack of memory, into an error that names the function.
+
+        A SystemExit would end the program, or silently the thread in which it is raised.
 
         Args:
-            work: what is asked of it meanwhile, for messages.
+            work: what the function is asked for meanwhile, for messages.
 
         Raises:
-            TensorError: it raised SystemExit.
-            ResourceError: it raised MemoryError.
+            TensorError: the function raised SystemExit.
+            ResourceError: the function raised MemoryError.
         """
         try:
             yield
@@ -116,10 +118,10 @@ class Declared:
 
     @contextmanager
     def leaving(self, given: Sequence[Tensor]) -> Generator[None]:
-        """See that tensors are afterwards as they were; torch counts changes in place.
+        """Check that the function does not change tensors in place, which torch counts.
 
         Raises:
-            TensorError: one of them was changed, which other methods and steps would be given then.
+            TensorError: a tensor was changed; other methods and steps get the same tensors.
         """
         tensors = [tensor for tensor in given if not tensor.is_inference()]
         before = [tensor._version for tensor in tensors]
@@ -132,17 +134,17 @@ class Declared:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """What it is called with beside its parameters."""
+        """The names of the positional arguments."""
         return ("group",)
 
     @property
     def summary(self) -> str:
-        """First line of the kernel's docstring."""
+        """The first line of the kernel's docstring."""
         return (inspect.getdoc(self.kernel) or "No description.").split("\n", 1)[0]
 
     @cached_property
     def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.kernel)  # slow beside a small tensor, and asked for of each
+        return inspect.signature(self.kernel)  # slow compared with a small tensor; needed each time
 
     @cached_property
     def _model(self) -> type[BaseModel]:
@@ -155,7 +157,7 @@ class Declared:
             for name, parameter in self._signature.parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
-        # Strict but for int → float: a string or a bool is never a number here.
+        # Strict except for int → float: a string or a bool is never a number here.
         config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
         return create_model(self.name, __config__=config, **fields)
 
@@ -171,7 +173,7 @@ class Declared:
 
     @cached_property
     def per_expert(self) -> tuple[str, ...]:
-        """Names of the parameters that may have one value for each expert."""
+        """Names of the parameters that may have one value per expert."""
         return tuple(
             name
             for name, info in self._model.model_fields.items()
@@ -181,15 +183,15 @@ class Declared:
     def for_experts(
         self, parameters: Parameters, experts: Sequence[str], present: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters for those of the experts that have a tensor.
+        """Return the parameters for those experts that have a tensor.
 
         Args:
-            parameters: all of them, as `resolve` returns them.
+            parameters: all parameters, as `resolve` returns them.
             experts: names of all experts, in their order.
-            present: names of those that have the tensor; None: all of them.
+            present: names of the experts that have the tensor; None: all of them.
 
         Raises:
-            RecipeError: a parameter has another number of values than there are experts.
+            RecipeError: a list has another number of values than there are experts.
 
         Example:
             >>> from covmerge.methods import get
@@ -216,11 +218,11 @@ class Declared:
         return found
 
     def has(self, parameter: str) -> bool:
-        """Whether it has a parameter of this name."""
+        """Return whether the function has a parameter of this name."""
         return parameter in self._signature.parameters
 
     def resolve(self, given: Parameters) -> dict[str, Any]:
-        """Return all parameters: given ones over the defaults."""
+        """Return all parameters: the given values, and defaults for the others."""
         for name in given:
             if name not in self._model.model_fields:
                 raise RecipeError(
@@ -234,10 +236,10 @@ class Declared:
             raise RecipeError(f"{self.kind} '{self.name}': {problems}") from error
 
     def check(self, parameter: str, value: object) -> None:
-        """Refuse a value that one of the parameters cannot have.
+        """Check that a parameter may have a value.
 
         Raises:
-            ValueError: it cannot; the message says why, without the parameter's name.
+            ValueError: it may not; the message says why, without the parameter's name.
 
         Example:
             >>> from covmerge.methods import get
@@ -252,11 +254,11 @@ class Declared:
 
 
 def _problems(error: ValidationError, given: Parameters) -> list[tuple[str, str, str]]:
-    """The parameters in which something is wrong, each with where and what."""
+    """Return the problems as parameter, place and text; only those of the type that the value has."""
     found: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
     for problem in error.errors():
         name, *below = map(str, problem["loc"])
-        # Of a parameter that may be one value or a list there is a problem as either.
+        # A parameter that may be one value or a list reports a problem for each of the two types.
         fits = True
         if below and not below[0].isdigit():
             fits = below.pop(0).startswith("list[") == isinstance(given.get(name), list)
@@ -269,7 +271,7 @@ def _problems(error: ValidationError, given: Parameters) -> list[tuple[str, str,
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """Say in a few words what a JSON Schema of one parameter admits."""
+    """Describe in a few words the values that a JSON Schema of one parameter allows."""
     if "anyOf" in schema:
         return " | ".join(dict.fromkeys(_allowed(option) for option in schema["anyOf"]))
     if schema.get("type") == "array":
@@ -281,10 +283,10 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return " ".join([str(schema.get("type", "any")), *bounds])
 
 
-# What installed packages announce by entry points, and whose code a function is.
+# The names that installed packages announce by entry points, and the origin of a function.
 
 _OURS = "covmerge"
-_ALIKE = 0.75  # names that are no nearer to each other are not mistyped
+_ALIKE = 0.75  # least similarity of a mistyped name
 
 
 @dataclass(frozen=True)
@@ -292,10 +294,10 @@ class Announced:
     """A name that an installed package announces.
 
     Attributes:
-        name: what it announces.
-        entry: the module that registers it when it is imported.
-        distribution: the package, as `pip` knows it.
-        version: of the package.
+        name: the announced name.
+        entry: the entry point; importing its module registers the name.
+        distribution: the package's name for `pip`.
+        version: the package's version.
     """
 
     name: str
@@ -307,14 +309,14 @@ class Announced:
         return f"{self.distribution} {self.version}"
 
     def holds(self, function: Callable[..., Any]) -> bool:
-        """Whether a function is of the package that is announced."""
+        """Return whether a function belongs to the announcing package."""
         return _package(function) == self.entry.module.partition(".")[0]
 
     def load(self, what: str) -> None:
-        """Import it."""
+        """Import the module that registers the name."""
         try:
             self.entry.load()
-        except (Exception, SystemExit) as error:  # a stranger's module may raise anything
+        except (Exception, SystemExit) as error:  # a foreign module may raise anything
             raise RecipeError(
                 f"{what} is announced by the package {self}, and importing {self.entry.value} fails: "
                 f"{type(error).__name__}: {error}. Repair it, or: pip uninstall {self.distribution}"
@@ -323,7 +325,7 @@ class Announced:
 
 @cache
 def announced(group: str) -> dict[str, tuple[Announced, ...]]:
-    """Everything that is announced in an entry point group, by name; nothing is imported."""
+    """Return all names announced in an entry point group; nothing is imported."""
     found: dict[str, tuple[Announced, ...]] = {}
     for entry in entry_points(group=group):
         dist = entry.dist
@@ -334,15 +336,15 @@ def announced(group: str) -> dict[str, tuple[Announced, ...]]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose code a registered function is, for those who want its result again.
+    """The origin of a registered function, for those who want to reproduce a result.
 
     Attributes:
         kind: method or step.
-        name: under which it is registered.
-        module: where it is defined.
+        name: the name under which it is registered.
+        module: the module that defines it.
         distribution: the installed package; None for a script, or a folder on the path.
-        version: of the package.
-        code: hash of the Python files of its package; of a function that no file has, of the function.
+        version: the package's version.
+        code: hash of the Python files of its package, or of the function if no file has it.
     """
 
     kind: str
@@ -359,23 +361,23 @@ class Origin:
 
     @property
     def is_typed(self) -> bool:
-        """Whether it was typed into a session or a notebook: no file has it."""
+        """Whether the function was typed into a session or a notebook, so that no file has it."""
         return getattr(sys.modules.get(self.module), "__file__", None) is None
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the origin as plain JSON."""
         return asdict(self)
 
 
 def origin_of(
     kind: str, name: str, function: Callable[..., Any], by: Announced | None
 ) -> Origin | None:
-    """Return whose code a function is; None: covmerge's own."""
+    """Return the origin of a function; None: it is covmerge's own."""
     package = _package(function)
     if package == _OURS:
         return None
     found = [sys.modules.get(name) for name in (package, function.__module__)]
-    # The top of a namespace package has no file, and neither has what is typed into a notebook.
+    # A namespace package has no file, and neither has code typed into a notebook.
     module = next((m for m in found if m is not None and getattr(m, "__file__", None)), None)
     file = None if module is None else module.__file__
     code = digest_of_code(_code(function)) if module is None else digest(module)
@@ -385,10 +387,10 @@ def origin_of(
 
 @cache
 def _distribution(package: str, file: str | None) -> tuple[str | None, str | None]:
-    """Name and version of the installed package that a module is of, None for one of none."""
+    """Return name and version of the installed package that a module belongs to; None if there is none."""
     for name in packages_distributions().get(package, ()):
         found = distribution(name)
-        # Another one may have left a package of the same name, such as `tests`.
+        # Another distribution may have left a package of the same name, such as `tests`.
         if file is not None and Path(file).is_relative_to(Path(str(found.locate_file("")))):
             return name, found.version
     return None, None
@@ -399,31 +401,31 @@ def _code(function: Any) -> CodeType:
 
 
 def _package(function: Callable[..., Any]) -> str:
-    """The top of the package that a function is defined in."""
+    """Return the top-level package in which a function is defined."""
     return function.__module__.partition(".")[0]
 
 
 # Functions by name: covmerge's own, a script's, and those that installed packages announce.
 #
-# An entry point of the table's group names what it announces, and the module that registers it when it
-# is imported. So names are known without an import, and a package is imported when somebody asks for
-# what it announces, or for all names. One that cannot be imported, or announces a name that another has,
-# is an error where that name is asked for, and spoils nothing else.
+# An entry point of the table's group has the announced name, and the module that registers it when
+# imported. Names are therefore known without an import; a package is imported when its name, or the list
+# of all names, is asked for. If a package cannot be imported, or announces a name that another one has,
+# asking for that name is an error; all other names still work.
 
 _D = TypeVar("_D", bound=Declared)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{,99}")  # it becomes the name of a folder
-_TAKEN = ("all",)  # words with a meaning of their own where a name stands
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{,99}")  # the name becomes the name of a folder
+_TAKEN = ("all",)  # words with another meaning in places where a name is given
 
 
 class Table(Generic[_D]):
-    """What is registered of one kind, in alphabetical order.
+    """All registered functions of one kind, in alphabetical order.
 
     Args:
-        kind: what it holds.
-        group: the entry point group in which packages announce more of it.
-        other_names: what others call what is here, in lower case with `_`, and what it is called here.
+        kind: the class of its entries.
+        group: the entry point group in which packages announce more of them.
+        other_names: names used elsewhere, in lower case with `_`, and the text that says covmerge's name.
     """
 
     def __init__(
@@ -459,12 +461,13 @@ class Table(Generic[_D]):
         return decorate
 
     def name_of(self, given: str | Callable[..., Any]) -> str:
-        """Return the name of what is named or passed; a function or class is registered under its own.
+        """Return the name of a named or passed function or class; a passed one is registered by its name.
 
-        One that is passed later under the same name, as when a cell runs again, takes its place.
+        A function passed later under the same name replaces the earlier one, as when a notebook cell runs
+        again.
 
         Raises:
-            RecipeError: it is neither function nor class, or its name is another's.
+            RecipeError: it is neither a function nor a class, or its name is taken.
         """
         if isinstance(given, str):
             return given
@@ -499,21 +502,21 @@ class Table(Generic[_D]):
         return name
 
     def is_passed(self, name: str) -> bool:
-        """Whether it was passed as a function, which other processes do not have."""
+        """Return whether the name was passed as a function, which other processes do not have."""
         return name in self._passed
 
     def unregister(self, name: str) -> None:
-        """Forget what a script or a notebook registered, so that it may register it anew."""
+        """Remove what a script or a notebook registered, so that it can be registered again."""
         self._declared.pop(name, None)
         self._passed.pop(name, None)
         self._checked.discard(name)
 
     def reserve(self, name: str, why: str) -> None:
-        """Keep the name of something that is not here, with what is missing for it."""
+        """Reserve a name that is not available, with the reason."""
         self._absent[name] = why
 
     def names(self) -> tuple[str, ...]:
-        """All names that can be used, those of installed packages too."""
+        """Return all names that can be used, those of installed packages included."""
         for name in announced(self._group):
             try:
                 self._check(name)
@@ -523,32 +526,32 @@ class Table(Generic[_D]):
 
     @property
     def absent(self) -> Mapping[str, str]:
-        """What the literature has and is not here, and why."""
+        """Names from the literature that are not available, with the reasons."""
         return {n: why for n, why in self._absent.items() if n not in self._declared}
 
     @property
     def broken(self) -> Mapping[str, str]:
-        """What installed packages announce and cannot be used, and why."""
+        """Names that installed packages announce but that cannot be used, with the reasons."""
         self.names()
         return {name: str(error) for name, error in sorted(self._broken.items())}
 
     def get(self, name: str) -> _D:
-        """Return what is registered under a name.
+        """Return the entry of a name.
 
         Raises:
-            RecipeError: there is nothing of that name, which the message sets beside the nearest; or
-                the package that announces it cannot be imported; or two announce it.
+            RecipeError: there is no such name (the message suggests the nearest), the package that
+                announces it cannot be imported, or two packages announce it.
         """
         if name not in self._checked:
             self._check(name)
         return self._declared[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether a name is known, whether or not what it stands for can be used."""
+        """Return whether a name is known, even if it cannot be used."""
         return name in self._declared or name in announced(self._group)
 
     def origin(self, name: str) -> Origin | None:
-        """Return whose code something is; None: covmerge's own."""
+        """Return the origin of an entry; None: it is covmerge's own."""
         function = self.get(name).kernel
         by = next(
             (one for one in announced(self._group).get(name, ()) if one.holds(function)), None
@@ -559,7 +562,7 @@ class Table(Generic[_D]):
         return (self._declared[name] for name in self.names())
 
     def _check(self, name: str) -> None:
-        """Import what announces a name, and see that the name is one thing."""
+        """Import the package that announces a name, and check that the name is unique."""
         what = f"{self._kind.kind} '{name}'"
         if name in self._broken:
             raise self._broken[name]
@@ -578,7 +581,7 @@ class Table(Generic[_D]):
         self._checked.add(name)
 
     def _nearest(self, name: str, known: Collection[str]) -> str:
-        """What a name may have meant: what others call so, or the nearest that is known."""
+        """Return advice for an unknown name: covmerge's name for it, or the nearest known name."""
         plain = re.sub(r"[-_. ]+", "_", name.lower()).strip("_")
         called = next((each for each in sorted(known) if each.lower() == plain), None)
         if called is not None:
@@ -605,7 +608,7 @@ class Table(Generic[_D]):
         try:
             by.load(what)
         except RecipeError as error:
-            self._declared = before  # what it registered before it failed
+            self._declared = before  # without the names registered before the failure
             self._broken[by.name] = error
             raise
         if by.name not in self._declared:

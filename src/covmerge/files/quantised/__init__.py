@@ -1,6 +1,6 @@
-"""Quantised checkpoints, read as plain ones: a format a file, dequantised as it is read.
+"""Quantised checkpoints, read as plain ones: one file per format; tensors are dequantised when read.
 
-A format finds, by names and headers, which stored tensors are parts of which plain one, checks
-their sizes against each other before anything is read, and says how rows of it are computed.
-Everything else of covmerge sees a checkpoint like any other (`Dequantised`).
+A format finds, by names and headers, which stored tensors are parts of which plain tensor. It checks their
+sizes against each other before anything is read, and computes rows of the plain tensor. To the rest of
+covmerge, a quantised checkpoint looks like any other (`Dequantised`).
 """

@@ -1,7 +1,8 @@
 """AWQ (arXiv:2306.00978), version "gemm" as AutoAWQ stores it.
 
-`X.qweight` `(d_in, d_out / 8)` and `X.qzeros` `(groups, d_out / 8)` have eight outputs a word,
-output i of them in the 4 bits 0, 4, 1, 5, 2, 6, 3, 7; `X.scales` is `(groups, d_out)`.
+`X.qweight` `(d_in, d_out / 8)` and `X.qzeros` `(groups, d_out / 8)` hold eight outputs per word;
+the 4-bit places of a word, from the lowest on, hold outputs 0, 2, 4, 6, 1, 3, 5, 7. `X.scales` is
+`(groups, d_out)`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Weight(Grouped):
-    """A layer's weight."""
+    """The packed weight of a layer."""
 
     @property
     def run(self) -> tuple[int, int]:
@@ -43,7 +44,7 @@ class Weight(Grouped):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `qweight`; see `Found`."""
+    """Return the layers with `qweight`; see `Found`."""
     stored.setting("bits", _BITS)
     stored.setting("version", "gemm", "GEMM", None)
     stored.version("gemm", "GEMM")

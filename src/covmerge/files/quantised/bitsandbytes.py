@@ -1,13 +1,13 @@
 """bitsandbytes, 8 bits (LLM.int8, arXiv:2208.07339) and 4 bits (QLoRA, arXiv:2305.14314).
 
-8 bits: `X.weight` is int8 and w = q · s · (1/127), with s of its row in `X.SCB`.
+8 bits: `X.weight` is int8 and w = q · s · (1/127), with s the scale of the row in `X.SCB`.
 
-4 bits: `X.weight` has two numbers a byte, the high half first, over the rows of the matrix one
-after another, and w = v[q] · s, with v the 16 values of `X.weight.quant_map` (NF4 or FP4) and s of
-its block in `X.weight.absmax`. With double quantisation that is uint8 too: s = u[q] · t + m, with u
-the 256 values of `nested_quant_map`, t of 256 blocks together in `nested_absmax`, m one number.
-Shape, dtype, sizes of blocks and m are JSON in `X.weight.quant_state.bitsandbytes__nf4`, which is
-why weights must be here before they can be planned over.
+4 bits: `X.weight` has two numbers per byte, the high half first, in the order of the matrix's rows, and
+w = v[q] · s. v are the 16 values of `X.weight.quant_map` (NF4 or FP4), s is the scale of the block in
+`X.weight.absmax`. With double quantisation s is stored as uint8 too: s = u[q] · t + m, with u the 256
+values of `nested_quant_map`, t the scale of 256 blocks in `nested_absmax`, and m one number. Shape, dtype,
+block sizes and m are JSON in `X.weight.quant_state.bitsandbytes__nf4`, so the weights must be local before
+a merge of them can be planned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.quantised.packed import ByRows, Format, Found, Read, Stored
 
-# 1/127 as bitsandbytes writes it, in whose float32 arithmetic s / 127 is another number.
+# 1/127 as bitsandbytes writes it; in its float32 arithmetic s / 127 gives another number.
 _OF_127 = 7.874015718698502e-3
 _STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _MAX_STATE = 2**16
@@ -38,7 +38,7 @@ _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float3
 
 @dataclass(frozen=True)
 class EightBit(ByRows):
-    """int8 rows with a scale each."""
+    """A matrix of int8 rows, with one scale per row."""
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         weight, scale = (read(name, rows) for name in self.stored[:2])
@@ -50,10 +50,11 @@ class Nested:
     """How the scales of blocks are stored in 8 bits.
 
     Attributes:
-        scales: name of the scales of blocks of them.
-        values: name of what their numbers stand for.
-        block: how many have one scale.
-        offset: what is added to them.
+        scales: name of the tensor with the scales of the stored scales.
+        values: name of the tensor with the values of the 256 codes.
+        block: number of stored scales with one scale.
+        offset: the number m that is added to them.
+
     """
 
     scales: str
@@ -64,12 +65,12 @@ class Nested:
 
 @dataclass(frozen=True)
 class FourBit(ByRows):
-    """A matrix as one row of numbers of 4 bits, in blocks with a scale each.
+    """A matrix as one row of 4-bit numbers, in blocks with one scale each.
 
     Attributes:
-        block: how many numbers have one scale.
-        unit: bytes of one stored number.
-        nested: how the scales are stored, if not as they are.
+        block: number of weights with one scale.
+        unit: bytes of one element of the stored tensor.
+        nested: how the scales are quantised; None: they are stored as they are.
     """
 
     block: int
@@ -83,7 +84,7 @@ class FourBit(ByRows):
         first, last = rows.start * width, rows.stop * width
         start = first // self.block * self.block
         stop = min(-(-last // self.block) * self.block, prod(shape))
-        bits = 2 * self.unit  # numbers of 4 bits in one stored number
+        bits = 2 * self.unit  # 4-bit numbers in one stored element
         held = range(start // bits, -(-stop // bits))
         packed = read(weight, held).view(-1).view(torch.uint8)
         numbers = torch.stack([packed >> 4, packed & 0x0F], dim=-1).view(-1)
@@ -103,7 +104,7 @@ class FourBit(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `SCB`, or with a `quant_state`; see `Found`."""
+    """Return the layers with `SCB`, or with a `quant_state`; see `Found`."""
     headers = stored.checkpoint.headers
     eight = [_eight_bit(stored, n.removesuffix(".SCB")) for n in headers if n.endswith(".SCB")]
     four = [_four_bit(stored, name, end) for name, end in _states(stored)]

@@ -1,12 +1,12 @@
 """Weights with scales, as compressed-tensors stores them (llm-compressor, vLLM).
 
-`X.weight` is float8 or int8, and w = (q - z) · s, with s in `X.weight_scale` for the tensor, each
-row or each block, and z in `X.weight_zero_point` where the format is asymmetric. `X.weight_packed` has
-integers in words (`packed_integers`), or numbers of 4 or 6 bits in bytes: NVFP4, w = q · (s / g), with g in
+`X.weight` is float8 or int8, and w = (q - z) · s. s is in `X.weight_scale`, for the tensor, each row or
+each block; z is in `X.weight_zero_point` if the format is asymmetric. `X.weight_packed` has integers in
+words (`packed_integers`), or 4- or 6-bit numbers in bytes: NVFP4, w = q · (s / g), with g in
 `X.weight_global_scale`; MXFP4 and MXFP6, w = q · 2^(s − 127). MXFP8 is float8 with such exponents.
 
-Groups of layers may have settings of their own, by patterns of names of which the first that matches
-holds. No stranger's pattern is matched here: the sizes and dtypes of what is stored tell the settings.
+Groups of layers may have their own settings, given by patterns of names of which the first match holds. A
+stranger's pattern is never matched here: the settings follow from the sizes and dtypes of stored tensors.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _KINDS = {"num_bits": int, "type": str, "symmetric": bool}
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
 _GROUPED = ("group", "tensor_group")
 _TYPES = ("float", "int")
-# By the bits and the group of floating-point numbers.
+# Floating-point formats by their bits and their group size.
 _SMALL = {(4, 16): NVFP4, (4, 32): MXFP4, (6, 32): MXFP6, (8, 32): MXFP8}
 Schemes = list[dict[str, Any]]
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale`; see `Found`."""
+    """Return the layers with `weight_scale`; see `Found`."""
     stored.setting("format", *_FORMATS)
     schemes = _of_weights(stored)
     headers = stored.checkpoint.headers
@@ -75,7 +75,7 @@ def find(stored: Stored) -> Found:
 
 
 def _said(headers: Mapping[str, TensorHeader], tensors: Sequence[Scaled]) -> Iterator[str]:
-    """The kinds of tensors with scales, as text."""
+    """Yield descriptions of the kinds of tensors with scales."""
     kinds: dict[str, list[Scaled]] = {}
     for tensor in tensors:
         kinds.setdefault(_kind(headers, tensor), []).append(tensor)
@@ -93,7 +93,7 @@ def _kind(headers: Mapping[str, TensorHeader], tensor: Scaled) -> str:
 
 
 def _small(stored: Stored, schemes: Schemes, name: str, packed: str) -> Scaled:
-    """A weight of floating-point numbers of 4 or 6 bits."""
+    """Return a weight of 4- or 6-bit floating-point numbers."""
     headers = stored.checkpoint.headers
     scale = stored.part(f"{name}{_SCALE}", (torch.float8_e4m3fn, *EXPONENTS))
     kinds = [_SMALL[key] for key in _small_of(stored, schemes) if key[0] < MXFP8.bits]
@@ -122,7 +122,7 @@ def _columns(packed: TensorHeader, bits: int) -> int:
 
 
 def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
-    """Bits and groups of floating-point weights in groups, of those that are read."""
+    """Return bits and group size of each scheme of floating-point weights in groups."""
     found: list[tuple[int, int]] = []
     for scheme in schemes:
         group = scheme.get("group_size")
@@ -139,7 +139,7 @@ def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
 
 
 def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
-    """A weight of 8 bits."""
+    """Return a weight of 8 bits."""
     headers = stored.checkpoint.headers
     scale, zeros = f"{name}{_SCALE}", f"{name}{_ZEROS}"
     small = _small_of(stored, schemes)
@@ -163,14 +163,14 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
 
 
 def _of_weights(stored: Stored) -> Schemes:
-    """What a config says of the weights of each group of layers."""
+    """Return the config's settings for the weights of each group of layers."""
     groups: object = stored.settings.get("config_groups") or {}
     schemes = cast("dict[str, Any]", groups).values() if isinstance(groups, dict) else [groups]
     found: Schemes = []
     for scheme in schemes:
         group = cast("dict[str, Any]", scheme) if isinstance(scheme, dict) else {"weights": scheme}
         weights: object = group.get("weights")
-        if weights is None:  # a group of activations alone
+        if weights is None:  # a group for activations only
             continue
         if not isinstance(weights, dict):
             stored.refuse(f"the weights of its config_groups are {shorten(weights)}, not settings")
@@ -187,7 +187,7 @@ def _of_weights(stored: Stored) -> Schemes:
 
 
 def _check(stored: Stored, scheme: dict[str, Any]) -> None:
-    """See that what a config says of weights is what compressed-tensors itself takes."""
+    """Check that the settings of weights are such that compressed-tensors itself accepts them."""
     for key, kind in _KINDS.items():
         if key in scheme and type(scheme[key]) is not kind:
             stored.refuse(f"{key} of its weights is {shorten(scheme[key])}")
@@ -207,7 +207,7 @@ def _check(stored: Stored, scheme: dict[str, Any]) -> None:
 
 
 def _blocks(stored: Stored, scheme: dict[str, Any]) -> list[Block]:
-    """What has one scale, by what a config says of the weights of a group of layers."""
+    """Return the sizes of blocks with one scale that the settings of a group of layers allow."""
     strategy, block = scheme.get("strategy"), scheme.get("block_structure")
     group = scheme.get("group_size")
     if strategy in _GROUPED or (strategy is None and group not in (None, -1)):

@@ -1,4 +1,4 @@
-"""The quantised formats that are read; each file declares its own. GGUF is a file, and none of them."""
+"""The quantised formats that can be read, each declared by its file. GGUF is read by file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from covmerge.files.quantised.packed import Format
 _IN_ORDER = (
     *(fp8, modelopt, compressed_tensors, mxfp4, hqq, quanto, torchao, mlx, bitsandbytes, gptq, awq),
 )
-# By what `quantization_config` calls them.
+# The formats, by their names in `quantization_config`.
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {name: module.FORMAT for module in _IN_ORDER for name in module.FORMAT.names}
 )
-# What names end in that only parts of packed tensors have.
+# Endings of names that only parts of packed tensors have.
 PARTS = tuple(dict.fromkeys(end for form in FORMATS.values() for end in form.parts))

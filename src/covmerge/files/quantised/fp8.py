@@ -1,9 +1,9 @@
-"""FP8 with a scale for each block, each row or each tensor, as DeepSeek and transformers store it.
+"""FP8 with one scale per block, row or tensor, as DeepSeek and transformers store it.
 
 `X.weight` is float8, and w = q · s, with s in `X.weight_scale_inv` (`X.scale` in DeepSeek-V4's files,
-`X.qscale_weight` in Mistral's): for each block of `weight_block_size` weights, the last row and column
-of blocks cut off where the sizes do not divide; or one number for all. DeepSeek-V4 stores experts as
-two E2M1 numbers a byte, with a power of two for 32 of a row.
+`X.qscale_weight` in Mistral's). s is one number for each block of `weight_block_size` weights (the last
+row and column of blocks are cut off if the sizes do not divide), or one number for all. DeepSeek-V4 stores
+experts as two E2M1 numbers per byte, with a power of two for every 32 numbers of a row.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from covmerge.files.quantised.packed import SMALLEST, ByRows, Format, Found, Rea
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
-# Powers of two: bytes are their exponents. The dtypes of exponents and of two E2M1 numbers are young.
+# Dtypes of scales that are powers of two; bytes hold their exponents. Older versions of torch lack the
+# dtypes of exponents and of two E2M1 numbers.
 EXPONENTS = (torch.uint8, *(getattr(torch, n) for n in ("float8_e8m0fnu",) if hasattr(torch, n)))
 FLOAT4 = (torch.uint8, *(getattr(torch, n) for n in ("float4_e2m1fn_x2",) if hasattr(torch, n)))
 _SCALES = (*_WIDE, *EXPONENTS)
-# Blocks that have one scale, by rows and columns; 0: all of them.
+# Rows and columns of a block with one scale; 0: all rows or columns.
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
 _LEAVES = ("weight_scale_inv", "qscale_weight")
-_SHORT = "scale"  # a name that other tensors have too
-_TWO_A_BYTE = (torch.int8, *FLOAT4[1:])  # as DeepSeek-V4 stores experts
-# What a client multiplies its inputs and outputs by, beside the weights of a layer.
+_SHORT = "scale"  # this name belongs to other tensors too
+_TWO_A_BYTE = (torch.int8, *FLOAT4[1:])  # DeepSeek-V4's dtypes of experts
+# Factors of a layer's inputs and outputs, which a client uses beside the weights.
 _OF_ACTIVATIONS = (
     *("activation_scale", "input_scale", "output_scale"),
     *("input_global_scale", "k_scale", "v_scale", "q_scale"),
@@ -46,8 +47,8 @@ class GlobalScale:
     """One scale for all scales of a tensor.
 
     Attributes:
-        name: of the stored number.
-        divides: whether scales are divided by it; else they are multiplied.
+        name: name of the stored number.
+        divides: whether the scales are divided by it; otherwise they are multiplied by it.
     """
 
     name: str
@@ -56,14 +57,16 @@ class GlobalScale:
 
 @dataclass(frozen=True)
 class Scaled(ByRows):
-    """Numbers of 4, 6 or 8 bits times the scale of their block.
+    """A matrix of 4-, 6- or 8-bit numbers times the scale of their block.
 
     Attributes:
-        block: rows and columns that have one scale.
-        zeros: the name of what is subtracted before, with the scales' shape; None: nothing is.
-        symmetric: the checkpoint, if its config says that nothing is subtracted: then `zeros` must be 0.
-        bits: of a number.
-        whole: a scale of the scales; None: there is none.
+        block: rows and columns of a block with one scale.
+        zeros: name of the tensor of zero points, which are subtracted first, of the scales' shape; None:
+            there are none.
+        symmetric: the checkpoint's source if its config says that there are no zero points, so that `zeros`
+            must be 0; else None.
+        bits: bits of a number.
+        whole: the scale of the scales; None: there is none.
     """
 
     block: Block
@@ -89,14 +92,14 @@ class Scaled(ByRows):
         return values.mul_(self._spread(scales, rows))
 
     def _of_blocks(self, name: str, rows: range, read: Read) -> Tensor:
-        """A number for each block that some rows lie in."""
+        """Return a number for each block in which some rows lie."""
         high = self.block[0]
         blocks = range(rows.start // high, -(-rows.stop // high))
         held = None if high >= self.header.shape[0] else blocks
         return scales_of(read(name, held)).reshape(len(blocks), -1)
 
     def _spread(self, value: Tensor, rows: range) -> Tensor:
-        """A number for each weight of some rows, as far as it does not hold for a whole row."""
+        """Return a number for each weight of some rows, or one per row if it holds for whole rows."""
         high, wide = self.block
         first = rows.start % high
         value = value.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else value
@@ -107,10 +110,10 @@ class Scaled(ByRows):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a weight and its scales may be stored as."""
+    """The ways in which a weight and its scales may be stored."""
 
     dtypes: tuple[torch.dtype, ...]
-    blocks: Sequence[Block]  # that may have one scale
+    blocks: Sequence[Block]  # sizes of blocks that may have one scale
     bits: int = BYTE
     scales: tuple[torch.dtype, ...] = _SCALES
 
@@ -122,7 +125,7 @@ NVFP4 = Numbers(FLOAT4, [(1, 16)], 4, (torch.float8_e4m3fn,))
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale_inv`; see `Found`."""
+    """Return the layers with `weight_scale_inv`; see `Found`."""
     stored.setting("fmt", "e4m3", "float8_e4m3fn", None)
     given = stored.settings.get("weight_block_size")
     blocks = [] if given is None else [as_block(stored, given)]
@@ -131,7 +134,7 @@ def find(stored: Stored) -> Found:
 
 
 def _pairs(stored: Stored) -> Iterator[tuple[str, str]]:
-    """Names of weights and of their scales."""
+    """Yield names of weights, each with the name of its scales."""
     headers = stored.checkpoint.headers
     for name in headers:
         module, _, leaf = name.rpartition(".")
@@ -150,10 +153,10 @@ def _weight(stored: Stored, name: str, scale: str, blocks: Sequence[Block]) -> S
 
 
 def as_block(stored: Stored, given: object) -> Block:
-    """Return the size of a block, as a config states it.
+    """Return the size of a block that a config states.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a possible size.
     """
     sizes = cast("list[Any]", given) if isinstance(given, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
@@ -174,20 +177,20 @@ def scaled(
     symmetric: bool = False,
     whole: GlobalScale | None = None,
 ) -> Scaled:
-    """Return a packed weight, after its sizes were checked.
+    """Return a packed weight, after checking the sizes of its parts.
 
     Args:
         stored: the checkpoint.
-        name: of the packed weight.
+        name: name of the packed weight.
         scale: name of its scales.
-        numbers: what both may be stored as.
-        plain: name of the weight; None: it is that of the packed one.
+        numbers: the ways in which both may be stored.
+        plain: name of the plain weight; None: that of the packed one.
         zeros: name of its zero points, if there are any.
         symmetric: whether the config says that there are no zero points.
         whole: the scale of its scales, if there is one.
 
     Raises:
-        CheckpointError: a part is missing, or of a shape that fits nothing, or several blocks.
+        CheckpointError: a part is missing, or its shape fits no block or several blocks.
     """
     weight = stored.part(name, numbers.dtypes)
     if len(weight.shape) != 2 or not weight.numel:
@@ -217,7 +220,7 @@ def scaled(
 
 
 def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...], list[Block]]:
-    """By the shape of its scales, the blocks of a matrix that could be meant.
+    """Return the possible blocks of a matrix, by the shape that its scales would have.
 
     Example:
         >>> _forms((96, 32), [(64, 16), (48, 16)])
@@ -230,7 +233,7 @@ def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...
         shapes = [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
         for form in shapes:
             known = found.setdefault(form, [])
-            # What is beyond the matrix makes no difference.
+            # Blocks that differ only beyond the matrix are the same.
             clipped = {(min(h, rows), min(w, columns)) for h, w in known}
             if (min(high, rows), min(wide, columns)) not in clipped:
                 known.append((high, wide))
@@ -238,7 +241,7 @@ def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...
 
 
 def of_activations(stored: Stored) -> frozenset[str]:
-    """Scales that a plain weight has no use for."""
+    """Return the names of scales of activations, which a plain weight does not use."""
     return frozenset(
         name for name in stored.checkpoint.headers if name.rpartition(".")[2] in _OF_ACTIVATIONS
     )
@@ -249,7 +252,7 @@ def _said(what: str, tensors: Sequence[Scaled]) -> str:
 
 
 def how_scaled(tensors: Sequence[Scaled]) -> str:
-    """What the weights have scales for, as text."""
+    """Describe the parts of weights that have one scale."""
     blocks = dict.fromkeys(_whose(tensor) for tensor in tensors)
     return f"a scale for {', or '.join(blocks)}"
 

@@ -1,11 +1,10 @@
-"""GGUF, of the language models whose tensors are one of transformers' each, as it saves them.
+"""GGUF files of language models whose tensors correspond one to one to those that transformers saves.
 
-What a type's blocks mean is said by `gguf.dequantize`. Names, config, and what llama.cpp's
-converter did to a tensor (rows of q and k in another order, transposed, norms plus one) are undone
-by transformers' own tables of its GGUF loader, which are no stable interface: another release may
-lack them, and is then named. Experts, which that loader puts together as its modules hold them, get the
-names that transformers saves them under, one by one; Mixtral, which it reads as a Llama, is known by
-its count of experts.
+`gguf.dequantize` decodes the blocks of a type. Names, the config, and llama.cpp's changes to tensors (rows
+of q and k in another order, transposed tensors, norms plus one) are undone by the tables of transformers'
+GGUF loader. These tables are no stable interface: if a release lacks them, the error names them. That
+loader stacks experts as its modules hold them; here experts get the names under which transformers saves
+them one by one. The loader reads Mixtral as a Llama; here Mixtral is recognised by its number of experts.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Sto
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
-# Those that give one tensor for one, apart from stacks of experts.
+# Processors that change one tensor into one, except for stacks of experts.
 _ONE_FOR_ONE = frozenset(
     f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2", "Qwen2Moe")
 )
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
-# What a config says already.
+# Tensors that hold what a config states already, and belong to no parameter.
 _OF_NO_PARAMETER = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _CONVERT = "convert the model again"
 _CONFIG = "put the model's config.json beside it, and pass the folder"
-# What a config has of the metadata, by the keys after the architecture's name.
+# Entries of a config by the metadata's keys after the architecture's name.
 _STATED = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -52,16 +51,16 @@ _STATED = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
 }
-# What transformers' loader leaves out of a config, by the keys after the architecture's name.
+# Entries that transformers' loader does not put into a config, by the keys after the architecture's name.
 _LEFT_OUT = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _QWEN_EXPERTS = ("qwen2moe", "qwen3moe")
-_DEPTH = 2  # in modules, to the one that names begin with
+_DEPTH = 2  # levels of modules to search for the one where names begin
 _ROPE = "rope.freq_base"
 _ROUNDED = 1e-6
-# What a file of one plain type is read as; bfloat16 is what any other is.
+# The dtype of reading for a file of one plain type; any other file is read as bfloat16.
 _READ = {"F32": torch.float32, "F16": torch.float16}
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType({**_READ, "BF16": torch.bfloat16})
 
@@ -70,12 +69,12 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Blocks(ByRows):
-    """A tensor of the file.
+    """A tensor of the file whose rows can be read separately.
 
     Attributes:
-        kind: what GGUF calls its type.
-        order: of each group of as many rows, by row of the plain tensor that of the stored one; None: the
-            same.
+        kind: GGUF's name of its type.
+        order: for a group of rows, the stored row of each plain row; all groups have the same order.
+            None: rows are stored in order.
     """
 
     kind: str
@@ -94,13 +93,13 @@ class Blocks(ByRows):
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor of the file that is not its rows in some order: it is unpacked as a whole.
+    """A tensor of the file that is more than a reordering of rows, so that it is unpacked as a whole.
 
     Attributes:
-        kind: what GGUF calls its type.
+        kind: GGUF's name of its type.
         transposed: whether it is stored transposed.
-        more: what was added to each of its numbers.
-        flat: whether it is stored without its first axis, which has one place.
+        more: the number that was added to each of its elements.
+        flat: whether it is stored without its first axis, which has size 1.
     """
 
     header: TensorHeader
@@ -118,7 +117,7 @@ class PlainTensor:
 
 
 def find(stored: Stored) -> Found:
-    """Find the tensors of a GGUF file; see `Found`."""
+    """Return the tensors of a GGUF file; see `Found`."""
     try:
         loader: Any = importlib.import_module(_LOADER)
     except ImportError as error:
@@ -129,7 +128,8 @@ def find(stored: Stored) -> Found:
     types = cast("Mapping[str, str]", stored.settings["types"])
     architecture = metadata.get("general.architecture")
     made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
-    # Nothing undoes what llama.cpp's converter did to others, such as 1 more in norms of the first Gemma.
+    # For other architectures nothing undoes the converter's changes, such as 1 more in norms of the first
+    # Gemma.
     known = {*loader.TENSOR_PROCESSORS, *loader.GGUF_SUPPORTED_ARCHITECTURES}
     if made.__name__ not in _ONE_FOR_ONE or architecture not in known:
         stored.refuse(f"its architecture, {shorten(architecture)}, is none of those that are read")
@@ -187,7 +187,7 @@ def find(stored: Stored) -> Found:
 
 
 def _saved_shapes(model: Any, *, one_by_one: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, of the parameters of a model; `one_by_one`: as it is saved, an expert a tensor."""
+    """Return the shapes of a model's parameters by name; `one_by_one`: as saved, one tensor per expert."""
     held = model.state_dict()
     if one_by_one:
         loading: Any = importlib.import_module("transformers.core_model_loading")
@@ -201,7 +201,7 @@ def _of_experts(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, str]:
-    """The names of the matrices of stacks, by the names that stacks have without the experts' numbers."""
+    """Return the names of the matrices in stacks of experts, checked against the model's count."""
     found: dict[str, str] = {}
     for stack, members in stacks.items():
         before, between, after = names.get(stack, "").partition(".experts.")
@@ -217,11 +217,11 @@ def _of_experts(
 
 
 class _Outer:
-    """A model, and of its modules only those that are no deeper than `depth`.
+    """A model that shows only those of its modules that are at most `depth` levels deep.
 
-    transformers looks for the tensors' names in the model, and then once more in every module of it, for
-    the few architectures whose names lack their beginning: nearly all of the time to open a small model,
-    and minutes where a name is of no parameter at all.
+    transformers looks for the tensors' names in the model, and again in every module of it, for the few
+    architectures whose names lack their beginning. That takes nearly all of the time to open a small
+    model, and minutes if a name belongs to no parameter.
     """
 
     def __init__(self, module: Any, depth: int, names: Collection[str] | None = None) -> None:
@@ -232,16 +232,16 @@ class _Outer:
         self._depth = depth
 
     def state_dict(self) -> Collection[str]:
-        """The names of its parameters, which are all that is asked of it."""
+        """Return the parameters' names; the loader asks for nothing else."""
         return self._module.state_dict() if self._names is None else self._names
 
     def named_children(self) -> Iterator[tuple[str, _Outer]]:
-        """The modules in it that are looked into."""
+        """Yield the modules inside that the loader may search."""
         return ((name, _Outer(module, self._depth - 1)) for name, module in self._inside)
 
 
 def _config(stored: Stored, loader: Any) -> dict[str, Any]:
-    """The config beside the file, or the one that transformers makes of its metadata."""
+    """Return the config beside the file, or the one that transformers makes of its metadata."""
     transformers: Any = importlib.import_module("transformers")
     given = stored.checkpoint.config or {}
     config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
@@ -267,7 +267,7 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
 
 
 def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
-    """What metadata say of experts, and transformers' loader does not put into the config."""
+    """Return what metadata say of experts and transformers' loader does not put into the config."""
     architecture = metadata.get("general.architecture")
     if architecture in _QWEN_EXPERTS:
         found = {name: metadata.get(f"{architecture}.{key}") for key, name in _LEFT_OUT.items()}
@@ -280,14 +280,14 @@ def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _of_heads(metadata: Mapping[str, Json], config: Any) -> dict[str, Json]:
-    """The size of a head, where metadata say another than the config has that is made of them."""
+    """Return the size of a head if the metadata state another than the config made of them has."""
     stated = metadata.get(f"{metadata.get('general.architecture')}.attention.key_length")
     made = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {} if stated in (None, made) else {"head_dim": stated}
 
 
 def _is_config_made(stored: Stored) -> bool:
-    """Whether there is no config beside the file."""
+    """Return whether there is no config beside the file."""
     return not stored.checkpoint.config or set(stored.checkpoint.config) == {QUANTISATION}
 
 
@@ -296,7 +296,13 @@ def _by_config(stored: Stored) -> str | None:
 
 
 def check_rope(model: Checkpoint) -> None:
-    """Refuse a config that is made of metadata where the file scales its rope, which no such config has."""
+    """Check that a config made of metadata is not used for a file that scales its rope.
+
+    Such a config never has the scaling.
+
+    Raises:
+        CheckpointError: the file scales its rope.
+    """
     settings = None if model.quantisation is None else model.quantisation.settings
     if not isinstance(settings, GgufSettings):
         return
@@ -312,7 +318,7 @@ def check_rope(model: Checkpoint) -> None:
 
 
 def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> None:
-    """Refuse a config beside the file by which q's and k's rows, or what runs, would be others."""
+    """Check that a config beside the file agrees with the file's numbers, which order q's and k's rows."""
     if _is_config_made(stored):
         return
     config = config.get_text_config()
@@ -331,7 +337,7 @@ def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> 
 
 
 def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
-    """Refuse a mixture that would ask for more experts than it has, or for none."""
+    """Check that a mixture uses at least one of its experts, and no more than it has."""
     architecture = metadata.get("general.architecture")
     count = metadata.get(f"{architecture}.expert_count")
     if not isinstance(count, int) or not count:
@@ -347,10 +353,10 @@ def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
 
 
 def _same(stated: object, value: object) -> bool:
-    """Whether two numbers are the same, of which one may have been rounded to float32."""
+    """Return whether two numbers are equal, of which one may have been rounded to float32."""
     if not isinstance(stated, int | float) or not isinstance(value, int | float):
         return stated == value
-    near = _ROUNDED * abs(stated)  # which the file bounds: a config may have a number of any size
+    near = _ROUNDED * abs(stated)  # bounded by the file; a config's number may be of any size
     return stated - near <= value <= stated + near
 
 
@@ -361,7 +367,7 @@ def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
 
 
 def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
-    """Return what a file is read as: what its config states; else as its matrices, or bfloat16."""
+    """Return the dtype of reading: the config's, else its matrices' plain type, else bfloat16."""
     if not any(key in config for key in DTYPE_KEYS) and len(kinds) == 1:
         return _READ.get(next(iter(kinds)), torch.bfloat16)
     return dtype_of(config)
@@ -370,10 +376,10 @@ def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
 def _tensor(
     stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
 ) -> Blocks | PlainTensor:
-    """Return a tensor with what is undone to it, after its size was checked.
+    """Return a tensor with the way to undo the converter's changes, after checking its size.
 
-    What transformers undoes is found by what it makes of numbers that tell their places: rows in another
-    order, a transpose, or a number less. So it can be done again when a file is written.
+    The changes are found by what transformers makes of numbers that encode their places: another order of
+    rows, a transpose, or a number subtracted. They can therefore be made again when a file is written.
     """
 
     def undo(values: Values) -> Values:
@@ -394,7 +400,7 @@ def _tensor(
     if found.shape == by_row.shape and (np.sort(found, axis=0) == by_row).all():
         _check_shape(stored, name, header, shape)
         return Blocks(header, (name,), kind, _repeated(found.reshape(-1)))
-    one = np.broadcast_to(np.ones(1, np.float32), shape)  # a number's memory
+    one = np.broadcast_to(np.ones(1, np.float32), shape)  # takes the memory of one number
     _check_shape(stored, name, header, tuple(undo(one).shape))
     probe = _counted(2, 3) if len(shape) == 2 else by_row
     found = undo(probe)
@@ -408,13 +414,13 @@ def _tensor(
 
 
 def _counted(*shape: int) -> Any:
-    """Numbers that tell their places."""
+    """Return numbers that encode their places."""
     numbers: Any = np.arange(prod(shape))
     return numbers.reshape(shape)
 
 
 def _repeated(order: Any) -> tuple[int, ...] | None:
-    """The order of the least group of rows whose order is that of all groups; None: rows are in order."""
+    """Return the order within the smallest group of rows for which all groups agree; None: all in order."""
     if (order == np.arange(len(order))).all():
         return None
     ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(len(order))) + 1
@@ -435,7 +441,7 @@ def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[i
 
 
 def _sizes(stored: Stored, name: str, kind: str) -> tuple[int, int]:
-    """Numbers and bytes of a block; of plain numbers 1 and 0."""
+    """Return the numbers and bytes of a block; 1 and 0 for plain numbers."""
     package: Any = importlib.import_module("gguf")
     if stored.checkpoint.headers[name].dtype is not torch.uint8:
         return 1, 0
@@ -454,7 +460,7 @@ def _tensor_of(values: Values) -> Tensor:
 
 
 def _dequantised(rows: Tensor, kind: str) -> Values:
-    """Return rows of plain numbers, or of blocks, in float32."""
+    """Return rows in float32, from plain numbers or from blocks."""
     if rows.dtype is not torch.uint8:
         return rows.float().numpy()
     package: Any = importlib.import_module("gguf")

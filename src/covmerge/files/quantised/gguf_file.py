@@ -1,12 +1,12 @@
-"""One GGUF file, read by ranges of rows; blocks of quantised numbers are shown as the bytes they are.
+"""A GGUF file, read by ranges of rows; blocks of quantised numbers are shown as their bytes.
 
-A layer's experts lie stacked, `(experts, d_out, d_in)`. Each is shown as the tensor that it is
-elsewhere, `blk.0.ffn_up_exps.7.weight` of `blk.0.ffn_up_exps.weight`: its bytes lie together, so it is
-read, hashed and written by itself.
+A layer's experts are stored as a stack, `(experts, d_out, d_in)`. Each expert is shown as a tensor of its
+own, `blk.0.ffn_up_exps.7.weight` of `blk.0.ffn_up_exps.weight`. Its bytes are contiguous, so it can be
+read, hashed and written separately.
 
 A file is `GGUF | u32 version | u64 tensors | u64 entries | metadata | tensors' names, shapes, types and
-offsets | data`, all little-endian, the data aligned. Its header is parsed here, so that nothing of a
-stranger's file is believed before its sizes are checked; what a type's blocks mean is `gguf`'s.
+offsets | data`, all little-endian, the data aligned. The header is parsed here, so that nothing in a
+stranger's file is trusted before its sizes are checked. The package `gguf` decodes the blocks of a type.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_DIMENSIONS = 4
 _MAX_BYTES = 2**63 - 1
 _PIECE = 2**18
 _ALIGNMENT = 32
-# struct's formats of metadata, by GGUF's numbers for them.
+# struct's formats for metadata, by GGUF's numbers of their types.
 _NUMBERS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"},
     **{10: "<Q", 11: "<q", 12: "<d"},
@@ -50,18 +50,18 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufSettings(dict[str, Json]):
-    """What a file of GGUF says of itself, in the place of a config's quantisation.
+    """The header of a GGUF file, in the place of a config's quantisation settings.
 
-    Of a type of its own, which no config.json can state: `types` by tensor, in the order of the data, the
-    numbers and texts of its `metadata`, and its `path`.
+    It is a type that no config.json can state. Its keys are `types` (by tensor, in the order of the
+    data), the numbers and texts of the `metadata`, and the `path`.
 
     Attributes:
-        file: itself.
-        tensors: its tensors, in the order of the data.
-        start: what comes before them, but for the numbers of tensors: where metadata ends.
-        alignment: of the data.
-        places: by key, where a number of the metadata lies.
-        stacks: by the name of each stack of experts, those of its matrices, in order.
+        file: the file.
+        tensors: the file's tensors, in the order of the data.
+        start: where the metadata end, in bytes from the start of the file.
+        alignment: alignment of the data in bytes.
+        places: the places of numbers in the metadata, by key.
+        stacks: for each stack of experts, the names of its matrices, in order.
     """
 
     file: StoredFile
@@ -76,7 +76,7 @@ class GgufFile(SlottedFile):
     """A GGUF file whose header has been checked.
 
     Attributes:
-        headers: by the names of the file; a tensor of blocks has its rows' bytes.
+        headers: headers by the file's names; a row of a tensor of blocks is its bytes.
         settings: see `GgufSettings`.
     """
 
@@ -98,14 +98,14 @@ class GgufFile(SlottedFile):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the file: where it lies, and what GGUF calls its type."""
+    """A tensor of the file, with its place and GGUF's name of its type."""
 
     slot: Slot
     kind: str
 
 
 class _Header:
-    """Reads a header from its beginning, and never past its bounds."""
+    """A parser of a header, which reads from the beginning and never beyond the header's limits."""
 
     def __init__(self, opened: Opened, size: int, where: str) -> None:
         self._opened, self._where = opened, where
@@ -125,7 +125,7 @@ class _Header:
         self.stacks: dict[str, tuple[str, ...]] = {}
 
     def metadata(self) -> dict[str, Json]:
-        """Return its numbers and texts; lists are passed over."""
+        """Return the numbers and texts of the metadata; lists are skipped."""
         found: dict[str, Json] = {}
         for _ in range(self._entries):
             key, kind = self._text(), self._number("<I")
@@ -146,8 +146,8 @@ class _Header:
         return found
 
     def entries(self) -> list[_Entry]:
-        """Return its tensors, in the order of the data."""
-        if not self._tensors:  # as of the first of several parts
+        """Return the tensors, in the order of the data."""
+        if not self._tensors:  # as in the first of several parts
             self._refuse("has no tensors")
         package = _package()
         entries = [self._entry() for _ in range(self._tensors)]
@@ -189,7 +189,7 @@ class _Header:
         count = self._number("<I")
         if not 0 < count <= _MAX_DIMENSIONS:
             self._refuse(f"has '{name}' of {count} dimensions")
-        shape = tuple(self._number("<Q") for _ in range(count))[::-1]  # the fastest comes first
+        shape = tuple(self._number("<Q") for _ in range(count))[::-1]  # fastest axis first
         if not all(0 < size <= _MAX_BYTES for size in shape) or prod(shape) > _MAX_BYTES:
             self._refuse(f"has '{name}' of {list(shape)}")
         return name, shape, self._number("<I"), self._number("<Q")
@@ -243,7 +243,7 @@ class _Header:
 
 
 def _matrices(stack: Slot) -> list[Slot]:
-    """Where the matrices of a stack lie."""
+    """Return the slots of the matrices of a stack."""
     count, *rest = stack.header.shape
     stem = stack.header.name.removesuffix("weight")
     size = stack.nbytes // count
@@ -258,7 +258,7 @@ def _matrices(stack: Slot) -> list[Slot]:
 
 
 def _check_entries(entries: list[_Entry], size: int, where: str) -> None:
-    """Check that tensors lie in the file, under names of their own, and not over each other."""
+    """Check that tensors lie within the file, have different names, and do not overlap."""
     end, names = 0, set[str]()
     for slot in (entry.slot for entry in entries):
         name = slot.header.name

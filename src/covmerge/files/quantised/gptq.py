@@ -1,10 +1,10 @@
 """GPTQ (arXiv:2210.17323), as AutoGPTQ and GPTQModel store it.
 
-`X.qweight` `(d_in · bits / 32, d_out)` has the inputs of an output one after another in words of 32
-bits, the lowest bits first; `X.qzeros` `(groups, d_out · bits / 32)` its zero points along the
-outputs, less one in the format `gptq` (the word less one in each number, as GPTQModel has it) and
-as they are in `gptq_v2`; `X.scales` `(groups, d_out)`; `X.g_idx` `(d_in)` the group of each input,
-which "act order" mixes. 32 numbers of 3 bits are in three words, two of them across the ends of words.
+`X.qweight` `(d_in · bits / 32, d_out)` has the inputs of an output one after another in 32-bit words, the
+lowest bits first. `X.qzeros` `(groups, d_out · bits / 32)` has the zero points along the outputs: less
+one in the format `gptq` (one is subtracted from every number of a word, as in GPTQModel), as they are in
+`gptq_v2`. `X.scales` is `(groups, d_out)`; `X.g_idx` `(d_in)` is the group of each input, which "act
+order" mixes. 32 numbers of 3 bits take three words, and two of the numbers cross the ends of words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covmerge.files.quantised.integers import WORD, Grouped, in_a_row, run_of
 from covmerge.files.quantised.packed import SMALLEST, Format, Found, Read, Stored
 
 _BITS = (2, 3, 4, 8)
-# What a layer of its own may not have of its own.
+# Settings that a single layer may not change.
 _LAYOUTS = frozenset(("format", "checkpoint_format", "pack_dtype", "is_marlin_format"))
 _INT32 = (torch.int32,)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,11 +29,11 @@ _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Weight(Grouped):
-    """A layer's weight.
+    """The packed weight of a layer.
 
     Attributes:
         less_one: whether zero points are stored less one.
-        mixed: name of the groups of inputs, where they are stored.
+        mixed: name of the stored group of each input; None: groups are in order.
     """
 
     less_one: bool
@@ -48,7 +48,7 @@ class Weight(Grouped):
 
     def zeros(self, read: Read, rows: range) -> Tensor:
         words = read(self.stored[1], None)
-        across = run_of(self.bits)[1] > 1  # words: then one is added to each number by itself
+        across = run_of(self.bits)[1] > 1  # words per run: then one is added to each number
         if self.less_one and not across:
             words = words + sum(1 << shift for shift in range(0, WORD, self.bits))
         zeros = in_a_row(words, self.bits)[:, rows.start : rows.stop]
@@ -59,7 +59,7 @@ class Weight(Grouped):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `qweight`; see `Found`."""
+    """Return the layers with `qweight`; see `Found`."""
     bits = stored.setting("bits", *_BITS)
     version = stored.version("gptq", "gptq_v2")
     stored.setting("is_marlin_format", False, None)
@@ -77,13 +77,13 @@ def find(stored: Stored) -> Found:
 
 
 def _varied(stored: Stored) -> bool:
-    """Whether some layers have bits or groups of their own, which GPTQModel says by patterns of names."""
+    """Return whether some layers have their own bits or groups, which GPTQModel sets by name patterns."""
     given: object = stored.settings.get("dynamic") or {}
     if not isinstance(given, dict):
         stored.refuse(f"its dynamic is {shorten(given)}, where patterns of names can be read")
     found = False
     for pattern, settings in cast("dict[str, object]", given).items():
-        if pattern.startswith("-:"):  # these are plain
+        if pattern.startswith("-:"):  # the layers of this pattern are plain
             continue
         changed = cast("dict[str, object]", settings) if isinstance(settings, dict) else {}
         strange = sorted(changed.keys() & _LAYOUTS)
@@ -94,9 +94,9 @@ def _varied(stored: Stored) -> bool:
 
 
 def _sizes(stored: Stored, module: str) -> tuple[int, int]:
-    """Bits and inputs of a group, which follow from the sizes of what is stored.
+    """Return bits and group size of a layer, from the sizes of its stored tensors.
 
-    So no pattern of a stranger's is matched.
+    A stranger's pattern of names is therefore never matched.
     """
     shape = stored.part(f"{module}.qweight", _INT32).shape
     zeros = stored.part(f"{module}.qzeros", _INT32).shape
@@ -118,13 +118,13 @@ def _sizes(stored: Stored, module: str) -> tuple[int, int]:
 
 
 def _are_whole(bits: int, rows: int, d_out: int) -> bool:
-    """Whether words and zero points are whole runs; of 3 bits no client reads a part of one."""
+    """Return whether words and zero points are whole runs; for 3 bits no client reads a partial run."""
     count, high = run_of(bits)
     return high == 1 or (rows % high == 0 and d_out % count == 0)
 
 
 def said_of_groups(group: int) -> str:
-    """What has one scale, as text."""
+    """Describe the weights with one scale."""
     return "a scale for each row" if group == -1 else f"a scale for {group} weights"
 
 

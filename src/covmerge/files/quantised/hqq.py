@@ -1,9 +1,10 @@
 """HQQ (Half-Quadratic Quantization), as transformers stores its state.
 
-A weight lies as a matrix of groups: they are its rows (axis 1) or its columns (axis 0). This is cut into
-slabs of equal height, and a word of `X.W_q` holds the numbers at the same place of all slabs, the first in
-the highest bits. w = (q − z) · s, with z and s of a group in `X.zero` and `X.scale`, each step rounded to
-their dtype, as HQQ computes. Sizes lie beside them as tensors, which is why weights must be here.
+A weight is stored as a matrix of groups, which are its rows (axis 1) or its columns (axis 0). This matrix
+is cut into slabs of equal height. A word of `X.W_q` holds the numbers at the same place of all slabs, the
+first slab in the highest bits. w = (q − z) · s, with z and s of a group in `X.zero` and `X.scale`; each
+step is rounded to their dtype, as HQQ computes. Sizes are stored as tensors beside them, so the weights
+must be local.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.packed import SMALLEST, ByRows, Format, Found, Read, Stored
 
-# By bits: the dtype of words, how many slabs they hold, and how far apart; 5 and 6 bits lie one a byte.
+# By bits: the dtype of words, the number of slabs in a word, and their distance in bits; 5 and 6 bits
+# take a byte.
 _WORDS = {
     **{bits: (torch.uint8, 8 // bits, bits) for bits in (1, 2, 4, 8)},
     3: (torch.int32, 10, 3),
@@ -24,7 +26,7 @@ _WORDS = {
 }
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _SIZES = (torch.int32, torch.int64, torch.uint8)
-_OTHERWISE = ("quant_scale", "quant_zero", "view_as_float")  # how words and scales may be stored
+_OTHERWISE = ("quant_scale", "quant_zero", "view_as_float")  # other ways to store words and scales
 _BESIDE = (
     *("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "compute_dtype"),
     *("channel_wise", "optimize", "round_zero", "offload_meta", "encoded_state_dict"),
@@ -34,14 +36,14 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class Weight(ByRows):
-    """A layer's weight, whose entries one after another are the rows of the matrix of groups.
+    """The packed weight of a layer; its elements in order are the rows of the matrix of groups.
 
     Attributes:
-        bits: of a number.
-        width: of the matrix of groups.
-        height: rows of a slab.
-        shifts: where in a word the number of each slab is.
-        across: whether groups are columns of the matrix of groups; else they are rows.
+        bits: bits of a number.
+        width: width of the matrix of groups.
+        height: number of rows of a slab.
+        shifts: the place of each slab's number in a word, in bits.
+        across: whether groups are columns of the matrix of groups; otherwise they are rows.
     """
 
     bits: int
@@ -70,7 +72,7 @@ class Weight(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `W_q`; see `Found`."""
+    """Return the layers with `W_q`; see `Found`."""
     stored.check_local()
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".W_q") for name in headers if name.endswith(".W_q")]

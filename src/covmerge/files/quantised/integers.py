@@ -1,7 +1,7 @@
-"""Numbers of a few bits in int32 words, by groups of inputs: what GPTQ and AWQ have in common.
+"""Small integers in int32 words, by groups of inputs: what GPTQ and AWQ have in common.
 
-Weights lie transposed, `(d_in, d_out)`, and w = (q − z) · s, with z and s by group of inputs and by
-output. Some rows of the plain matrix are columns of what is stored: to read them takes reading all
+Weights are stored transposed, `(d_in, d_out)`, and w = (q − z) · s, with z and s per group of inputs and
+per output. Rows of the plain matrix are columns of the stored one, so reading some rows means reading all
 of it, in pieces.
 """
 
@@ -20,16 +20,16 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.packed import Read, pieces
 
-# Numbers of 4, 6 and 8 bits, and powers of two as scales (OCP Microscaling Formats 1.0).
+# Numbers of 4, 6 and 8 bits, with powers of two as scales (OCP Microscaling Formats 1.0).
 #
-# Numbers of 4 bits (E2M1) lie two a byte and numbers of 6 bits (E2M3) four in three bytes, the lowest bits
-# first. A scale may be stored as its exponent e alone (E8M0): it is 2^(e − 127).
+# 4-bit numbers (E2M1) are stored two per byte, and 6-bit numbers (E2M3) four in three bytes, the lowest
+# bits first. A scale may be stored as its exponent e alone (E8M0): it is 2^(e − 127).
 
 BIAS = 127
 BYTE = 8
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M3 = torch.cat([torch.arange(8) / 8, *((1 + torch.arange(8) / 8) * 2**e for e in range(3))])
-# By the bits of a number: its sign comes first.
+# Values by the bits of a number; the highest bit is the sign.
 _VALUES: Mapping[int, Tensor] = MappingProxyType(
     {4: torch.cat([E2M1, -E2M1]), 6: torch.cat([_E2M3, -_E2M3])}
 )
@@ -39,8 +39,8 @@ def numbers(stored: Tensor, bits: int) -> Tensor:
     """Return stored numbers `(rows, n · bits / 8)` as float32 `(rows, n)`.
 
     Args:
-        stored: of 8 bits in a dtype of their own; of fewer as bytes, a row of which is whole words.
-        bits: of a number.
+        stored: 8-bit numbers in their own dtype; smaller ones as bytes, whose rows are whole words.
+        bits: bits of a number.
 
     Example:
         >>> numbers(torch.tensor([[0x21, 0x0A, 0, 0]], dtype=torch.uint8), 4)[0, :3]
@@ -64,12 +64,12 @@ WORD = 32
 
 @dataclass(frozen=True)
 class Grouped:
-    """A packed matrix; `stored` names its words, its zero points, its scales, and what else is of it."""
+    """A packed matrix; `stored` names its words, zero points and scales, followed by any other parts."""
 
     header: TensorHeader
     stored: tuple[str, ...]
     bits: int
-    group: int  # inputs that have one scale
+    group: int  # inputs with one scale
     source: str
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
@@ -93,11 +93,11 @@ class Grouped:
 
     @property
     def run(self) -> tuple[int, int]:
-        """The fewest inputs of the layer that are whole rows of words, and how many rows."""
+        """The fewest inputs that fill whole rows of words, and the number of these rows."""
         raise NotImplementedError
 
     def values(self, words: Tensor, rows: range) -> Tensor:
-        """Unpack weights, as `(inputs, rows)`."""
+        """Return unpacked weights, as `(inputs, rows)`."""
         raise NotImplementedError
 
     def zeros(self, read: Read, rows: range) -> Tensor:
@@ -111,7 +111,7 @@ class Grouped:
 
 
 def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
-    """Return the numbers in words `(...)` as `(..., numbers)`, each at its shift.
+    """Return the numbers in words `(...)` as `(..., numbers)`, each from its shift.
 
     Example:
         >>> unpacked(torch.tensor([0x21]), torch.tensor([0, 4]), 4)
@@ -121,7 +121,7 @@ def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
 
 
 def run_of(bits: int) -> tuple[int, int]:
-    """Return the fewest numbers of some bits that fill whole words, and how many words.
+    """Return the fewest numbers of `bits` bits that fill whole words, and the number of these words.
 
     Example:
         >>> run_of(4), run_of(3)
@@ -134,8 +134,8 @@ def run_of(bits: int) -> tuple[int, int]:
 def in_a_row(words: Tensor, bits: int) -> Tensor:
     """Return the numbers in words `(rows, n)` as `(rows, n · 32 / bits)`, the lowest bits first.
 
-    Of 3 bits some lie across two words: the bits of a run of words are one row, of which the last may
-    be cut off.
+    Some 3-bit numbers cross two words. The bits of a run of words are treated as one row; the last run
+    may be cut off.
 
     Example:
         >>> in_a_row(torch.tensor([[0x21]], dtype=torch.int32), 4)

@@ -1,11 +1,10 @@
-"""Groups of a row with a scale and an offset, as MLX stores them (mlx-lm; `metal` of transformers).
+"""Groups of a row with one scale and offset, as MLX stores them (mlx-lm; `metal` of transformers).
 
 `X.weight` uint32 `(..., d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest
-bits first; `X.scales` and `X.biases` (`X.qbiases` in `metal`) are `(..., d_out, groups)`, and
+bits first. `X.scales` and `X.biases` (`X.qbiases` in `metal`) are `(..., d_out, groups)`, and
 w = q · s + b. MLX rounds the product and the sum to the scales' dtype; transformers computes in float32.
-Modes `mxfp4` and `mxfp8` have floating-point numbers and an exponent for 32 of them in `X.scales`;
-`nvfp4` an E4M3 number for 16, as a byte too.
-Layers may have settings of their own, by their names.
+The modes `mxfp4` and `mxfp8` have floating-point numbers, and one exponent for 32 of them in `X.scales`;
+`nvfp4` has one E4M3 number for 16, also stored as a byte. Layers may have their own settings, by name.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (16, 32, 64, 128)
 _UINT32 = (torch.uint32,)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
-# Bits and groups of the modes without offsets.
+# Bits and group size of the modes without offsets.
 _SMALL = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 
 @dataclass(frozen=True)
 class Affine(ByRows):
-    """A matrix, or a stack of them, whose groups have a scale and an offset.
+    """A matrix, or a stack of matrices, whose groups have a scale and an offset.
 
     Attributes:
-        bits: of a number.
-        group: inputs that have one scale.
+        bits: bits of a number.
+        group: number of inputs with one scale.
         rounds: whether the product is rounded to the scales' dtype before the offset is added.
     """
 
@@ -59,12 +58,12 @@ class Affine(ByRows):
 
 @dataclass(frozen=True)
 class Small(ByRows):
-    """A matrix, or a stack of them, of floating-point numbers with a scale for each group.
+    """A matrix, or a stack of matrices, of floating-point numbers with one scale per group.
 
     Attributes:
-        bits: of a number.
-        group: numbers that have one scale.
-        exponents: whether scales are powers of two; else they are E4M3.
+        bits: bits of a number.
+        group: number of inputs with one scale.
+        exponents: whether scales are powers of two; otherwise they are E4M3 numbers.
     """
 
     bits: int
@@ -80,7 +79,7 @@ class Small(ByRows):
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `scales`; see `Found`."""
+    """Return the layers with `scales`; see `Found`."""
     headers = stored.checkpoint.headers
     modules = [name.removesuffix(".scales") for name in headers if name.endswith(".scales")]
     tensors = tuple(_weight(stored, module, _of_layer(stored, module)) for module in modules)
@@ -89,7 +88,7 @@ def find(stored: Stored) -> Found:
 
 
 def _of_layer(stored: Stored, module: str) -> Mapping[str, Any]:
-    """The settings of a layer: its own, or those of all."""
+    """Return the settings of a layer: its own, or the common ones."""
     settings: object = stored.settings.get(module)
     return cast("dict[str, Any]", settings) if isinstance(settings, dict) else stored.settings
 

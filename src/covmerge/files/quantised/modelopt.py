@@ -1,8 +1,8 @@
 """Weights with scales, as NVIDIA's Model Optimizer stores them (`modelopt`).
 
-`X.weight` is float8, and w = q · s with s in `X.weight_scale`: of the tensor, of each row or each block;
-as bytes they are exponents for 32 of a row (MXFP8). NVFP4 has two E2M1 numbers a byte, and
-w = q · (s · g) with g in `X.weight_scale_2`.
+`X.weight` is float8, and w = q · s with s in `X.weight_scale`, for the tensor, each row or each block.
+Bytes as scales are exponents for 32 numbers of a row (MXFP8). NVFP4 has two E2M1 numbers per byte, with
+w = q · (s · g) and g in `X.weight_scale_2`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from covmerge.files.quantised.packed import Format, Found, Stored
 
 _SCALE, _WHOLE = "_scale", "_scale_2"
 _BLOCK = (128, 128)
-# What a client multiplies the inputs of a layer by, or adds to its outputs: no weight holds it.
+# Tensors that a client applies to a layer's inputs or adds to its outputs, and that no weight can hold.
 _BESIDE = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero_point")
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `weight_scale`; see `Found`."""
+    """Return the layers with `weight_scale`; see `Found`."""
     headers = stored.checkpoint.headers
     beside = next((name for name in headers if name.rpartition(".")[2] in _BESIDE), None)
     if beside is not None:

@@ -1,8 +1,8 @@
 """MXFP4, as GPT-OSS stores the experts of its layers (OCP Microscaling Formats 1.0).
 
-`X_blocks` `(experts, d_out, groups, 16)` has two numbers of 4 bits a byte, the low half first, and
-`X_scales` `(experts, d_out, groups)` the exponent e of each group of 32: w = v · 2^(e − 127), with
-v of E2M1. The model's `X` is `(experts, d_in, d_out)`: transposed.
+`X_blocks` `(experts, d_out, groups, 16)` has two 4-bit numbers per byte, the low half first. `X_scales`
+`(experts, d_out, groups)` has the exponent e of each group of 32: w = v · 2^(e − 127), with v an E2M1
+number. The plain tensor `X` is transposed, `(experts, d_in, d_out)`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.integers import numbers, scales_of
 from covmerge.files.quantised.packed import Format, Found, Read, Stored, pieces
 
-_BYTES = 16  # of a group
+_BYTES = 16  # bytes of a group
 GROUP = 2 * _BYTES
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Matrices of several experts; the least that is read is one of them, packed."""
+    """The matrices of several experts; the smallest part that is read is one packed expert."""
 
     header: TensorHeader
     stored: tuple[str, ...]
@@ -38,13 +38,13 @@ class Experts:
 
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Rows of one matrix `(rows, groups, 16)` with their exponents, as `(rows, d_in)`."""
+    """Return rows of one matrix `(rows, groups, 16)` times their scales, as `(rows, d_in)`."""
     values = numbers(blocks.flatten(1), 4).view(len(blocks), -1, GROUP)
     return values.mul_(scales_of(scales).unsqueeze(-1)).flatten(1)
 
 
 def find(stored: Stored) -> Found:
-    """Find tensors stored as `_blocks` and `_scales`; see `Found`."""
+    """Return the tensors stored as `_blocks` and `_scales`; see `Found`."""
     names = [n for n in stored.checkpoint.headers if n.endswith("_blocks")]
     tensors = tuple(_experts(stored, name.removesuffix("_blocks")) for name in names)
     return Found(tensors, "MXFP4, an exponent for 32 weights")

@@ -1,7 +1,7 @@
-"""A tensor that is stored packed, and what a format has to say of it.
+"""Packed tensors, and what a quantised format declares.
 
-Nothing larger than the tensor itself is ever made of it: it is unpacked in pieces of 2¹⁸
-numbers, whatever is asked for, so that a read takes a few MB beside what it returns.
+A tensor is unpacked in pieces of 2¹⁸ numbers, whatever is asked for. A read therefore takes a few MB beside
+the tensor that it returns.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.gguf_file import GgufSettings
 
 PIECE = 2**18  # numbers that are unpacked at once
-SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole
+SMALLEST = 16  # least number of weights with one scale: a layer's scales are read as a whole
 
-DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config
+DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of a config
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def how_else(way: str) -> str:
-    """Return what to do with a checkpoint that is not read: dequantise it in a way, if there is one."""
+    """Return the advice for a checkpoint that cannot be read: how to dequantise it, if there is a way."""
     if not way:
         return "pass the model as it was before it was quantised"
     return f"dequantise it first (transformers: {way}), or pass the model as it was before"
@@ -36,7 +36,7 @@ def how_else(way: str) -> str:
 
 @dataclass(frozen=True)
 class ByRows:
-    """A packed tensor of which any rows can be unpacked by themselves."""
+    """A packed tensor whose rows can be unpacked separately."""
 
     header: TensorHeader
     stored: tuple[str, ...]
@@ -64,12 +64,12 @@ def pieces(rows: range, width: int) -> Iterator[range]:
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config states; bfloat16 where it states none."""
+    """Return the dtype that a config states; bfloat16 if it states none."""
     return getattr(torch, next((name for name in _stated(config) if name in _DTYPES), "bfloat16"))
 
 
 def _stated(config: Mapping[str, Any]) -> Iterator[Any]:
-    """What a config, and the parts of it, say of their dtype."""
+    """Yield the dtypes that a config, and its parts for text, state."""
     nested = [value for key, value in config.items() if key.endswith("text_config")]
     parts = [cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)]
     for part in (config, *parts):
@@ -78,13 +78,13 @@ def _stated(config: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A quantised checkpoint, as formats read it.
+    """A quantised checkpoint, as formats see it.
 
     Attributes:
-        checkpoint: as it is stored.
+        checkpoint: the checkpoint with its stored tensors.
         settings: its `quantization_config`.
-        dtype: what its config says that it is computed in.
-        dequantise: how transformers dequantises it (`Format`).
+        dtype: the dtype in which its config says that it is computed.
+        dequantise: the way in which transformers dequantises it (`Format`).
     """
 
     checkpoint: Checkpoint
@@ -94,11 +94,11 @@ class Stored:
 
     @property
     def method(self) -> object:
-        """What its config calls the format."""
+        """The config's name of the format."""
         return self.settings.get("quant_method")
 
     def refuse(self, why: str, way: str | None = None) -> NoReturn:
-        """Say what of it is not read, and what to do: `way`, or how it is dequantised."""
+        """Raise an error that says what cannot be read, and what to do: `way`, or how to dequantise."""
         declared = (
             "gguf"
             if isinstance(self.settings, GgufSettings)
@@ -110,13 +110,13 @@ class Stored:
         )
 
     def check_dtype(self) -> None:
-        """See that the dtype that its config states is one that weights are read as."""
+        """Check that the dtype that the config states is one in which weights can be read."""
         stated = next(_stated(self.checkpoint.config or {}), "bfloat16")
         if stated not in _DTYPES:
             self.refuse(f"its dtype is {shorten(stated)}, where {', '.join(_DTYPES)} can be read")
 
     def check_local(self) -> None:
-        """See that weights are here, where the shapes of layers lie among them."""
+        """Check that the weights are local, for formats that store the layers' shapes among them."""
         hub = self.checkpoint.hub
         if hub is not None and self.checkpoint.folder is None:
             self.refuse(
@@ -125,7 +125,7 @@ class Stored:
             )
 
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
-        """Return a setting, one of those that are read."""
+        """Return a setting, after checking that its value is one that can be read."""
         value = self.settings.get(key, default)
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(
@@ -134,7 +134,7 @@ class Stored:
         return value
 
     def version(self, usual: str, *others: str) -> str:
-        """Return which of a format's orders it is in, of which a config may have two names."""
+        """Return the version of the format, which a config may state under two keys."""
         keys = ("checkpoint_format", "format")
         first, second = (self.setting(key, usual, *others, None) for key in keys)
         if None not in (first, second) and first != second:
@@ -142,7 +142,7 @@ class Stored:
         return first or second or usual
 
     def group(self, default: int | None = None) -> int:
-        """Return how many inputs have one scale; -1: all."""
+        """Return the number of inputs with one scale; -1: all of them."""
         value = self.settings.get("group_size", default)
         if type(value) is not int or not (value == -1 or SMALLEST <= value < 2**31):
             self.refuse(
@@ -153,7 +153,7 @@ class Stored:
     def part(
         self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
     ) -> TensorHeader:
-        """Return the header of a part of a packed tensor, of one of these dtypes and shapes."""
+        """Return the header of a packed tensor's part, after checking its dtype and shape."""
         header = self.checkpoint.headers.get(name)
         if header is None:
             self.refuse(f"'{name}' is missing")
@@ -167,14 +167,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Found:
-    """What a format finds in a checkpoint.
+    """The packed tensors of a checkpoint, as its format found them.
 
     Attributes:
-        tensors: those that are stored packed.
+        tensors: the packed tensors.
         said: the format, as text.
-        unused: stored tensors that mean nothing for plain weights: scales of activations.
-        config: the model's, where it is made of what the file says; None: it is config.json's.
-        turned: whether layers lie as transformers stores them, also those it stores transposed.
+        unused: stored tensors that plain weights do not need: scales of activations.
+        config: the model's config, if it is made from the file's contents; None: it is that of config.json.
+        turned: whether weights lie as transformers stores them, including those that it stores transposed.
     """
 
     tensors: tuple[Packed, ...]
@@ -186,15 +186,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Format:
-    """A quantised format, as its own file declares it.
+    """A quantised format, declared by its file.
 
     Attributes:
-        names: what `quant_method` of a config calls it.
-        find: finds the tensors that are stored packed.
-        parts: what names end in that only parts of packed tensors have.
-        plain_modules: key of `quantization_config` where its clients look for modules that are plain; "":
-            nowhere.
-        dequantise: how transformers dequantises it; "": in no way.
+        names: the names of the format in a config's `quant_method`.
+        find: the function that finds the packed tensors.
+        parts: endings of names that only parts of packed tensors have.
+        plain_modules: the key of `quantization_config` where the format's clients look for plain modules;
+            "": there is none.
+        dequantise: the way in which transformers dequantises it; "": there is none.
     """
 
     names: tuple[str, ...]

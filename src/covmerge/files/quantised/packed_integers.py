@@ -1,9 +1,9 @@
 """Integers of 1 to 8 bits in int32 words, as compressed-tensors packs them (`pack-quantized`: W4A16).
 
-`X.weight_packed` `(d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest bits
-first, each 2^(bits − 1) more than it stands for; `X.weight_scale` is `(d_out, groups)`, and
-`X.weight_shape` has the two sizes of the weight. Zero points, `X.weight_zero_point`
-`(d_out · bits / 32, groups)`, are packed alike along the outputs: w = (q − z) · s.
+`X.weight_packed` `(d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest
+bits first; each number is stored plus 2^(bits − 1). `X.weight_scale` is `(d_out, groups)`, and
+`X.weight_shape` has the two sizes of the weight. Zero points are packed in the same way along the outputs,
+in `X.weight_zero_point` `(d_out · bits / 32, groups)`: w = (q − z) · s.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Words(ByRows):
     """A matrix of integers times the scale of their group.
 
     Attributes:
-        bits: of an integer.
-        group: inputs that have one scale.
-        zeros: the name of the zero points, if there are any.
+        bits: bits of an integer.
+        group: number of inputs with one scale.
+        zeros: name of the zero points; None: there are none.
     """
 
     bits: int
@@ -50,7 +50,7 @@ class Words(ByRows):
         return numbers.mul_(self._spread(read(self.stored[1], rows).float()))
 
     def _zeros(self, rows: range, read: Read) -> Tensor:
-        """The zero points of some rows, each as much more as the integers are."""
+        """Return the zero points of some rows, with the same added offset as the integers."""
         assert self.zeros is not None
         held, high = run_of(self.bits)
         runs = range(rows.start // held, -(-rows.stop // held))
@@ -66,7 +66,7 @@ class Words(ByRows):
 
 
 def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
-    """Find layers with integers in `weight_packed`."""
+    """Return the layers with integers in `weight_packed`."""
     headers = stored.checkpoint.headers
     names = [n for n, h in headers.items() if n.endswith(".weight_packed") and h.dtype in _INT32]
     if not names:
@@ -87,14 +87,14 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, .
 
 
 def said(tensors: Sequence[Words]) -> Iterator[str]:
-    """The kinds of integers, as text."""
+    """Yield descriptions of the kinds of integers."""
     kinds = {(t.bits, -1 if t.group == t.header.shape[1] else t.group) for t in tensors}
     for bits, group in sorted(kinds):
         yield f"INT{bits}, {said_of_groups(group)}"
 
 
 def _size(stored: Stored, scheme: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Bits, and how many inputs have one scale; None: all."""
+    """Return bits, and the number of inputs with one scale; None: all inputs."""
     bits, group = scheme.get("num_bits", 8), scheme.get("group_size")
     if bits not in _BITS:
         stored.refuse(f"its weights are int of {shorten(bits)} bits, not 1 to 8")
@@ -110,7 +110,7 @@ def _size(stored: Stored, scheme: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str) -> None:
-    """See that a weight without zero points is one of a symmetric scheme."""
+    """Check that a weight without zero points belongs to a symmetric scheme."""
     if schemes and all(scheme.get("symmetric") is False for scheme in schemes):
         stored.refuse(f"its weights are asymmetric, and '{name}' is missing")
 
@@ -127,7 +127,7 @@ def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) 
         stored.refuse(f"'{mixed}' is there, where weights in order can be read")
     grid = stored.part(scale, _SCALES).shape
     stored.part(shape, (torch.int64, torch.int32), (2,))
-    # Of a model that is not here the sizes follow from those of the scales.
+    # For a model that is not local, the sizes follow from those of the scales.
     local = stored.checkpoint.folder is not None
     stated = [int(size) for size in stored.checkpoint.read(shape)] if local else None
     fits: set[tuple[int, int, int]] = set()
@@ -155,6 +155,6 @@ def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) 
 
 
 def _columns(packed: tuple[int, ...], grid: tuple[int, ...], bits: int, group: int | None) -> int:
-    """How many inputs a layer has, as far as words and scales tell."""
+    """Return the largest number of inputs that words and scales allow."""
     most = packed[1] * WORD // bits
     return most if group is None or len(grid) != 2 else min(most, grid[1] * group)

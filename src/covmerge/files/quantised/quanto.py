@@ -1,6 +1,7 @@
-"""optimum-quanto's state, of 8 bits: `X.weight._data` is int8 or float8, and w = q · s.
+"""optimum-quanto's 8-bit state: `X.weight._data` is int8 or float8, and w = q · s.
 
-s is of its row, in `X.weight._scale`. Of 2 and 4 bits the state does not hold the shapes of layers.
+s is the scale of the row, or of the tensor, in `X.weight._scale`. States of 2 and 4 bits cannot be read,
+because they do not hold the layers' shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OF_ACTIVATIONS = ("input_scale", "output_scale")
 
 
 def find(stored: Stored) -> Found:
-    """Find weights with `_data`; see `Found`."""
+    """Return the weights with `_data`; see `Found`."""
     headers = stored.checkpoint.headers
     grouped = next((name for name in headers if name.endswith(_GROUPED)), None)
     if grouped is not None:

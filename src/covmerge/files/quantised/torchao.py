@@ -26,7 +26,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find(stored: Stored) -> Found:
-    """Find layers with `_weight_qdata`; see `Found`."""
+    """Return the layers with `_weight_qdata`; see `Found`."""
     headers = stored.checkpoint.headers
     modules = [name.rpartition(".")[0] for name in headers if name.rpartition(".")[2] == _DATA]
     for name in headers:
@@ -47,7 +47,7 @@ def _weight(stored: Stored, module: str) -> Scaled:
 
 
 def _groups(stored: Stored, data: str, scale: str) -> list[Block]:
-    """Weights of a row that have one scale, as the sizes have it."""
+    """Return the groups of a row with one scale, as far as the sizes give any."""
     known = [stored.checkpoint.headers.get(name) for name in (data, scale)]
     shape, grid = ((() if header is None else header.shape) for header in known)
     if len(shape) != 2 or len(grid) != 2 or not grid[1] or shape[1] % grid[1]:

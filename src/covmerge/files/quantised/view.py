@@ -1,4 +1,4 @@
-"""A quantised checkpoint as a plain one: plain names and shapes, dequantised as it is read."""
+"""A quantised checkpoint as a plain one: plain names and shapes, dequantised when read."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
-# Packed weights in a checkpoint that does not say so: nothing may take their codes for weights.
+# Detection of packed weights in a checkpoint whose config does not declare them, so that their codes are
+# never read as weights.
 #
-# A tensor is packed if its dtype holds no weights by itself and its scale is stored beside it. One
-# without the other is plain: a model that was cast to float8, a parameter that is called `scales`.
+# A tensor is packed if its dtype alone cannot hold weights and its scale is stored beside it. If either
+# is missing the tensor is plain: a model cast to float8, or a parameter called `scales`.
 
 _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32)
-# After the packed tensor's name, and in its module.
+# Endings of scales after the packed tensor's name, and names of scales in its module.
 _OF_TENSOR = ("_scale", "_scale_inv", "_scales", "_scale_2", ".absmax", ".scale")
 _OF_MODULE = (
     *("scales", "SCB", "weight_scale", "weight_scale_inv", "weight_scales", "scale_weight"),
     *("weight._scale", "_scale", "_weight_scale"),
 )
-_OF_WEIGHT = "scale"  # a name that others have too
+_OF_WEIGHT = "scale"  # a name that other tensors have too
 _WEIGHTS = ("weight", "W_q")
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
-# What packed numbers may be, and words that scales are called by.
+# Dtypes of packed codes, and words in the names of scales.
 _CODES = (*_WORDS, torch.uint16)
 _SCALE = re.compile(
     r"scale|scb\b|absmax|amax|quant|step_size|codebook|lut\b|zero|range", re.IGNORECASE
 )
-# Beside a weight, but no scale of it.
+# Words in names of tensors that are stored beside a weight and are no scales.
 _NO_SCALE = re.compile(r"bias|weight|original\d|mean|var", re.IGNORECASE)
-_STATE = ".quant_state.bitsandbytes__"  # whose codes may be stored as any dtype
+_STATE = ".quant_state.bitsandbytes__"  # codes beside such a state may have any dtype
 
 
 def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
-    """Return the first tensor that is packed, and what lies beside it that says so.
+    """Return the first packed tensor, and the tensor beside it that shows that it is packed.
 
     Example:
         >>> held = {"a.weight": torch.int8, "a.SCB": torch.float32, "b.scales": torch.float32}
@@ -72,15 +73,16 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
 
 
 def is_small(header: TensorHeader) -> bool:
-    """Whether it holds floating-point numbers of 8 bits or fewer."""
+    """Return whether a tensor holds floating-point numbers of 8 bits or fewer."""
     return str(header.dtype).startswith(("torch.float8", "torch.float4"))
 
 
 def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Return the integer tensors that have a floating-point scale beside them, and that scale.
+    """Return the integer tensors with a floating-point scale beside them, each with its scale.
 
-    A scale is known by a word of its name, or beside a weight by its shape: a number, one for each row or
-    each block. It lies in the module of the codes, or in one whose name begins with theirs.
+    A scale is recognised by a word in its name, or beside a weight by its shape: one number for the tensor,
+    each row or each block. It lies in the module of the codes, or in one whose name begins with the codes'
+    name.
 
     Example:
         >>> held = {"a.fc.weight": torch.int8, "a.fc.weight_quantizer._scale": torch.float32}
@@ -91,7 +93,7 @@ def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
 
 
 def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[str, str]:
-    """Return those of some tensors that have a scale beside them, and that scale."""
+    """Return those of the given tensors that have a scale beside them, each with its scale."""
     if not codes:
         return {}
     near: dict[str, list[TensorHeader]] = {}
@@ -109,7 +111,7 @@ def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[s
 
 
 def _modules(header: TensorHeader) -> set[str]:
-    """The modules whose codes it may scale: `a.fc` of `a.fc.s`, `a.fc.q._scale` and `a.fc_scale`."""
+    """Return the modules whose codes a tensor may scale: `a.fc` for `a.fc.s`, `a.fc.q._scale`, `a.fc_s`."""
     wide = header.dtype.itemsize > 1 or "e8m0" in str(
         header.dtype
     )  # no scale is float8 but an exponent
@@ -123,7 +125,7 @@ def _modules(header: TensorHeader) -> set[str]:
 
 
 def _belongs(scale: TensorHeader, codes: TensorHeader, module: str) -> bool:
-    """Whether a tensor near codes of a module is their scale: by its name, or its shape beside a weight."""
+    """Return whether a tensor near codes is their scale, by its name, or by its shape beside a weight."""
     leaf = codes.name.rpartition(".")[2]
     start = f"{module}." if module else ""
     rest = scale.name.removeprefix(start)
@@ -136,7 +138,7 @@ def _belongs(scale: TensorHeader, codes: TensorHeader, module: str) -> bool:
 
 
 def _fits(codes: TensorHeader, header: TensorHeader) -> bool:
-    """Whether a tensor without a name that says more may be a number for all, each row or each block."""
+    """Return whether a tensor has one number for all codes, each row or each block, and no other name."""
     if _NO_SCALE.search(header.name.rpartition(".")[2]) or len(codes.shape) < 2:
         return False
     rows = codes.shape[0]
@@ -157,14 +159,14 @@ def _scales_of(name: str) -> list[str]:
 
 
 class Dequantised(View):
-    """A view of a quantised checkpoint in which nothing is quantised.
+    """A view of a quantised checkpoint in which all tensors are plain.
 
-    Rows are read packed, with their scales, and computed in float32, then rounded to the tensor's dtype:
-    nothing else is kept of them. docs/quantised.md says how, format by format.
+    Rows are read packed, with their scales, computed in float32, and rounded to the tensor's dtype. Nothing
+    else of them is kept in memory. docs/quantised.md describes each format.
 
     Raises:
-        CheckpointError: its format is not read, or sizes of packed tensors, scales and config contradict
-            each other.
+        CheckpointError: the format cannot be read, or the sizes of packed tensors, scales and config
+            contradict each other.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
@@ -209,7 +211,7 @@ class Dequantised(View):
 
 
 def is_quantised(checkpoint: Checkpoint) -> bool:
-    """Whether its tensors are packed; not those of a view that dequantises them."""
+    """Return whether the tensors are packed; False for a view that dequantises them."""
     return bool((checkpoint.config or {}).get(QUANTISATION))
 
 
@@ -241,7 +243,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
-    """Open a checkpoint, and see it as a plain one."""
+    """Open a checkpoint, and return it as a plain one."""
     checkpoint = open_checkpoint(source)
     try:
         return unwrapped(dequantised(checkpoint))
@@ -256,7 +258,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     settings = cast("Mapping[str, Any]", found)
     if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
-        return {"quant_method": mlx.METHOD, **settings}  # which mlx-lm alone leaves out
+        return {"quant_method": mlx.METHOD, **settings}  # only mlx-lm leaves out the method
     return settings
 
 
@@ -276,10 +278,10 @@ def _find(stored: Stored) -> Found:
 
 
 def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
-    """Headers of the plain tensors, in file order.
+    """Return the headers of the plain tensors, in file order.
 
     Raises:
-        CheckpointError: a name that stands for two tensors, or parts of a packed one that are no layer's.
+        CheckpointError: a name stands for two tensors, or parts of a packed tensor belong to no layer.
     """
     headers = stored.checkpoint.headers
     owners = {name: packed for packed in found.tensors for name in packed.stored}
@@ -309,7 +311,7 @@ def _in_order(
 
 
 def _owners(name: str) -> Iterator[str]:
-    """The names that a name lies below: nothing but its parts lies below a tensor."""
+    """Yield the names above a name; only parts of a tensor have names below the tensor's."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

@@ -1,1 +1,1 @@
-"""Where bytes lie: stores of files, and how files of this machine are named, opened, written and locked."""
+"""Stores of files, and how local files are named, opened, written and locked."""

@@ -1,4 +1,4 @@
-"""Where a user says that something lies: a path of this machine, or an address of another."""
+"""Addresses of files and folders as users write them: a local path, or an address elsewhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from covmerge.base.errors import InputError
 from covmerge.base.identifiers import HubId, hub_id
 
-# What is read elsewhere, and what is written there too.
+# Schemes that can be read and written (OBJECTS), or only read (PAGES).
 OBJECTS = ("s3", "gs")
 PAGES = ("https", "http")
 _HUB = "hf"
 
-# A drive of Windows is one letter; of two slashes a `Path` keeps one.
+# A drive of Windows is one letter; a `Path` keeps only one of two slashes.
 _SCHEME = re.compile(r"\s*(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)", re.ASCII | re.I | re.S)
-# Written without slashes, an address that may have a secret in it would be taken for a path, and repeated.
+# An address without slashes would be taken for a path, and repeated in messages with any secret in it.
 _NO_SLASHES = re.compile(
     rf"\s*(?P<scheme>{'|'.join((*OBJECTS, *PAGES, _HUB))}):(?!/)", re.ASCII | re.I
 )
@@ -24,11 +24,11 @@ _NO_SLASHES = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """A file or folder that a server has; `str` is as it is written in recipes.
+    """A file or folder on a server; `str` gives the form that recipes have.
 
     Attributes:
-        scheme: how it is asked for.
-        path: bucket or host, and what is below, without a slash at either end.
+        scheme: the scheme of the address.
+        path: bucket or host, followed by the path in it, without a slash at either end.
     """
 
     scheme: str
@@ -38,18 +38,18 @@ class Address:
         return f"{self.scheme}://{self.path}"
 
     def overlaps(self, other: Address) -> bool:
-        """Whether one of the two is the other, or lies in it."""
+        """Return whether one of the two addresses equals the other, or lies inside it."""
         one, two = f"{self}/", f"{other}/"
         return one.startswith(two) or two.startswith(one)
 
 
 def address_of(given: str | Path) -> Address | None:
-    """Return the address that a user gave; None: it is a path of this machine.
+    """Return the address that a user gave; None: it is a local path.
 
-    What could be a secret is never part of one, since sources are recorded with every merge.
+    An address that may contain a secret is refused, because sources are recorded with every merge.
 
     Raises:
-        InputError: it is of a kind that is not read, malformed, or has a secret in it.
+        InputError: the scheme cannot be read, or the address is malformed or may contain a secret.
 
     Example:
         >>> str(address_of("s3://bucket/models/base/"))
@@ -84,10 +84,10 @@ def address_of(given: str | Path) -> Address | None:
 
 
 def hub_address(given: str | Path) -> HubId | None:
-    """Return the model of the Hub that an address (hf://) names; None: it is none of the Hub.
+    """Return the model of the Hub that an address (hf://) names; None: it is no address of the Hub.
 
     Raises:
-        InputError: it names no model.
+        InputError: the address names no model.
 
     Example:
         >>> hub_address("hf://org/name@main")
@@ -96,7 +96,7 @@ def hub_address(given: str | Path) -> HubId | None:
     if (found := _SCHEME.match(str(given))) is None or found["scheme"].lower() != _HUB:
         return None
     if (named := hub_id(found["rest"])) is None:
-        # Before an @ and in a query there may be a secret.
+        # The text before an @, and a query, may be a secret.
         shown = "hf://..." if {"@", "?", "#"} & set(found["rest"]) else given
         raise InputError(
             f"{shown} names no model of the Hugging Face Hub: write hf://org/name or "
@@ -106,12 +106,12 @@ def hub_address(given: str | Path) -> HubId | None:
 
 
 def is_elsewhere(given: str | Path) -> bool:
-    """Whether it is an address, and no path of this machine."""
+    """Return whether the text is an address rather than a local path."""
     return any(form.match(str(given)) for form in (_SCHEME, _NO_SLASHES))
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the path that a user gave of what is read or written on this machine alone.
+    """Return the path that a user gave for something that can only be local.
 
     Raises:
         InputError: it is an address.

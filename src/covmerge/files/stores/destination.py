@@ -1,4 +1,4 @@
-"""What a merge asks of the place where its output is to appear."""
+"""Destinations: what a merge needs of the place where its output appears."""
 
 from __future__ import annotations
 
@@ -18,107 +18,109 @@ from covmerge.files.stores.store import Store, WritableFile, WritableStore
 
 
 class Destination(Protocol):
-    """Where one output appears, all at once, and where the work on it lies until then.
+    """The place where an output appears, all at once, and the place of the work until then.
 
-    One process at a time has it, from `take` to `release` or `discard`. `str` names it in messages. The
-    caller decides when it may be written to, replaced or gone on with (`files/checkpoints/staging.py`).
+    One process at a time holds it, from `take` to `release` or `discard`. `str` gives its name in
+    messages. The caller decides when it may be written, replaced or resumed
+    (`files/checkpoints/staging.py`).
 
-    What cannot be done is an InputError, and what there is no room for a ResourceError.
+    An impossible request raises an InputError, and a lack of space a ResourceError.
     """
 
     @property
     def output(self) -> Store:
-        """What is there, or will be."""
+        """The store of the output, which need not exist yet."""
         ...
 
     @property
     def work(self) -> WritableStore:
-        """The files that become the output."""
+        """The store of the files that become the output."""
         ...
 
     @property
     def journal(self) -> WritableFile:
-        """What says of the work how far it is."""
+        """The file that records how far the work has come."""
         ...
 
     @property
     def aside(self) -> str:
-        """What messages call the place of the work."""
+        """The name of the work's place in messages."""
         ...
 
     def share(self) -> None:
-        """Have processes of other machines work on it too.
+        """Let processes of other machines work on the output too.
 
         Raises:
-            InputError: the work would lie where other machines do not see it.
+            InputError: the work would be in a place that other machines do not see.
         """
         ...
 
     def is_made_here(self) -> bool:
-        """Whether what is there was made where this one's work lies: asked where it is shared."""
+        """Return whether the present output was made from this place of work; asked if work is shared."""
         ...
 
     def occupant(self) -> object | None:
-        """What is there now: equal to itself until something else takes its place; None: nothing.
+        """Return an object for what is there now, equal until something replaces it; None: nothing.
 
         Raises:
-            InputError: something that can never be replaced by an output.
+            InputError: something is there that an output can never replace.
         """
         ...
 
     def take(self) -> bool:
-        """Lock it, until the process ends at most; False: there are no locks here, and it is not locked.
+        """Lock the destination until the process ends at most; False: the file system has no locks.
 
         Raises:
-            TakenError: another has it.
+            TakenError: another process holds it.
         """
         ...
 
     def recover(self) -> bool:
-        """Undo a `publish` that was killed half way; True: an output was put back."""
+        """Undo a `publish` that was killed half way; return True if an old output was restored."""
         ...
 
     def begun(self) -> bool:
-        """Whether there is work that can be gone on with: a journal, and what it speaks of."""
+        """Return whether there is work that can be resumed: a journal, and the files that it describes."""
         ...
 
     def begin(self) -> None:
-        """Remove whatever work there is, and begin anew."""
+        """Remove any existing work, and start new work."""
         ...
 
     def publish(self) -> None:
-        """Make the work the output in one step, in the place of what is there; it survives a loss of power.
+        """Make the work the output in one step, replacing an existing one; it survives a power loss.
 
-        A reader meanwhile finds the old output, the new one or none, and never a part. Where nothing
-        is replaced in one step, covmerge.json comes last: without it nothing is taken for an output.
+        Meanwhile a reader finds the old output, the new one or none, but never a part. If the place
+        cannot replace everything in one step, covmerge.json is written last: without it nothing counts as
+        an output.
         """
         ...
 
     def release(self) -> None:
-        """Let another have it; the work is kept."""
+        """Let another process take the destination; the work is kept."""
         ...
 
     def discard(self) -> None:
-        """Remove the work, and let another have it; nothing where it is not taken."""
+        """Remove the work, and let another process take the destination; do nothing if it is not taken."""
         ...
 
 
-# A folder of this machine as a destination: work goes on beside it, and one rename makes it visible.
+# A local folder as a destination: the work is done in a folder beside it, and one rename makes it visible.
 #
 #     models/.merged.covmerge-partial/    while the merge runs, or after it was killed
-#         lock                            held by the process that works here
-#         journal.jsonl                   finished work; with it a merge can be resumed
+#         lock                            held by the process that does the work
+#         journal.jsonl                   finished work, from which a merge can be resumed
 #         output/                         becomes models/merged
-#         replaced/                       what models/merged was, for the moment of the exchange
-#         ranks/                          who does what, where several processes share the work
+#         replaced/                       the old models/merged, while it is exchanged
+#         ranks/                          shares of the work, if several processes share it
 #         removed/                        one of these folders, while it is removed
 #
-# Only `output/` is ever renamed into place, so a finished output holds no trace of the work. What else lies
-# there is somebody's, and is never removed.
+# Only `output/` is ever renamed into place, so a finished output has no trace of the work. Other files
+# there belong to somebody else, and are never removed.
 
 _PARTIAL = ".covmerge-partial"
 _JOURNAL = "journal.jsonl"
-_LAID = {  # is it a folder?
+_LAID = {  # whether each entry is a folder
     "lock": False,
     _JOURNAL: False,
     unfinished_name(_JOURNAL): False,
@@ -130,10 +132,10 @@ _LAID = {  # is it a folder?
 
 
 class LocalDestination:
-    """A folder that an output becomes; see `Destination`.
+    """A local folder that an output becomes; see `Destination`.
 
     Args:
-        out: the folder; symbolic links are resolved, so a link goes on to point to it.
+        out: the folder; symbolic links are resolved, so a link continues to point to it.
     """
 
     def __init__(self, out: Path) -> None:
@@ -153,14 +155,14 @@ class LocalDestination:
         return str(self._partial)
 
     def share(self) -> None:
-        """See `Destination.share`: the work lies beside the output, and others see it there."""
+        """See `Destination.share`: the work lies beside the output, where other processes see it."""
 
     def is_made_here(self) -> bool:
-        """See `Destination.is_made_here`: nothing gets here but from beside it."""
+        """See `Destination.is_made_here`: an output only comes from the work beside it."""
         return True
 
     def occupant(self) -> object | None:
-        """See `Destination.occupant`: which file it is, as numbers of removed ones are given again."""
+        """See `Destination.occupant`: inode and ctime, because inodes of removed folders are used again."""
         if (around := _work_around(self.folder)) is not None:
             raise InputError(
                 f"the output {self} has the place of the work on another one ({around}), which is removed "
@@ -170,7 +172,7 @@ class LocalDestination:
             status = self.folder.stat()
         except FileNotFoundError:
             return None
-        except NotADirectoryError:  # of a folder that it would lie in
+        except NotADirectoryError:  # a parent of the output is no folder
             status = None
         if status is None or not stat.S_ISDIR(status.st_mode):
             raise InputError(f"the output {self} exists and is no folder: choose another name")
@@ -196,7 +198,7 @@ class LocalDestination:
         return True
 
     def begun(self) -> bool:
-        """See `Destination.begun`: without `output/` it was published, and killed while it cleaned up."""
+        """See `Destination.begun`: a journal without `output/` is left if cleaning up was killed."""
         if not (self.journal.exists() and self.work.folder.exists()):
             return False
         _refuse_link(self.work.folder)
@@ -227,9 +229,9 @@ class LocalDestination:
                 self._lock = None
 
     def unfinished(self) -> Path | None:
-        """The work on this output, or the one that this folder is part of; None: there is none.
+        """Return the unfinished work on this output, or the work that this folder is part of, or None.
 
-        What a merge leaves that was killed after its output was published is none.
+        The remains of a merge that was killed after publishing its output do not count.
         """
         partial = self._partial if self.work.folder.exists() else None
         return _work_around(self.folder) or partial
@@ -251,7 +253,7 @@ def _partial_of(out: Path) -> Path:
 
 
 def _work_around(folder: Path) -> Path | None:
-    """The place of some output's work that a folder is, or lies in."""
+    """Return the place of an output's work that a folder is, or in which it lies; None: there is none."""
     around = (folder, *folder.parents)
     return next((f for f in around if f.name.startswith(".") and f.name.endswith(_PARTIAL)), None)
 
@@ -265,8 +267,8 @@ def _resolve(out: Path) -> Path:
             )
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(_partial_of(resolved))  # the longer of the two names
-    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
-        why = getattr(error, "strerror", None) or error  # a whole OSError repeats the name
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error  # the text of an OSError repeats the name
         raise InputError(
             f"{str(out)!r} cannot be the name of an output ({why}): choose another"
         ) from error
@@ -279,15 +281,15 @@ def _refuse_link(path: Path) -> None:
 
 
 def _refuse_strange(partial: Path) -> None:
-    """Refuse what lies at the place of the work and is none, as the work's end removes it."""
+    """Check that the place of the work holds covmerge's files only, because it is removed at the end."""
     try:
         entries = [(entry, entry.is_dir()) for entry in os.scandir(partial)]
-    except (FileNotFoundError, NotADirectoryError):  # there is none, or no longer
+    except (FileNotFoundError, NotADirectoryError):  # there is no such folder, or no longer
         return
     for entry, is_folder in entries:
         folder = _LAID.get(entry.name)
         wrong = folder is None or (folder != is_folder and not entry.is_symlink())
-        # Another process, which ends its work, may remove what was listed.
+        # Another process that finishes its work may have removed a listed entry.
         if wrong and os.path.lexists(entry.path):
             raise InputError(
                 f"{entry.path} is not covmerge's, and the work on an output would lie there: move it "
@@ -296,7 +298,7 @@ def _refuse_strange(partial: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file and folder in `folder`, and itself last."""
+    """Yield every file and folder in `folder`, and the folder itself last."""
     for child in folder.iterdir():
         if child.is_dir() and not child.is_symlink():
             yield from _walk(child)

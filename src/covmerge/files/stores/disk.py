@@ -12,22 +12,22 @@ from secrets import token_hex
 
 from covmerge.base.errors import InputError, ResourceError
 
-# Files that `replace_file` left where its process was killed, as a pattern of names in a folder.
+# Pattern of the names of files that `replace_file` leaves if its process is killed.
 UNFINISHED = ".*.unfinished"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
 def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, None]:
-    """Turn an `OSError` met while writing `path` into one that says what to do next.
+    """Turn an `OSError` raised while writing `path` into an error with a next step.
 
     Args:
         path: the file or folder being written.
-        needed: bytes that the work under way still has to find room for, if they are many.
+        needed: bytes that the work still needs space for; None: not many.
 
     Raises:
-        ResourceError: the disk or a quota is full, or the file is larger than is allowed.
-        InputError: anything else, such as a folder that may not be written to.
+        ResourceError: the disk or a quota is full, or the file is larger than allowed.
+        InputError: any other error, such as a folder without permission to write.
     """
     try:
         yield
@@ -47,11 +47,11 @@ def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, 
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole, or leave it as it was; another process may write it at the same time.
+    """Write a whole file, or leave it as it was; another process may write it at the same time.
 
     Raises:
         ResourceError: the disk is full.
-        InputError: the folder may not be written to.
+        InputError: there is no permission to write in the folder.
     """
     unfinished = path.with_name(f".{path.name}.{token_hex(4)}.unfinished")
     with disk_errors(path):
@@ -63,9 +63,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Have the kernel put a file, or the names in a folder, on the disk."""
+    """Make the kernel put a file, or the names in a folder, on the disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folder, and sees to its names itself
+        return  # Windows cannot open a folder, and puts its names on the disk itself
     fd = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -74,6 +74,6 @@ def fsync_path(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes free on the file system of `path`, whose last parts need not exist yet."""
+    """Return the free bytes of the file system of `path`, which need not exist yet."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     return shutil.disk_usage(existing).free

@@ -1,10 +1,10 @@
 """A repository of the Hugging Face Hub as a store: listed by its API, read by ranges over HTTP.
 
-Sessions, credentials, endpoint and retries are those of the Hub's own client, huggingface_hub, an optional
-dependency that only this file and `front/publish.py` import.
+Sessions, credentials, endpoint and retries are those of the Hub's client, huggingface_hub. It is an
+optional dependency that only this file and `front/publish.py` import.
 """
 
-# The client's signatures hold bare dicts, which strict checking reports at each import.
+# The client's signatures have bare dicts, which strict checking reports at each import.
 # pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from covmerge.files.stores.store import Stamp
 TIMEOUT = 30.0  # seconds without a byte
 
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-_AHEAD = 100_000  # bytes: enough for the headers of most files in one request
+_AHEAD = 100_000  # bytes: enough for most files' headers in one request
 _MOST_OF_A_CARD = 100_000_000
-_MOST_TOLD = 10_000_000  # bytes of what the API tells of a repository: some 40,000 files
-_MOST_COMPANIONS = 2000  # the client compares each of them with every file that there is
+_MOST_TOLD = 10_000_000  # bytes of the API's answer about a repository: some 40,000 files
+_MOST_COMPANIONS = 2000  # the client compares each of them with every file of the repository
 
 
 def is_offline(source: str) -> bool:
-    """Whether the client was told (`HF_HUB_OFFLINE`) to use its cache only.
+    """Return whether the client is set (`HF_HUB_OFFLINE`) to use only its cache.
 
     Raises:
         CheckpointError: the client is not installed.
@@ -51,7 +51,7 @@ def is_offline(source: str) -> bool:
 
 
 def cached_snapshot(source: str, name: str, revision: str | None) -> Path:
-    """Return the folder of a repository in the cache; its name is the commit."""
+    """Return the folder of a repository's snapshot in the cache; its name is the commit."""
     from huggingface_hub import snapshot_download
 
     with _named_errors(source, name, revision):
@@ -64,16 +64,16 @@ def cached_snapshot(source: str, name: str, revision: str | None) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class HubStore:
-    """The files of one commit, which fixes every byte: to read, and never to write.
+    """The files of one commit, which fixes every byte; the store is read-only.
 
-    A branch is resolved once (`find`), so that a push in between cannot mix two commits.
+    A branch is resolved once (`find`), so that a push meanwhile cannot mix two commits.
 
     Attributes:
-        source: as the user wrote it, for errors.
+        source: the source as the user wrote it, for errors.
         name: `org/name`.
         commit: the full hash.
-        sizes: bytes by file name.
-        prefix: the folder that it is of the repository, with its `/`.
+        sizes: size of each file in bytes, by name.
+        prefix: the folder of the repository that the store shows, with its `/`.
     """
 
     source: str
@@ -89,7 +89,7 @@ class HubStore:
 
     @classmethod
     def find(cls, source: str, name: str, revision: str | None) -> HubStore:
-        """Ask the Hub what it has at a branch, tag or commit (None: the default branch)."""
+        """Return the store of a branch, tag or commit (None: the default branch), after asking the Hub."""
         with _named_errors(source, name, revision):
             answer = _told(source, name, revision)
         try:
@@ -97,7 +97,7 @@ class HubStore:
             commit: Any = about["sha"]
             sizes: dict[Any, Any] = {file["rfilename"]: file["size"] for file in about["siblings"]}
             whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
-        except (ValueError, TypeError, LookupError, RecursionError):  # it may be anything
+        except (ValueError, TypeError, LookupError, RecursionError):  # the answer may be anything
             commit, sizes, whole = None, {}, False
         if not (isinstance(commit, str) and is_commit(commit) and whole):
             raise CheckpointError(
@@ -129,18 +129,18 @@ class HubStore:
             )
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        del follow  # there are no links
+        del follow  # a repository has no links
         return name in self.sizes
 
     def stamp(self, name: str) -> Stamp:
-        """See `Store.stamp`; the commit fixes the rest."""
+        """See `Store.stamp`; everything but the size follows from the commit."""
         if name not in self.sizes:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return self.sizes[name], zlib.crc32(self.commit.encode()), 0
 
     def open(self, name: str, *, follow: bool = True) -> _Ranges:
-        """See `Store.open`; nothing is asked for yet."""
-        del follow  # there are no links
+        """See `Store.open`; no request is made yet."""
+        del follow  # a repository has no links
         return _Ranges(self, name, self.stamp(name))
 
     def inside(self, folder: str) -> HubStore:
@@ -149,7 +149,7 @@ class HubStore:
         return replace(self, sizes=sizes, prefix=f"{self.prefix}{prefix}")
 
     def companions(self) -> tuple[str, ...]:
-        """Names of the files to have beside the weights: config, tokenizer, index."""
+        """Return the names of the files needed beside the weights: config, tokenizer, index."""
         return tuple(name for name in self.sizes if name.endswith(_COMPANIONS))
 
     def card(self, name: str) -> Path:
@@ -165,14 +165,14 @@ class HubStore:
             return Path(hf_hub_download(self.name, f"{self.prefix}{name}", revision=self.commit))
 
     def download(self, names: tuple[str, ...]) -> Path:
-        """Download files, but for those in the client's cache, and return their folder."""
+        """Download those files that the client's cache lacks, and return their folder."""
         from huggingface_hub import snapshot_download
 
         patterns = [glob.escape(f"{self.prefix}{name}") for name in names]
         with _named_errors(self.source, self.name, self.commit):
             snapshot = snapshot_download(self.name, revision=self.commit, allow_patterns=patterns)
         folder = Path(snapshot) / self.prefix
-        # Where the Hub refuses or is gone, the client returns what the cache has without a word.
+        # If the Hub refuses or is down, the client silently returns what the cache has.
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise CheckpointError(
@@ -185,7 +185,7 @@ class HubStore:
         return folder
 
     def _check_whole(self, name: str, path: Path) -> None:
-        """Refuse a file of the client's cache that is not as long as the Hub says; the client keeps it."""
+        """Check that a file in the client's cache has the Hub's size; the client keeps shorter ones."""
         size = path.stat().st_size
         if size != self.sizes[name]:
             raise CheckpointError(
@@ -194,11 +194,11 @@ class HubStore:
             )
 
     def fetch(self, name: str, offset: int, count: int) -> bytes:
-        """Fetch `count` bytes of a file, and no more behind them even where the server ignores ranges."""
+        """Fetch `count` bytes of a file, and read no further even if the server ignores ranges."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        # An encoding would make the range one of compressed bytes.
+        # With an encoding, the range would be one of compressed bytes.
         wanted = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
         found = bytearray()
         with (
@@ -228,7 +228,7 @@ class HubStore:
 
 
 class _Ranges:
-    """A file that is read by requests; see `Opened`. Small ones read ahead, large ones do not."""
+    """A file that is read by requests; see `Opened`. Small reads read ahead, large ones do not."""
 
     def __init__(self, store: HubStore, name: str, stamp: Stamp) -> None:
         self._store = store
@@ -255,7 +255,7 @@ class _Ranges:
 
 
 def _told(source: str, name: str, revision: str | None) -> bytes:
-    """Ask the API about a repository; its own client would keep an answer of any length."""
+    """Return the API's answer about a repository; the client would accept an answer of any length."""
     from huggingface_hub import constants
     from huggingface_hub.utils import (
         build_hf_headers,
@@ -273,7 +273,7 @@ def _told(source: str, name: str, revision: str | None) -> bytes:
         params={"blobs": True},
         headers={**build_hf_headers(), "Accept-Encoding": "identity"},
         timeout=TIMEOUT,
-        max_retries=0,  # a user waits for it
+        max_retries=0,  # a user is waiting
     ) as response:
         if response.is_error:
             response.read()
@@ -293,10 +293,10 @@ def _is_size(size: object) -> bool:
 
 
 def _is_range(response: Any, offset: int) -> bool:
-    """Whether an answer is what was asked for, and not the whole file.
+    """Return whether an answer is the requested range, rather than the whole file.
 
     Raises:
-        ValueError: it is another range.
+        ValueError: the answer is another range.
     """
     if response.status_code != 206:
         return False
@@ -308,7 +308,7 @@ def _is_range(response: Any, offset: int) -> bool:
 
 @contextmanager
 def _named_errors(source: str, name: str, revision: str | None) -> Generator[None, None, None]:
-    """Turn what the Hub's client raises into an error that names the repository and the way on."""
+    """Turn errors of the Hub's client into errors that name the repository and the next step."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -341,7 +341,7 @@ def _named_errors(source: str, name: str, revision: str | None) -> Generator[Non
             f"not be asked: run `hf download {name}` where there is a connection, or name the "
             f"commit that is in the cache, {name}@<commit>"
         ) from error
-    except Exception as error:  # the client's transport, and with it its errors, changes by version
+    except Exception as error:  # the client's transport, and so its errors, change between versions
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"{source} is no file or folder here, and could not be read from {hub} "

@@ -1,4 +1,4 @@
-"""Which model of the Hugging Face Hub a path is, where it lies in the cache of the Hub's client.
+"""Recognition of models of the Hugging Face Hub by their paths in the cache of the Hub's client.
 
 The cache holds a commit as `models--org--name/snapshots/<commit>`.
 """
@@ -27,12 +27,12 @@ class HubModel:
 
 
 def is_commit(name: str) -> bool:
-    """Return whether a name is a full hash, as of a commit."""
+    """Return whether a name is a full commit hash."""
     return _COMMIT.fullmatch(name) is not None
 
 
 def snapshot_around(path: Path) -> Path | None:
-    """Return the snapshot that a path is or lies in by its name alone, or None."""
+    """Return the snapshot that a path is or lies in, judged by names alone, or None."""
     for folder in (path, *path.parents):
         repository = folder.parent.parent
         if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -41,14 +41,14 @@ def snapshot_around(path: Path) -> Path | None:
 
 
 def snapshot_of(path: Path) -> Path | None:
-    """Return the snapshot of the cache that a path belongs to; None for any other path."""
-    # A file is a link out of its snapshot, and a snapshot may be linked to: both ways are looked at.
+    """Return the snapshot of the cache to which a path belongs; None for any other path."""
+    # A file is a link out of its snapshot, and a snapshot may be linked to: check both ways.
     places = (path.parent.resolve() / path.name, path.resolve())
     return next((found for place in places if (found := snapshot_around(place))), None)
 
 
 def cached_model(path: Path) -> HubModel | None:
-    """Return the model of the Hub that a path in the cache belongs to; None for any other path.
+    """Return the model of the Hub to which a path in the cache belongs; None for any other path.
 
     Example:
         >>> commit = "0123456789abcdef0123456789abcdef01234567"
@@ -60,6 +60,6 @@ def cached_model(path: Path) -> HubModel | None:
     if snapshot is None or not is_commit(snapshot.name):
         return None
     found = _FOLDER.fullmatch(snapshot.parent.parent.name)
-    # No name on the Hub has "--" in it.
+    # Names on the Hub have no "--" in them.
     parts = found[1].split("--") if found else []
     return HubModel("/".join(parts), snapshot.name) if len(parts) in (1, 2) and all(parts) else None

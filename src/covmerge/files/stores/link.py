@@ -1,9 +1,9 @@
-"""How many requests a server is sent at once: as many as the link carries and the server likes.
+"""The number of simultaneous requests to a server: as many as link and server carry.
 
-One connection brings what the way there and the server's own limit let through, and a link has room for
-several. How many is tried out: twice as many, as long as that brings a quarter more bytes a second; half as
-many where the server says that it is too much. What all requests under way may bring together is fixed, so
-that more of them are smaller ones, and memory does not hang on the link.
+A single connection is limited by its latency and by the server, and a link has room for several. Their
+number is found by trial: it is doubled as long as that brings a quarter more bytes per second, and halved
+if the server says that it is too much. The bytes of all running requests together are fixed: more
+requests are smaller ones, and memory does not depend on the link.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeVar, cast
 
-# Requests to a server: made again where they fail in passing, and reported without what may be secret.
+# Requests to a server: they are repeated if they fail for the moment, and reported without secrets.
 #
-# The errors of the libraries hold addresses with signatures, and answers of servers. Of an error only its
-# kind, its status and its code are reported.
+# The libraries' errors contain addresses with signatures, and answers of servers. Only the kind, the status
+# and the code of an error are reported.
 
 Found = TypeVar("Found")
 
 WAITS = (0.2, 0.4, 0.8, 1.6, 3.2)  # seconds before each further attempt, on average
-LONGEST = 600.0  # seconds a request may take: of the largest one, 14 KB/s
+LONGEST = 600.0  # seconds that a request may take: for the largest one, 14 KB/s
 
-_AGAIN = frozenset({408, 409, 425, 429})  # of the client's errors those that pass
-_ANSWERS = frozenset({"ClientResponseError", "HttpError"})  # aiohttp's, gcsfs's
+_AGAIN = frozenset({408, 409, 425, 429})  # client errors that may pass
+_ANSWERS = frozenset({"ClientResponseError", "HttpError"})  # error classes of aiohttp and gcsfs
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 )
 
 
 class ChangedError(OSError):
-    """A file is another than it was."""
+    """A file differs from what it was before."""
 
     def __init__(self) -> None:
         super().__init__(errno.ESTALE, "it changed while it was in use")
 
 
 class RefusedError(OSError):
-    """A server does not do what is asked, and would not the next time."""
+    """A server refuses a request, and would refuse it again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EPROTO, reason)
@@ -57,21 +57,21 @@ class FailedError(OSError):
 
 
 async def persist(request: Callable[[], Awaitable[Found]], longest: float | None = None) -> Found:
-    """Carry a request out, again where it failed in passing.
+    """Carry out a request, and repeat it if it fails for the moment.
 
     Args:
-        request: makes it.
-        longest: seconds that one attempt may take; None: as many as a read.
+        request: the function that makes the request.
+        longest: seconds that one attempt may take; None: those of a read.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PermissionError: the server does not let this user, or credentials are missing.
-        OSError: the server refuses, or fails after all attempts.
+        PermissionError: the server denies access, or credentials are missing.
+        OSError: the server refuses, or all attempts fail.
     """
     for wait in (*WAITS, None):
         try:
             return await asyncio.wait_for(request(), LONGEST if longest is None else longest)
-        except Exception as error:  # each library has its own, and they change by version
+        except Exception as error:  # each library has its own errors, which change by version
             final = _final(error)
             if final is not None:
                 raise final from None
@@ -82,7 +82,7 @@ async def persist(request: Callable[[], Awaitable[Found]], longest: float | None
 
 
 async def all_of(requests: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
-    """Carry several out at once; where one fails the others are stopped before the error is raised."""
+    """Carry out several requests at once; if one fails, stop the others before the error is raised."""
     tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         return await asyncio.gather(*tasks)
@@ -94,17 +94,17 @@ async def all_of(requests: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
 
 
 def passes(error: Exception) -> bool:
-    """Whether a request that failed so is worth another attempt."""
+    """Return whether another attempt may succeed after this error."""
     return _final(error) is None
 
 
 def is_too_much(error: Exception) -> bool:
-    """Whether a server says so that it is asked more than it can or will answer."""
+    """Return whether an error says that the server gets more requests than it can or will answer."""
     return _answer(error)[0] in (429, 503)
 
 
 def _final(error: Exception) -> OSError | None:
-    """What is reported of an error that no further attempt mends; None: one may."""
+    """Return the error to report if no further attempt can succeed; None: another attempt may."""
     status, _ = _answer(error)
     if isinstance(error, ChangedError | RefusedError | FailedError):
         return error
@@ -137,15 +137,15 @@ def _described(error: Exception) -> str:
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
-    """The status of the answer that an error is about, and the code that the server gave."""
+    """Return the status of the server's answer behind an error, and the server's code."""
     one: BaseException | None = error
     while one is not None:
         response: Any = getattr(one, "response", None)
-        if isinstance(response, dict):  # botocore's
+        if isinstance(response, dict):  # botocore's errors
             said = cast("dict[str, Any]", response)
             code = str(said.get("Error", {}).get("Code", ""))
             return said.get("ResponseMetadata", {}).get("HTTPStatusCode"), code[:100]
-        of_server = type(one).__name__ in _ANSWERS  # others have numbers that no server sent
+        of_server = type(one).__name__ in _ANSWERS  # other errors have numbers that no server sent
         status: Any = getattr(one, "status", None) or getattr(one, "code", None)
         if of_server and isinstance(status, int):
             return status, ""
@@ -155,20 +155,20 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
 
 MOST = 32
 _FIRST = 8
-_HELD = 2**26  # bytes of all requests under way
+_HELD = 2**26  # bytes of all running requests
 _LONGEST = 2**23
-_SHORTEST = 2**20  # whole blocks of the cache, and long beside the way there and back
-_WORTH = 1.25  # times the bytes a second that twice as many requests have to bring
-# Seconds for which no more are tried after they did not, and twice as long the next time.
+_SHORTEST = 2**20  # whole blocks of the cache, and long compared with the latency
+_WORTH = 1.25  # factor in bytes per second that twice as many requests have to bring
+# Seconds without another trial after one that did not pay; doubled each time.
 _CALM = 30.0
 _CALMEST = 960.0
 
 
 class Link:
-    """The requests to one server, as its loop of events carries them out; all is called in that loop.
+    """The requests to one server. All methods are called in the server's event loop.
 
     Attributes:
-        at_once: requests that may be under way now.
+        at_once: the number of requests that may run now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -178,21 +178,21 @@ class Link:
         self._waiting: list[asyncio.Future[None]] = []
         self._calm, self._until = _CALM, 0.0
         self._changed = clock()
-        self._half: float | None = None  # bytes a second of half as many
+        self._half: float | None = None  # bytes per second with half as many
         self._begin_round()
 
     def part(self, length: int) -> int:
-        """Return how many bytes a request should bring now, of a read of so many in all."""
+        """Return how many bytes a request should fetch now, for a read of `length` bytes."""
         share = min(_LONGEST, _HELD // self.at_once, -(-length // self.at_once))
         return -(-share // _SHORTEST) * _SHORTEST
 
     def most(self, length: int) -> int:
-        """Return how many requests a read of so many bytes can come to have under way."""
+        """Return the largest number of requests that a read of `length` bytes can have running."""
         return min(MOST, -(-length // _SHORTEST))
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None]:
-        """Wait until one more request may be under way, and be that one, all its attempts together."""
+        """Wait until one more request may run, and count as that request for all its attempts."""
         while self._under_way >= self.at_once:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -208,25 +208,25 @@ class Link:
             self._wake()
 
     async def attempt(self, request: Callable[[], Awaitable[None]], size: int) -> None:
-        """Carry out a request that brings so many bytes, once, and learn from it."""
+        """Carry out a request for `size` bytes once, and adapt to its success."""
         began = self._clock()
         try:
             await request()
-        except Exception as error:  # each library has its own
-            # One that began before the last change was one of more than there are now.
+        except Exception as error:  # each library has its own errors
+            # Ignore failures of requests started under the previous limit.
             if passes(error) and began >= self._changed:
                 self._failed(too_much=is_too_much(error))
             raise
         self._account()
         self._bytes += size
         self._done += 1
-        if self._done == self._before:  # those until now were begun when there were fewer
+        if self._done == self._before:  # the requests so far were started under a lower limit
             self._bytes, self._seconds = 0, 0.0
         if self._done >= self._before + 2 * self.at_once:
             self._end_round()
 
     def _failed(self, *, too_much: bool) -> None:
-        """A connection may be lost at any time; two of a round are lost for a reason."""
+        """Reduce the limit on the second loss of a round: a single connection may be lost at any time."""
         self._lost += 1
         if too_much or self._lost > 1:
             self._hold(max(1, self.at_once // 2))
@@ -245,7 +245,7 @@ class Link:
             self._begin_round()
 
     def _hold(self, at_once: int) -> None:
-        """Go back to fewer, and stay there for a while."""
+        """Reduce the limit, and keep it for a while."""
         self._half = None
         self._until = self._clock() + self._calm
         self._calm = min(2 * self._calm, _CALMEST)
@@ -259,11 +259,11 @@ class Link:
         self._wake()
 
     def _begin_round(self) -> None:
-        """Count anew; a round is twice as many requests as may be under way, after those that were."""
+        """Start counting anew; a round has twice as many requests as may run, after those still running."""
         self._since = self._clock()
-        self._seconds = 0.0  # in which there were requests under way
+        self._seconds = 0.0  # time in which requests were running
         self._bytes = self._done = self._lost = self._before = 0
-        self._full = False  # whether there were ever as many as there may be
+        self._full = False  # whether as many were running as are allowed
 
     def _account(self) -> None:
         now = self._clock()
@@ -280,6 +280,6 @@ class Link:
 
 @cache
 def link_to(server: str) -> Link:
-    """Return the one link of this process to a server, known by scheme and host or bucket."""
+    """Return this process's one link to a server, which is given by scheme and host or bucket."""
     del server
     return Link()

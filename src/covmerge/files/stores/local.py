@@ -1,4 +1,4 @@
-"""A folder of this machine as a store."""
+"""A local folder as a store."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AnyFile = TypeVar("AnyFile", bound=StoredFile)
 
 
 class LocalFolder:
-    r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
+    r"""The files of a folder. None stays open between calls, so the store can be sent to another process.
 
-    What is read may be a link; nothing is written, or gone on with, through one, symbolic or hard.
+    A file may be read through a link. Nothing is written or resumed through a link, symbolic or hard.
 
     Args:
-        folder: it is there, unless it is an inner one.
-        inner: it lies in another store, and is made when something is put into it.
+        folder: the folder; it exists, unless it is an inner one.
+        inner: whether it lies in another store, and is created when something is put into it.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -77,7 +77,7 @@ class LocalFolder:
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         path = self._folder / name
-        unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its own
+        unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its name
         with disk_errors(path, needed):
             try:
                 if self._inner:
@@ -123,7 +123,7 @@ class LocalFolder:
                 fsync_path(path)
 
     def _entries(self) -> list[tuple[str, bool]]:
-        """The name of each thing in it, and whether it is a folder."""
+        """Return the name of each entry, and whether it is a folder."""
         if self._inner and not self._folder.exists():
             return []
         with os.scandir(self._folder) as entries:
@@ -131,7 +131,7 @@ class LocalFolder:
 
 
 class OpenedFile:
-    """A file that was opened; see `Opened`."""
+    """An open file; see `Opened`."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -151,15 +151,15 @@ class OpenedFile:
 
 
 def unfinished_name(name: str) -> str:
-    """Return what a file is called while it is made; a kill may leave it so."""
+    """Return the name of a file while it is written; a kill may leave it under that name."""
     return f".{name}.new"
 
 
 def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:
-    """Return a folder that is given by its path as a store."""
+    """Return a store; a path is turned into the store of that folder."""
     return LocalFolder(given) if isinstance(given, Path) else given
 
 
 def local_file(given: Path | AnyFile) -> AnyFile | WritableFile:
-    """Return a file that is given by its path as one of a store."""
+    """Return a file of a store; a path is turned into the file of a local folder."""
     return WritableFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given

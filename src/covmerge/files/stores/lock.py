@@ -1,4 +1,4 @@
-"""A folder that one process at a time works in, by a lock that ends with the process."""
+"""A folder in which one process at a time works; the lock ends with the process."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from filelock import lock_descriptor
 from covmerge.files.stores.regular_file import open_descriptor
 
 _NAME = "lock"
-REMOVED = "removed"  # a folder of the folder, while it is removed
+REMOVED = "removed"  # a subfolder that is being removed
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 class TakenError(Exception):
-    """Another process has the lock."""
+    """Another process holds the lock."""
 
 
 class Lock:
-    """The file `lock` of a folder, held; `release` or `remove_folder` ends that, and so does any kill.
+    """The held file `lock` of a folder; `release`, `remove_folder` and any kill of the process end it.
 
-    The system's lock on an open file is filelock's; here is what it is of: a file in a folder that is made
-    with it and goes with it, which may happen at any moment while another process waits to have it.
+    filelock provides the system's lock on an open file. This class adds the file, which is created with its
+    folder and removed with it, possibly while another process waits for the lock.
 
     Args:
-        folder: made if it is not there; no link.
+        folder: the folder, which is created if missing; it must not be a link.
 
     Attributes:
-        works: False where the file system knows no locks.
+        works: False if the file system has no locks.
 
     Raises:
-        TakenError: another process has it.
-        OSError: the folder or the file cannot be made.
+        TakenError: another process holds the lock.
+        OSError: the folder or the file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,14 +46,14 @@ class Lock:
         self.works = True
         while True:
             try:
-                if folder.is_symlink():  # what it leads to would be emptied
+                if folder.is_symlink():  # the link's target would be emptied
                     raise OSError(errno.ELOOP, "It is a link, and is not followed", str(folder))
                 folder.mkdir(parents=True, exist_ok=True)
                 fd = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
             except (FileNotFoundError, FileExistsError):
                 if _is_other_than_folder(folder):
                     raise
-                continue  # the folder was removed by a process that just ended
+                continue  # a process that just ended removed the folder
             try:
                 self._lock(fd)
                 if _is_open_at(fd, self._path):
@@ -62,18 +62,18 @@ class Lock:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # the lock of a process that just ended: try again with a new one
+            os.close(fd)  # the lock file of a process that just ended: try again with a new one
 
     def release(self) -> None:
-        """Let another process have it, unless that was done."""
+        """Let another process take the lock; do nothing if that was done before."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
     def _remove(self) -> None:
-        """Remove the file as the last of its folder, and release it."""
+        """Remove the lock file, which is the last file of its folder, and release the lock."""
         if os.name == "nt":
-            # No open file is removed there: neither this one, nor that of its holder meanwhile.
+            # Windows removes no open file: neither this one, nor that of another holder.
             self.release()
             with suppress(PermissionError):
                 self._path.unlink()
@@ -82,15 +82,15 @@ class Lock:
             self.release()
 
     def clear_folder(self, only: Collection[str] | None = None) -> None:
-        """Remove all that the folder holds but the lock, or what has one of these names.
+        """Remove everything in the folder but the lock, or only the entries with one of these names.
 
-        A folder is renamed first: a process that worked in it finds it gone, and puts nothing into it
-        while it is removed.
+        A folder is renamed first. A process that worked in it then no longer finds it, and puts nothing
+        into it while it is removed.
         """
         removed = self._path.parent / REMOVED
         if removed.is_symlink():
             removed.unlink()
-        elif removed.is_dir():  # by a process that was killed meanwhile
+        elif removed.is_dir():  # left by a process that was killed while removing it
             shutil.rmtree(removed)
         for child in self._path.parent.iterdir():
             if only is not None and child.name not in only:
@@ -101,15 +101,15 @@ class Lock:
                 child.unlink()
 
     def remove_folder(self, only: Collection[str] | None = None) -> None:
-        """Remove what the folder holds, or what has one of these names; then the lock and the folder."""
+        """Remove the folder's contents, or entries with one of these names; then lock and folder."""
         self.clear_folder(only)
-        # The lock goes last: until then nobody else can begin to work here.
+        # The lock file is removed last: until then no other process can start to work here.
         self._remove()
         try:
             self._path.parent.rmdir()
         except OSError as error:
-            # Another process began between the two lines above: the folder is now its own. Or it holds
-            # more than was to be removed.
+            # Another process began between the two lines above, and the folder is now its own. Or the
+            # folder holds more than was to be removed.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 

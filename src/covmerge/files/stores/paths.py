@@ -1,4 +1,4 @@
-"""Names that a checkpoint gives to files, turned into paths that cannot leave its folder."""
+"""Conversion of file names in a checkpoint to paths that cannot leave its folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def safe_child(folder: Path, name: str) -> Path:
-    """Return `folder / name`, after making sure that it lies in `folder`; it need not exist.
+    """Return `folder / name`, after checking that it lies in `folder`; it need not exist.
 
-    Links are followed before the decision. The Hugging Face cache, whose snapshots consist of
-    links to a store of blobs beside them, is let through.
+    Links are followed before the check. The Hugging Face cache is allowed: its snapshots consist of links
+    to a store of blobs beside them.
 
     Raises:
         CheckpointError: `name` is not a bare file name, or a link leads out of the folder.
@@ -51,7 +51,7 @@ def safe_path(folder: Path, name: str) -> Path:
 
 
 def check_bare(name: str, where: str) -> None:
-    """Refuse a name that is not that of a file, and nothing else."""
+    """Check that a name is that of a file, without a folder."""
     if name in {"", ".", ".."} or "\\" in name or "\0" in name or Path(name).name != name:
         raise CheckpointError(
             f"{where} names the file {name!r}: only bare names of files inside the folder are "
@@ -60,11 +60,11 @@ def check_bare(name: str, where: str) -> None:
 
 
 def _is_cached_blob(folder: Path, target: Path) -> bool:
-    """Whether `folder` lies in a snapshot of the Hugging Face cache and `target` in its blobs.
+    """Return whether `folder` lies in a snapshot of the Hugging Face cache and `target` in its blobs.
 
-    `models--org--name/snapshots/<commit>/<file>` is a link to `models--org--name/blobs/<hash>`,
-    which newer versions of the cache link on to a store of all repositories,
-    `blobs/<2 digits>/<hash>` beside `models--org--name`.
+    `models--org--name/snapshots/<commit>/<file>` is a link to `models--org--name/blobs/<hash>`. Newer
+    versions of the cache link that on to a store of all repositories, `blobs/<2 digits>/<hash>` beside
+    `models--org--name`.
     """
     snapshot = snapshot_around(folder)
     if snapshot is None:

@@ -1,4 +1,4 @@
-"""The one way in which files of strangers are opened: regular files, and nothing that could block."""
+"""The only way in which strangers' files are opened: regular files, without anything that could block."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import IO
 
 from covmerge.base.errors import CheckpointError
 
-# Files as the system opens them: no link followed, nothing waited for, bytes at an offset.
+# Files opened by the system's calls: without following links or waiting, with reads at an offset.
 #
-# Windows has neither the flags nor the calls that read and write at an offset at once. A descriptor
-# belongs to one thread here, so that to go to the offset first does the same everywhere.
+# Windows has neither these flags nor calls that read and write at an offset. A descriptor belongs to one
+# thread here, so seeking to the offset first has the same effect everywhere.
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for another process at the other end of a pipe
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows changes the ends of lines otherwise
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # not for another process at the other end of a pipe
+_BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes the ends of lines
 
-_MOST = 2**30  # bytes a call: Linux moves at most 2 GiB - 4 KiB, macOS refuses 2 GiB
+_MOST = 2**30  # bytes per call: Linux moves at most 2 GiB - 4 KiB, macOS refuses 2 GiB
 
 
 def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
-    """Open a file as `os.open` does; `follow` says whether `path` may be a link.
+    """Open a file like `os.open`; `follow` says whether `path` may be a link.
 
     Raises:
-        OSError: as `os.open`, and for a link that may not be one.
+        OSError: as for `os.open`, or `path` is a link and may not be one.
     """
     if not (follow or _NO_LINK) and path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -38,7 +38,7 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Generator[int, None, None]:
-    """Open a file of covmerge's own, as `check_own` has it, and close it again."""
+    """Open a file of covmerge after `check_own`, and close it at the end."""
     fd = open_descriptor(path, flags)
     try:
         check_own(fd, path)
@@ -48,7 +48,7 @@ def opened(path: Path, flags: int) -> Generator[int, None, None]:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a path is a regular file that has no other name, and no link."""
+    """Return whether a path is a regular file that is no link and has no other name."""
     try:
         status = path.lstat()
     except OSError:
@@ -57,10 +57,10 @@ def is_own(path: Path) -> bool:
 
 
 def check_own(fd: int, path: Path) -> None:
-    """Refuse a file that is not regular, or has another name: a write to it would change that file too.
+    """Check that a file is regular and has no other name; a write would change it under that name too.
 
     Raises:
-        OSError: it is such a file.
+        OSError: the file is not regular, or has another name.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -70,20 +70,20 @@ def check_own(fd: int, path: Path) -> None:
 
 
 def read_at(file: FileIO, target: memoryview, offset: int) -> int:
-    """Read straight into memory, and return how many bytes it were: 0 at the end of the file."""
+    """Read straight into memory, and return the number of bytes; 0 at the end of the file."""
     file.seek(offset)
     return file.readinto(target[:_MOST])
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of the data."""
+    """Write all of the data at an offset."""
     os.lseek(fd, offset, os.SEEK_SET)
-    while data:  # less than asked for is written where a disk fills up
+    while data:  # less than asked for is written if the disk fills up
         data = data[os.write(fd, data[:_MOST]) :]
 
 
 def reserve(fd: int, size: int) -> None:
-    """Make a file so long, and reserve its space where the file system can."""
+    """Set the length of a file, and reserve its space if the file system can."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, size)
@@ -98,21 +98,21 @@ _PIECE = 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file as `open_raw` does, and read ahead a little."""
+    """Open a regular file like `open_raw`, with a small read-ahead buffer."""
     return BufferedReader(open_raw(path))
 
 
 def open_raw(path: Path, *, follow: bool = True, only_name: bool = False) -> FileIO:
-    """Open a regular file to read its bytes; `follow` says whether `path` may be a link.
+    """Open a regular file for reading bytes; `follow` says whether `path` may be a link.
 
-    `only_name` says that it may have no other name either (`check_own`).
+    `only_name` says that the file must not have another name either (`check_own`).
 
-    A pipe would be waited for, and a device may have no end. What a path is may change between a
-    question and its use, so that the file is asked when it is open.
+    Opening a pipe would wait, and a device may have no end. The kind of a path may change between a check
+    and its use, so it is checked on the open file.
 
     Raises:
-        OSError: there is no such file, it may not be read, it is something else, or its name is none
-            that a file can have.
+        OSError: there is no such file, it cannot be read, it is no regular file, or no file can have this
+            name.
 
     Example:
         >>> open_raw(Path("/dev/zero"))
@@ -143,34 +143,34 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        CheckpointError: it is larger, something else, or cannot be read.
-        FileNotFoundError: there is none.
+        CheckpointError: the file is larger, is not regular, or cannot be read.
+        FileNotFoundError: there is no such file.
     """
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(f"{path} is larger than {limit} bytes, which no such file is")
-        return file.read(size)  # of the limit, memory would be asked for first
+        return file.read(size)  # read(limit) would allocate memory for the limit first
 
 
 def read_some(file: IO[bytes], limit: int) -> bytes:
-    """Return the next bytes of an open file, `limit` at most; memory is asked for by the file's size."""
+    """Return the next bytes of an open file, at most `limit`; memory is allocated by the file's size."""
     size = os.fstat(file.fileno()).st_size
-    return file.read(min(limit, size + 1))  # one more, to notice that it grew
+    return file.read(min(limit, size + 1))  # one more, to notice that the file grew
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of an open file, 1 MiB at most at a time."""
+    """Yield the content of an open file in pieces of at most 1 MiB."""
     while piece := read_some(file, _PIECE):
         yield piece
 
 
 @contextmanager
 def reading(path: object) -> Generator[None]:
-    """Tell what keeps a file from being read as a CheckpointError with its name.
+    """Turn errors that keep a file from being read into a CheckpointError with its name.
 
     Raises:
-        CheckpointError: any OSError but the next.
+        CheckpointError: any OSError except FileNotFoundError.
         FileNotFoundError: there is no such file.
     """
     try:

@@ -1,8 +1,8 @@
-"""A folder of another machine as a store, to read: by ranges, in parallel, again where a request fails.
+"""A remote folder as a read-only store: read by ranges, in parallel, with repeated attempts.
 
-A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
-of 1 to 8 MiB, several at once (`link.py`); and small ones are served out of a window, which is fetched
-whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
+A request takes 10 to 100 ms of latency, however little it fetches. Large reads are therefore split into
+parts of 1 to 8 MiB, several at once (`link.py`). Small reads are served from a window, which is fetched as
+a whole: 1 MiB, and twice as much each time that a reader continues where it ended, up to 32 MiB.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from covmerge.files.stores.store import Stamp
 
 Found = TypeVar("Found")
 
-_SMALL = 2**22  # reads below it are served out of windows
+_SMALL = 2**22  # smaller reads are served from windows
 _WINDOW = 2**20
 _WIDEST = 2**25
 _HELD = 2**26  # bytes of all windows
-_FRESH = 10.0  # seconds for which nothing is asked again about a file that is opened
-_LISTED = 1.0  # seconds for which a listing stands: names and folders are asked for in a row
+_FRESH = 10.0  # seconds for which the answer about an opened file is used again
+_LISTED = 1.0  # seconds for which a listing is used: names and folders are asked for in a row
 
 
 class RemoteStore:
-    """Files of a server below one path; nothing is written.
+    """The files of a server below one path; the store is read-only.
 
-    What a server says of a file is asked for again after a while, so that one which changes ends the work
-    early; that none has changed is settled by the reader, at the end, by `stamp`.
+    The server is asked about a file again after a while, so that a changed file ends the work early. The
+    reader checks at the end, by `stamp`, that no file has changed.
     """
 
     folder = None
@@ -67,7 +67,7 @@ class RemoteStore:
         check_bare(name, str(self))
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        del follow  # there are no links
+        del follow  # a server has no links
         try:
             self._stat(name)
         except FileNotFoundError:
@@ -75,11 +75,11 @@ class RemoteStore:
         return True
 
     def stamp(self, name: str) -> Stamp:
-        """See `Store.stamp`; the server is asked."""
+        """See `Store.stamp`; the server is always asked."""
         return _stamp(self._stat(name, anew=True))
 
     def version(self, name: str) -> str:
-        """Return what the server calls the file's version; "": it has no name for it."""
+        """Return the server's version of a file; "": the server has none."""
         return self._stat(name).version
 
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
@@ -165,7 +165,7 @@ class RemoteFile:
         async def fetch_some() -> None:
             while missing:
                 async with self._link.turn():
-                    if not missing:  # others took it meanwhile
+                    if not missing:  # other requests took the rest meanwhile
                         return
                     part = _taken(missing, self._link.part(length))
                     read = await self._fetch_part(part, target, offset)
@@ -175,7 +175,7 @@ class RemoteFile:
         _run(self._server, fetch)
 
     async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
-        """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
+        """Fetch a part of the file, and copy to memory that begins at `offset` what it has room for."""
         inside = offset <= part.start and part.stop <= offset + len(target)
         memory = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
         memory = memory[: len(part)]
@@ -192,7 +192,7 @@ class RemoteFile:
 
 
 def _taken(missing: list[range], size: int) -> range:
-    """Take the next bytes off what is missing, at most so many."""
+    """Take the next bytes, at most `size`, off the missing ranges, and return them."""
     run = missing[0]
     if len(run) > size:
         missing[0] = run[size:]
@@ -202,7 +202,7 @@ def _taken(missing: list[range], size: int) -> range:
 
 
 class _Window:
-    """Bytes of a file that are held, from `start`."""
+    """Bytes of a file that are held in memory, from `start` on."""
 
     def __init__(self, stat: FileStat, start: int, data: bytes) -> None:
         self.stat, self.start, self.data = stat, start, data
@@ -213,21 +213,21 @@ class _Window:
 
 
 class _Windows:
-    """The last window of each file, as many as may be held; for any thread."""
+    """The last window of each file, up to a total size; all threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Window] = OrderedDict()
 
     def find(self, path: str, stat: FileStat, offset: int) -> _Window | None:
-        """Return the window that has the byte at an offset."""
+        """Return the window that has the byte at an offset; None: there is none."""
         with self._lock:
             held = self._held.get(path)
         fits = held is not None and held.stat == stat and held.start <= offset < held.end
         return held if fits else None
 
     def next(self, path: str, stat: FileStat, offset: int) -> tuple[int, int]:
-        """Return where the window to be fetched for an offset begins, and its bytes."""
+        """Return the start and the length of the window to fetch for an offset."""
         with self._lock:
             held = self._held.get(path)
         if held is None or held.stat != stat or offset != held.end:
@@ -235,7 +235,7 @@ class _Windows:
         return offset, min(2 * len(held.data), _WIDEST)
 
     def keep(self, path: str, window: _Window) -> None:
-        """Hold a window, and let go of the oldest that there is no room for."""
+        """Hold a window, and drop the oldest windows that exceed the total size."""
         with self._lock:
             self._held[path] = window
             self._held.move_to_end(path)
@@ -244,7 +244,7 @@ class _Windows:
 
 
 class _Known:
-    """What was said of files, and when."""
+    """The server's answers about files, with their times."""
 
     def __init__(self) -> None:
         self._stats: dict[str, tuple[float, FileStat]] = {}
@@ -252,33 +252,33 @@ class _Known:
         self._listings: dict[str, tuple[float, Mapping[str, FileStat | None]]] = {}
 
     def get(self, path: str) -> FileStat | None:
-        """Return what was said of a file a moment ago."""
+        """Return a recent answer about a file; None: there is none."""
         asked, stat = self._stats.get(path, (0.0, None))
         return stat if time.monotonic() - asked < _FRESH else None
 
     def put(self, path: str, stat: FileStat) -> None:
-        """Keep what was said just now."""
+        """Keep an answer about a file."""
         self._stats[path] = (time.monotonic(), stat)
 
     def sums(self, path: str, stat: FileStat) -> CheckedFile:
-        """Return the checksums of a file for which the server names no version."""
+        """Return the checksums of a file for which the server has no version."""
         return self._sums.setdefault((path, stat), CheckedFile(stat.size))
 
     def listing(self, path: str) -> Mapping[str, FileStat | None] | None:
-        """Return what a folder held just now."""
+        """Return a recent listing of a folder; None: there is none."""
         asked, found = self._listings.get(path, (0.0, None))
         return found if time.monotonic() - asked < _LISTED else None
 
     def put_listing(self, path: str, found: Mapping[str, FileStat | None]) -> None:
-        """Keep what a folder holds now."""
+        """Keep the listing of a folder."""
         self._listings[path] = (time.monotonic(), found)
 
 
 def remote_store(address: Address) -> RemoteStore:
-    """Return what lies at an address as a store.
+    """Return the folder at an address as a store.
 
     Raises:
-        InputError: the packages that it takes are not installed, or a cache is asked for.
+        InputError: the required packages are not installed, or the environment asks for a cache.
     """
     if os.environ.get("COVMERGE_REMOTE_CACHE", "") not in ("", "0"):
         raise InputError(
@@ -289,7 +289,7 @@ def remote_store(address: Address) -> RemoteStore:
 
 
 def store_at(given: str | Path) -> LocalFolder | RemoteStore:
-    """Return the folder at a path or an address as a store, to read an output."""
+    """Return the folder at a path or an address as a store, for reading an output."""
     address = address_of(given)
     if address is None:
         return LocalFolder(local_path(given))
@@ -297,7 +297,7 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
 
 
 def server_at(address: Address) -> tuple[Server, str]:
-    """Return the server of an address, and what it calls what lies there."""
+    """Return the server of an address, and the server's name of the place."""
     of_objects = address.scheme in OBJECTS
     return ObjectServer.at(address) if of_objects else PageServer.at(address)
 
@@ -305,7 +305,7 @@ def server_at(address: Address) -> tuple[Server, str]:
 def ask(
     server: Any, request: Callable[[], Awaitable[Found]], longest: float | None = None
 ) -> Found:
-    """Carry a request out, from any thread but the server's own; see `persist`."""
+    """Carry out a request from any thread except the server's; see `persist`."""
     return _run(server, lambda: persist(request, longest))
 
 
@@ -315,7 +315,7 @@ def _run(server: Any, work: Callable[[], Awaitable[Found]]) -> Found:
 
 
 def _stamp(stat: FileStat) -> Stamp:
-    """The size and what stands for the version; 0: the server tells none."""
+    """Return the size and a number for the version; 0: the server has no version."""
     if not stat.version:
         return stat.size, 0, 0
     version = hashlib.sha256(stat.version.encode()).digest()[:8]

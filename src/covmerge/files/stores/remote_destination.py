@@ -1,22 +1,22 @@
-"""A folder of a bucket as a destination: work goes on in a folder of this machine, and is sent when done.
+"""A folder of a bucket as a destination: the work is done in a local folder, and sent when finished.
 
     <cache>/uploads/<hash of the address>/
-        .merged.covmerge-partial/       the work, as that on a folder of this machine
-        token                           by which an upload that was begun here is known
-        made                            which output was sent from here, where machines share the work
+        .merged.covmerge-partial/       the work, as for a local folder
+        token                           marks uploads that were started here
+        made                            which output was sent from here, if machines share the work
 
     s3://bucket/merged/
-        .covmerge-upload.json           while it is sent: which upload it is, and its files
+        .covmerge-upload.json           during the upload: its token and its files
         model-00001-of-00002.safetensors ...
         model.safetensors.index.json, config.json
         covmerge.json                   last
 
-A file appears there once all of it is sent, and a folder without covmerge.json is no output. Buckets have
-no locks: one process of this machine at a time works on an output, and `.covmerge-upload.json`, which is
-made only where there is none, keeps a second machine from sending at the same time.
+A file appears in the bucket once all of it is sent, and a folder without covmerge.json is no output.
+Buckets have no locks. Locally, one process at a time works on an output; `.covmerge-upload.json` is only
+created if there is none, which keeps a second machine from sending at the same time.
 
-Machines that share the work (ranks, the nodes of a cluster) see each other's there, so <cache> is a folder
-of theirs then, which somebody has to say. One of them sends.
+Machines that share the work (ranks, the nodes of a cluster) must see each other's files, so <cache> has
+to be a folder that they share, which the user must set. One of them sends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RemoteDestination:
     """A folder of a bucket that an output becomes; see `Destination`.
 
     Raises:
-        InputError: nothing is written there, or the packages that it takes are not installed.
+        InputError: no output can be written there, or the required packages are not installed.
     """
 
     def __init__(self, address: Address) -> None:
@@ -66,7 +66,7 @@ class RemoteDestination:
         self._made = self._place / "made"
         self._shared = False
         self._taken = False
-        self._present = set[str]()  # files that were there when it was last listed
+        self._present = set[str]()  # files in the last listing
         self._staged = LocalDestination(self._place / "merged")
         self._server, self._path = ObjectServer.at(address, writing=True)
         self.work = self._staged.work
@@ -77,7 +77,7 @@ class RemoteDestination:
 
     @property
     def output(self) -> RemoteStore:
-        """See `Destination.output`; each one asks anew."""
+        """See `Destination.output`; each call returns a new store, which asks the server again."""
         return RemoteStore(self._server, self._path)
 
     @property
@@ -85,7 +85,7 @@ class RemoteDestination:
         return self._staged.aside
 
     def share(self) -> None:
-        """See `Destination.share`: unless it is said, each machine has a place of its own."""
+        """See `Destination.share`: without COVMERGE_CACHE each machine has its own place of work."""
         if not is_cache_named():
             raise InputError(
                 f"{self} is made in a folder first, in which all that share the work write: set "
@@ -99,7 +99,7 @@ class RemoteDestination:
         return False
 
     def occupant(self) -> object | None:
-        """See `Destination.occupant`; what an upload from here left that broke off is nothing."""
+        """See `Destination.occupant`; the remains of an upload from here that broke off do not count."""
         with self._reached():
             if self._is_file():
                 raise InputError(f"the output {self} exists and is no folder: choose another name")
@@ -111,19 +111,19 @@ class RemoteDestination:
         return found or None
 
     def take(self) -> bool:
-        """See `Destination.take`: it is taken on this machine."""
+        """See `Destination.take`: the lock holds on this machine."""
         taken = self._staged.take()
         self._taken = True
         with suppress(OSError):  # such a file does no harm
-            for left in self._place.glob(UNFINISHED):  # by a process that was killed
+            for left in self._place.glob(UNFINISHED):  # left by a process that was killed
                 left.unlink(missing_ok=True)
         return taken
 
     def recover(self) -> bool:
-        """See `Destination.recover`: what an upload left that broke off is removed.
+        """See `Destination.recover`: the remains of an upload that broke off are removed.
 
-        An output that is replaced loses its covmerge.json before anything is sent: where that is, all of it
-        is.
+        An output that is replaced loses its covmerge.json before anything is sent. If covmerge.json is
+        there, all of the output is.
         """
         with self._reached():
             claim = self._claim()
@@ -140,22 +140,22 @@ class RemoteDestination:
         self._staged.begin()
 
     def publish(self) -> None:
-        """See `Destination.publish`: the weights first, then config and index, covmerge.json last.
+        """See `Destination.publish`: weights are sent first, then config and index, covmerge.json last.
 
         Raises:
-            InputError: another machine sends there, or the server fails; the work is kept.
+            InputError: another machine is sending there, or the server fails; the work is kept.
         """
         names = sorted(tree(self.work), key=_order)
         with self._reached():
             there = list(tree(self.output))
             self._refuse_new(there)
             self._make_claim([*names, *there])
-            try:  # another machine may have made one meanwhile, and taken its claim away
+            try:  # another machine may have made a claim meanwhile, sent, and removed it
                 self._refuse_new(name for name in tree(self.output) if name != _CLAIM)
             except InputError:
                 self._remove([_CLAIM])
                 raise
-            # From here to the last line but one there is no covmerge.json, and so no output.
+            # Until covmerge.json is sent below, there is none, and so no output.
             self._remove(sorted(there, key=_order, reverse=True))
             for name in names[:-1]:
                 self._send(name)
@@ -175,12 +175,12 @@ class RemoteDestination:
         self._staged.discard()
         if self._taken:
             self._taken = False
-            with suppress(OSError):  # another process works here by now
+            with suppress(OSError):  # another process works here now
                 self._token.unlink(missing_ok=True)
                 self._place.rmdir()
 
     def _unseen(self) -> str:
-        """What else it may be, where machines share the work, that work of others does not show here."""
+        """Return the end of a message: where machines share the work, it may not be visible here."""
         if not self._shared:
             return ""
         return (
@@ -189,7 +189,7 @@ class RemoteDestination:
         )
 
     def _sent(self) -> str:
-        """What tells the output that is there from others."""
+        """Return a text that identifies the output that is there."""
         return str(self.output.stamp(_MANIFEST))
 
     def _is_file(self) -> bool:
@@ -197,10 +197,10 @@ class RemoteDestination:
         return RemoteStore(self._server, parent).is_file(name)
 
     def _claim(self) -> _Claim | None:
-        """The upload from here that broke off, if one did.
+        """Return the claim of an upload from here that broke off; None: there is none.
 
         Raises:
-            InputError: another machine sends there, or an upload from there broke off.
+            InputError: another machine is sending there, or its upload broke off.
         """
         file = StoredFile(self.output, _CLAIM)
         try:
@@ -211,7 +211,7 @@ class RemoteDestination:
             claim = None
         token = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != token:
-            # Its sender may have ended by now, and removed its token.
+            # The sender may have finished by now, and removed its token.
             if self._shared and not self._has(_CLAIM):
                 return None
             raise InputError(
@@ -231,7 +231,7 @@ class RemoteDestination:
         try:
             ask(self._server, lambda: self._server.claim(path, content))
         except FileExistsError:
-            # An attempt whose answer was lost made it, unless it is another's, which this refuses.
+            # The claim is from an attempt whose answer was lost, or another machine's and refused here.
             self._claim()
 
     def _refuse_new(self, there: Iterable[str]) -> None:
@@ -246,7 +246,7 @@ class RemoteDestination:
         ask(self._server, lambda: self._server.send(folder / name, self._at(name)), _SEND)
 
     def _check_sent(self, names: Sequence[str]) -> None:
-        """Refuse to complete an output that is not, to the file, what was sent."""
+        """Check that the output consists of exactly the files that were sent."""
         sizes = {name: (self.work.folder / name).stat().st_size for name in names}
         found = {name: stamp[0] for name, stamp in _stamps(self.output).items() if name != _CLAIM}
         if found != sizes:
@@ -278,7 +278,7 @@ class RemoteDestination:
         except OSError as error:
             said = str(error.strerror or error) or type(error).__name__
             then = "and run it again"
-            if "docs/remote.md" not in said:  # a refusal says by itself what to check
+            if "docs/remote.md" not in said:  # a refusal says itself what to check
                 said += (
                     ": check the address and the credentials in the environment (docs/remote.md)"
                 )
@@ -288,7 +288,7 @@ class RemoteDestination:
 
 
 class _Claim(BaseModel):
-    """What is known of an upload while it lasts."""
+    """The record of an upload while it lasts."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -301,7 +301,7 @@ def _stamps(store: RemoteStore) -> dict[str, Stamp]:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Weights, what lies beside them, what makes a loader take them for a model, covmerge.json."""
+    """Return a key for the order: weights, files beside them, files that loaders need, covmerge.json."""
     if name == _MANIFEST:
         return 3, name
     if name == "config.json" or name.endswith(("index.json", "adapter_config.json")):

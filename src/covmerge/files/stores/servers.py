@@ -1,4 +1,4 @@
-"""Servers of files: what a store asks of one, pages over http(s), and object stores."""
+"""File servers: the interface that a store needs, pages over http(s), and object stores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from covmerge.base.errors import InputError
 from covmerge.files.stores.address import PAGES, Address
 from covmerge.files.stores.link import MOST, ChangedError, RefusedError
 
-# A server as a store asks it, and the check of files whose version a server does not tell.
+# The interface of a server, and the check of files for which a server has no version.
 
 
 @dataclass(frozen=True)
 class FileStat:
-    """What a server says of a file.
+    """A server's answer about a file.
 
     Attributes:
-        size: bytes.
-        version: what is another after every change; "": the server says nothing of the kind.
+        size: size in bytes.
+        version: a text that changes with every change of the file; "": the server has none.
     """
 
     size: int
@@ -36,41 +36,41 @@ class FileStat:
 
 
 class Server(Protocol):
-    """A server, asked by coroutines that run in `loop`; a path is what it calls a file or folder.
+    """A server, asked by coroutines that run in `loop`; a path is the server's name of a file or folder.
 
-    What fails is any error of a library (`retries.persist` tells what is worth another attempt).
+    Failures raise any error of a library (`persist` decides which are worth another attempt).
     """
 
     @property
     def loop(self) -> Any:
-        """The loop of events, in a thread of its own."""
+        """The event loop, which runs in its own thread."""
         ...
 
     def inside(self, folder: str, name: str) -> str:
-        """Return the path of what is in a folder."""
+        """Return the path of an entry of a folder."""
         ...
 
     def shown(self, path: str) -> str:
-        """Return a path as it is written in recipes."""
+        """Return a path in the form that recipes have."""
         ...
 
     async def stat(self, path: str) -> FileStat:
-        """Return what it says of a file.
+        """Return the server's answer about a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
         ...
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
-        """Return what is in a folder, by name; None: a folder."""
+        """Return the entries of a folder by name; None stands for a folder."""
         ...
 
     async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
-        """Fill memory from a place in a file, or fail.
+        """Fill memory from a place in a file, or raise an error.
 
         Raises:
-            ChangedError: it is no longer the file that `stat` describes.
+            ChangedError: the file is no longer the one that `stat` describes.
         """
         ...
 
@@ -79,7 +79,7 @@ _BLOCK = 2**20
 
 
 class CheckedFile:
-    """Checksums of what was read of one file; for any thread."""
+    """Checksums of the parts of one file that were read; all threads may use it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -87,12 +87,12 @@ class CheckedFile:
         self._lock = threading.Lock()
 
     def blocks(self, asked: range) -> range:
-        """Return the whole blocks that have the bytes of a range."""
+        """Return the range of whole blocks that covers a range."""
         end = asked.stop + -asked.stop % _BLOCK
         return range(asked.start - asked.start % _BLOCK, min(end, self._size))
 
     def check(self, data: memoryview, offset: int) -> None:
-        """Note what was read of whole blocks, and compare it with what was read of them before."""
+        """Record the checksums of whole blocks, and compare them with those of earlier reads."""
         for start in range(0, len(data), _BLOCK):
             checksum = zlib.crc32(data[start : start + _BLOCK])
             with self._lock:
@@ -103,16 +103,16 @@ class CheckedFile:
 
 # Single files of a web server, read by ranges over HTTP with fsspec's session.
 
-SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
+SILENCE = 30.0  # seconds without a byte, or without the head of an answer
 
-_WHOLE = 2**24  # the longest file that is read of a server that sends all of it
+_WHOLE = 2**24  # bytes of the longest file that is read from a server without ranges
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
 _ELSEWHERE = frozenset({301, 302, 303, 307, 308})
 _HOPS = 6
 
 
 class PageServer:
-    """Files of web servers; a path is the address, with its parts quoted."""
+    """The files of web servers; a path is the address with its parts quoted."""
 
     def __init__(self) -> None:
         try:
@@ -122,7 +122,7 @@ class PageServer:
             raise InputError(
                 f"https:// takes further packages: pip install 'covmerge[remote]' ({error})"
             ) from None
-        # `trust_env`: proxies, and credentials of ~/.netrc, which go to their own host alone.
+        # `trust_env`: use proxies, and credentials in ~/.netrc, which are sent only to their own host.
         timeout = ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE)
         system: Any = HTTPFileSystem(
             client_kwargs={"trust_env": True, "timeout": timeout, "auto_decompress": False},
@@ -134,7 +134,7 @@ class PageServer:
 
     @classmethod
     def at(cls, address: Address) -> tuple[PageServer, str]:
-        """Return the server of an address, and what it calls the place."""
+        """Return the server of an address, and the server's name of the place."""
         return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
 
     def inside(self, folder: str, name: str) -> str:
@@ -144,10 +144,10 @@ class PageServer:
         return path
 
     async def stat(self, path: str) -> FileStat:
-        """See `Server.stat`: asked for is the first byte, which also shows whether there are ranges."""
+        """See `Server.stat`: the first byte is asked for, which shows whether the server has ranges."""
         async with await self._get(path, 0, 1) as answer:
             if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
-                raise FileNotFoundError(path)  # a page that says so, or lists a folder
+                raise FileNotFoundError(path)  # an error page, or a listing of a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
                 return _stat_of_page(int(found[3]), answer)
@@ -161,7 +161,7 @@ class PageServer:
         raise RefusedError("a web server lists no folders: name a file in it")
 
     async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
-        """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
+        """See `Server.fetch`; no more is read than was asked for, whatever the server sends."""
         async with await self._get(path, offset, len(target)) as answer:
             if stat.version and _version(answer) != stat.version:
                 raise ChangedError
@@ -187,12 +187,12 @@ class PageServer:
 
     async def _get(self, path: str, offset: int, count: int) -> Any:
         session = await self._system.set_session()
-        # An encoding would make the range one of compressed bytes.
+        # With an encoding, the range would be one of compressed bytes.
         headers = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
         where = path
         for _ in range(_HOPS):
             url = self._system.encode_url(where)
-            # A server may send answers before the answer (1xx) without end, and never be silent.
+            # A server may send interim answers (1xx) without end, and is then never silent.
             asked = session.get(url, headers=headers, allow_redirects=False)
             answer = await asyncio.wait_for(asked, SILENCE)
             if answer.status not in _ELSEWHERE:
@@ -220,13 +220,13 @@ class PageServer:
 
 
 def onward(asked: str, location: str) -> str:
-    """Return the address that an answer leads to, which no server may choose freely.
+    """Return the address to which an answer redirects, which a server may not choose freely.
 
-    It is of the web, not less protected than what was asked for, without credentials, and leads to no
-    machine of the user's network or the user's own where the server is another.
+    It must be a web address without credentials, and no less protected than the one asked for. It must not
+    lead to the user's machine or network if the server is elsewhere.
 
     Raises:
-        RefusedError: it is not.
+        RefusedError: the address is not allowed.
 
     Example:
         >>> onward("https://example.org/a/b", "/c?sig=1")
@@ -251,7 +251,7 @@ def onward(asked: str, location: str) -> str:
 
 
 def _is_near(host: str) -> bool:
-    """Whether a host is written as one of this machine or its network; names are not looked up."""
+    """Return whether a host is written as one of this machine or its network; names are not looked up."""
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -266,21 +266,21 @@ def _stat_of_page(size: int, answer: Any) -> FileStat:
 
 
 def _version(answer: Any) -> str:
-    """What the server says of the version of a file."""
+    """Return the server's version of a file, from its headers."""
     said = (answer.headers.get(name) for name in ("ETag", "Last-Modified"))
     return " ".join(str(one) for one in said if one)
 
 
-# Objects in buckets, as file systems of fsspec have them: s3fs for all that speaks as S3 does, and gcsfs.
+# Objects in buckets, through fsspec's file systems: s3fs for all servers that speak S3, and gcsfs.
 #
-# Which endpoint is asked, and with whose credentials, their own libraries take from the environment:
-# AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on; GOOGLE_APPLICATION_CREDENTIALS.
+# Their libraries take endpoint and credentials from the environment: AWS_PROFILE, AWS_ACCESS_KEY_ID,
+# AWS_ENDPOINT_URL and so on; GOOGLE_APPLICATION_CREDENTIALS.
 
 _S3 = "s3"
-_PIECE = 2**25  # bytes of a part of what is sent
+_PIECE = 2**25  # bytes of a part of an upload
 
 _PATIENCE = {"read_timeout": SILENCE, "connect_timeout": 10}
-# One layer makes requests again. Of parts that are sent it is botocore: it knows which.
+# Only one layer repeats requests. For parts of an upload it is botocore, which knows which part failed.
 _READING = {
     _S3: {
         "config_kwargs": {
@@ -296,15 +296,15 @@ _WRITING = {
         "config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 5}},
     }
 }
-# A listing and a question about one file must say the same.
+# Keys of the version; a listing and a question about one file must give the same.
 _VERSIONS = ("generation", "ETag", "etag")
 
 
 class ObjectServer:
-    """Files of buckets; a path is the bucket and the key.
+    """The files of buckets; a path is the bucket and the key.
 
     Raises:
-        InputError: the file system is not installed.
+        InputError: the file system's package is not installed.
     """
 
     def __init__(self, scheme: str, *, writing: bool = False) -> None:
@@ -314,7 +314,7 @@ class ObjectServer:
 
     @classmethod
     def at(cls, address: Address, *, writing: bool = False) -> tuple[ObjectServer, str]:
-        """Return the server of an address, and what it calls the place."""
+        """Return the server of an address, and the server's name of the place."""
         return cls(address.scheme, writing=writing), address.path
 
     def inside(self, folder: str, name: str) -> str:
@@ -330,7 +330,7 @@ class ObjectServer:
         return _stat_of_object(info)
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
-        """See `Server.listed`; a bucket or folder that there is not holds nothing."""
+        """See `Server.listed`; a bucket or folder that does not exist is empty."""
         try:
             entries: Sequence[Mapping[str, Any]] = await self._system._ls(
                 folder, detail=True, refresh=True
@@ -340,7 +340,7 @@ class ObjectServer:
         found: dict[str, FileStat | None] = {}
         for entry in entries:
             where, _, name = str(entry["name"]).rstrip("/").rpartition("/")
-            if where == folder:  # not the marker of the folder itself
+            if where == folder:  # not the folder's own marker
                 found[name] = _stat_of_object(entry) if entry["type"] == "file" else None
         return found
 
@@ -348,14 +348,14 @@ class ObjectServer:
         end = offset + len(target)
         if self._scheme == _S3 and stat.version:
             data = await self._of_version(path, offset, end, stat.version)
-        else:  # the number of a generation never comes again: `stat` tells of the next one
+        else:  # generation numbers are never used again: `stat` has the next one
             data = await self._system._cat_file(path, start=offset, end=end)
         if len(data) != len(target):
             raise OSError(f"sent {len(data)} bytes of {len(target)}")
         target[:] = data
 
     async def _of_version(self, path: str, start: int, end: int, version: str) -> bytes:
-        """Read a range if the object still has an ETag, which s3fs's own call does not ask."""
+        """Read a range if the object still has an ETag, which s3fs's own call does not check."""
         bucket, key, _ = self._system.split_path(path)
         answer: Any = await self._system._call_s3(
             "get_object",
@@ -368,11 +368,11 @@ class ObjectServer:
             return await body.read()
 
     async def send(self, file: Path, path: str) -> None:
-        """Send a file, of which nothing is there before all of it is."""
+        """Send a file; it appears once all of it is sent."""
         await self._system._put_file(str(file), path, chunksize=_PIECE)
 
     async def claim(self, path: str, content: bytes) -> None:
-        """Make a small file where there is none.
+        """Create a small file if there is none.
 
         Raises:
             FileExistsError: there is one.
@@ -380,7 +380,7 @@ class ObjectServer:
         await self._system._pipe_file(path, content, mode="create")
 
     async def remove(self, path: str) -> None:
-        """Remove a file; it need not be there."""
+        """Remove a file; it need not exist."""
         with suppress(FileNotFoundError):
             await self._system._rm_file(path)
 
@@ -407,5 +407,5 @@ def _file_system(scheme: str, *, writing: bool) -> Any:
         raise InputError(
             f"{scheme}:// takes further packages: pip install 'covmerge[{extra}]' ({error})"
         ) from None
-    system.retries = 1  # s3fs's own
+    system.retries = 1  # retries of s3fs itself
     return system

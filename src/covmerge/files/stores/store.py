@@ -1,4 +1,4 @@
-"""What readers and writers of checkpoints ask of a place of files, and walks over its folders."""
+"""The interface of stores of files for readers and writers of checkpoints, and walks over their folders."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 
 from covmerge.base.errors import CheckpointError
 
-# What changes when a file is written: its size first, then times or a count.
+# Numbers that change when a file is written: its size first, then times or a count.
 Stamp = tuple[int, int, int]
 
 
 class Opened(Protocol):
-    """A file that is open to be read; whatever becomes of its name, it stays the same one.
+    """A file that is open for reading; it stays the same file whatever happens to its name.
 
-    A context manager, which closes it.
+    It is a context manager, which closes it.
     """
 
     def __enter__(self) -> Opened: ...
@@ -26,14 +26,14 @@ class Opened(Protocol):
 
     @property
     def stamp(self) -> Stamp:
-        """What tells it from a changed one."""
+        """Numbers that distinguish the file from a changed one."""
         ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
-        """Read straight into memory, and return how many bytes it were: 0 at the end of the file.
+        """Read straight into memory, and return the number of bytes; 0 at the end of the file.
 
         Raises:
-            OSError: the disk, or whatever it is, fails.
+            OSError: the disk or the server fails.
         """
         ...
 
@@ -43,51 +43,51 @@ class Store(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of this machine that it is, if it is one."""
+        """The local folder that the store is; None: it is not local."""
         ...
 
     def where(self, name: str) -> str:
-        """What messages call a file."""
+        """Return the name of a file in messages."""
         ...
 
     def names(self) -> list[str]:
-        """Everything in it that is no folder; a link to one is none.
+        """Return the names of all entries that are no folders; a link to a folder is none.
 
         Raises:
-            OSError: it cannot be listed.
+            OSError: the store cannot be listed.
         """
         ...
 
     def folders(self) -> list[str]:
-        """The folders in it.
+        """Return the names of the folders.
 
         Raises:
-            OSError: it cannot be listed.
+            OSError: the store cannot be listed.
         """
         ...
 
     def check(self, name: str) -> None:
-        """Refuse a name from a stranger's file that may lead elsewhere.
+        """Check a name from a stranger's file, which may lead elsewhere.
 
         Raises:
-            CheckpointError: it is not a bare name, or a link out of the store.
+            CheckpointError: it is no bare name, or a link out of the store.
         """
         ...
 
     def is_file(self, name: str, *, follow: bool = True) -> bool:
-        """Whether there is a file of that name which can be read; `follow` is as for `open`."""
+        """Return whether there is a readable file of that name; `follow` is as for `open`."""
         ...
 
     def stamp(self, name: str) -> Stamp:
-        """What tells a file from a changed one.
+        """Return numbers that distinguish a file from a changed one.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no such file.
         """
         ...
 
     def open(self, name: str, *, follow: bool = True) -> Opened:
-        """Open a file to be read; `follow` says whether it may be a link, symbolic or hard.
+        """Open a file for reading; `follow` says whether it may be a link, symbolic or hard.
 
         Raises:
             OSError: there is no such file, or it cannot be read.
@@ -95,47 +95,47 @@ class Store(Protocol):
         ...
 
     def inside(self, folder: str) -> Store:
-        """Return the store of a folder in it; "": itself."""
+        """Return the store of a folder inside; "": the store itself."""
         ...
 
 
 class WritableStore(Store, Protocol):
-    """A store that can be written to, by any thread, also over what another has written.
+    """A store that can be written by any thread, also over another thread's files.
 
-    What cannot be written is an InputError, and what there is no room for a ResourceError.
+    An impossible write raises an InputError, and a lack of space a ResourceError.
     """
 
     def inside(self, folder: str) -> WritableStore:
-        """Return the store of a folder in it, which is there once there is something in it."""
+        """Return the store of a folder inside, which exists once there is something in it."""
         ...
 
     def exists(self, name: str) -> bool:
-        """Whether the name is taken, by whatever it is."""
+        """Return whether the name is taken, by an entry of any kind."""
         ...
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
-        """Make a file of `size` bytes that begins with `start`, whole or not at all.
+        """Create a file of `size` bytes that begins with `start`, as a whole or not at all.
 
-        It takes the place of one that is there.
+        An existing file is replaced.
 
         Args:
-            name: its name.
-            size: its bytes, for which space is reserved.
-            start: its first bytes.
-            needed: bytes that there has to be room for, this file's among them.
+            name: the file's name.
+            size: the file's size in bytes, for which space is reserved.
+            start: the first bytes.
+            needed: bytes for which there must be space, those of this file included.
         """
         ...
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        """Write all of the data into a file that there is."""
+        """Write all of the data into an existing file."""
         ...
 
     def append(self, name: str, data: bytes) -> None:
-        """Put data at the end of a file, or leave it as it was."""
+        """Append data to a file, or leave the file as it was."""
         ...
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut a file off."""
+        """Cut a file to a size."""
         ...
 
     def remove(self, name: str) -> None:
@@ -143,13 +143,13 @@ class WritableStore(Store, Protocol):
         ...
 
     def flush(self, names: Sequence[str]) -> None:
-        """Wait until files, and their names, would survive the end of the machine's power."""
+        """Wait until files and their names would survive a power loss."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store, as `str` names it in messages."""
+    """A file of a store; `str` gives its name in messages."""
 
     store: Store
     name: str
@@ -159,15 +159,15 @@ class StoredFile:
 
     @property
     def suffix(self) -> str:
-        """As that of a path."""
+        """The suffix of the name, as for a path."""
         return PurePosixPath(self.name).suffix
 
     @property
     def path(self) -> Path:
-        """The file's path, for readers that are not our own.
+        """The file's local path, for readers of other libraries.
 
         Raises:
-            CheckpointError: it is in no folder of this machine.
+            CheckpointError: the file is not in a local folder.
         """
         if self.store.folder is None:
             raise CheckpointError(
@@ -182,10 +182,10 @@ class StoredFile:
         return self.store.open(self.name, follow=follow)
 
     def read(self, limit: int, *, follow: bool = True) -> bytes:
-        """Return the content, or the first `limit` bytes of a longer one.
+        """Return the content, or the first `limit` bytes of a longer file.
 
         Raises:
-            OSError: as `open`.
+            OSError: as for `open`.
         """
         with self.open(follow=follow) as opened:
             data = memoryview(bytearray(min(limit, opened.stamp[0])))
@@ -197,7 +197,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class WritableFile(StoredFile):
-    """A file of a store that can be written to; it need not be there."""
+    """A file of a writable store; it need not exist."""
 
     store: WritableStore
 
@@ -205,27 +205,27 @@ class WritableFile(StoredFile):
         return self.store.exists(self.name)
 
     def put(self, content: bytes) -> None:
-        """Make it this content, whole or not at all, in the place of whatever has the name."""
+        """Replace the content of the file, as a whole or not at all."""
         self.store.create(self.name, len(content), content, needed=len(content))
 
 
 def child(store: Store, name: str) -> StoredFile:
-    """Return the file that a stranger's file names; it need not exist."""
+    """Return the file that a stranger's file names, after checking the name; it need not exist."""
     store.check(name)
     return StoredFile(store, name)
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return the stamp of a file of this machine: its size and its times.
+    """Return the stamp of a local file: its size and its times.
 
-    The time of modification can be set back by a writer; that of the last change of the file
-    or of its entry (ctime) is the kernel's.
+    A writer can set back the time of modification. The time of the last change of the file or its entry
+    (ctime) is set by the kernel.
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def tree(store: Store, inside: str = "") -> Iterator[str]:
-    """Return all that a store holds, as sorted paths in it; links and empty folders as they are."""
+    """Yield the sorted paths of all entries of a store; links and empty folders are entries too."""
     folders = set(store.folders())
     for name in sorted({*folders, *store.names()}):
         path = f"{inside}{name}"
@@ -243,12 +243,12 @@ def file_at(store: Store, path: str) -> StoredFile:
 
 
 def remove_others(store: WritableStore, keep: Collection[str], inside: str = "") -> list[str]:
-    """Remove all that a store holds but some regular files; return what that was.
+    """Remove everything in a store except some regular files, and return the paths of what was removed.
 
     Args:
-        store: the store; folders left empty in it are removed without a word.
+        store: the store; folders that become empty are removed too, without being returned.
         keep: the files, as paths in it.
-        inside: what all paths begin with.
+        inside: the prefix of all paths.
     """
     removed: list[str] = []
     for folder in store.folders():

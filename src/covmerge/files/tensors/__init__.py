@@ -1,1 +1,1 @@
-"""What a tensor is, and how it holds matrices `(d_out, d_in)`."""
+"""The roles of tensors in a model, and the matrices `(d_out, d_in)` that they hold."""

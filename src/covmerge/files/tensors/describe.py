@@ -1,4 +1,4 @@
-"""What every tensor of a checkpoint is, decided once."""
+"""The description of a checkpoint: what each of its tensors is in the model, decided once."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What one stored tensor is.
+    """What one stored tensor is in its model.
 
     Attributes:
-        name: as stored.
-        role: what it is. `head` is not decided here: it takes the comparison of checkpoints.
-        why: what the role was concluded from.
-        layout: how it holds `(d_out, d_in)` matrices, each taken whole; of no meaning for norms,
-            biases, buffers and other tensors.
-        parts: how its rows split, if it is a known fused projection; for `MatrixLayout.parts`.
-        tied_to: the tensor it shares memory with by the config. Where both are stored their values
-            may contradict the config, which only a reader of the values can tell.
+        name: the stored name.
+        role: the tensor's role. `head` is not decided here, because that needs a comparison of checkpoints.
+        why: the facts from which the role was concluded.
+        layout: how it holds `(d_out, d_in)` matrices, each taken whole; meaningless for norms, biases,
+            buffers and other tensors.
+        parts: the split of its rows if it is a known fused projection, for `MatrixLayout.parts`; else None.
+        tied_to: the tensor with which it shares memory, according to the config. If both are stored, their
+            values may contradict the config, which only a reader of the values can see.
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
-        in_blocks: whether it lies in a row of blocks, by its name, and inside the base model.
-        parameter: its name in the model that transformers builds; as stored where that is unknown.
-        takes_factors: whether it is the weight of a layer that PEFT has factors for.
-        stays_full: whether transformers keeps it in float32, and packs it in no format.
-        rebuilt: whether it is a buffer that the model's code makes again whenever it is loaded.
+        in_blocks: whether it lies in a sequence of blocks, by its name, and inside the base model.
+        parameter: its name in the model that transformers builds; the stored name if that is unknown.
+        takes_factors: whether it is the weight of a layer for which PEFT has factors.
+        stays_full: whether transformers keeps it in float32 and never quantises it.
+        rebuilt: whether it is a buffer that the model's code creates again whenever the model is loaded.
     """
 
     name: str
@@ -68,20 +68,20 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What the tensors of a checkpoint are.
+    """The description of all tensors of a checkpoint.
 
     Attributes:
-        tensors: exactly the stored tensors, in their order.
-        prefix: base_model_prefix ("bert", "transformer", "model"): what a model with a head puts
-            before the names of its base model; None if unknown.
-        family: see `family_of`.
-        tied: name -> the name it shares memory with, stored or not. Of each tied group the first
-            stored name, else the first defined one, is the one referred to.
-        lacks_head: name of the output layer's weight, where the model has one, the config ties it to
-            nothing and it is not stored: the model cannot be loaded. None otherwise.
+        tensors: the descriptions of the stored tensors, in their order.
+        prefix: base_model_prefix ("bert", "transformer", "model"), which a model with a head puts before
+            the names of its base model; None if unknown.
+        family: the model family; see `family_of`.
+        tied: for each tied name, stored or not, the name with which it shares memory. That is the first
+            stored name of its group, or the first defined one if none is stored.
+        lacks_head: name of the output layer's weight if the model has an output layer, the config does
+            not tie it, and it is not stored, so that the model cannot be loaded; else None.
         architecture: config.architectures[0].
-        source: whether roles come from the modules (`skeleton`) or from name rules (`names`).
-        notes: what a user should know.
+        source: whether roles come from the model's modules (`skeleton`) or from name rules (`names`).
+        notes: notes for the user.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -95,7 +95,7 @@ class ModelDescription:
 
 
 def family_of(config: Mapping[str, Any] | None) -> str | None:
-    """Return the model family by which papers choose their defaults: model_type, with a size.
+    """Return the model family by which papers choose their defaults: model_type, with a size for RoBERTa.
 
     Example:
         >>> family_of({"model_type": "roberta", "hidden_size": 1024}), family_of({})
@@ -111,7 +111,7 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
-    """Say what every stored tensor of a checkpoint is, by what earlier runs remember if they do.
+    """Describe every stored tensor of a checkpoint; the model's skeleton may come from the cache.
 
     Example:
         >>> import torch
@@ -145,7 +145,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
 def _of_module(
     module: Module | None, headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
 ) -> ModelDescription:
-    """Describe the tensors of one module of a model, under the names of the whole."""
+    """Describe the tensors of one module of a model, under their names in the whole model."""
     if module is None:
         return describe(headers, config, build=remembered_skeleton)
     stored = {header.in_module.name: header.in_module for header in headers.values()}
@@ -182,17 +182,17 @@ def describe(
     build: _Build = build_skeleton,
     shared: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelDescription:
-    """Say what every stored tensor is.
+    """Describe every stored tensor.
 
-    Roles come from the classes of the model's modules, built without memory from config.json;
-    where there is no config, or no transformers, from rules on the names. `source` and `notes` say
-    which, and each tensor's `why` says what decided.
+    Roles come from the classes of the model's modules, which are built without memory from config.json. If
+    there is no config, or transformers is not installed, they come from rules on the names. `source` and
+    `notes` say which, and each tensor's `why` says what decided its role.
 
     Args:
         headers: the stored tensors.
-        config: parsed config.json, if there is one.
-        build: what makes the skeleton.
-        shared: tensors that are one with another, which are tied where there is no config.
+        config: parsed config.json; None: there is none.
+        build: the function that builds the skeleton.
+        shared: tensors that share memory with another, which count as tied if there is no config.
 
     Example:
         >>> import torch
@@ -219,7 +219,7 @@ def describe(
     tied = _tied(headers, skeleton) if skeleton else dict(shared)
     lacks_head = _lacking(headers, skeleton, tied) if skeleton else None
     if config is not None and has_own_head(config):
-        # transformers ties T5's output all the same, and unties it when the stored values differ.
+        # transformers still ties T5's output, and unties it if the stored values differ.
         outputs = {name for name, (kind, _) in found.items() if kind.role is Role.OUTPUT}
         tied = {name: to for name, to in tied.items() if name not in outputs}
     tensors = {
@@ -257,18 +257,18 @@ def describe(
     )
 
 
-# transformers 5 writes `"tie_word_embeddings": true` of these whatever they are.
+# transformers 5 writes `"tie_word_embeddings": true` for these models whether they are tied or not.
 _ALWAYS_SAID_TIED = ("mt5", "udop", "umt5")
 
 
 def has_own_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config says that a head that is stored is no copy of the embedding.
+    """Return whether a config says that a stored head is no copy of the embedding.
 
     Example:
         >>> has_own_head({"model_type": "t5", "tie_word_embeddings": True, "scale_decoder_outputs": False})
         True
     """
-    # What a tied T5 scales its outputs by is 1 of one with a head of its own: of the two keys, this holds.
+    # A tied T5 scales its outputs, one with its own head does not (False). Only this key is reliable.
     if config.get("tie_word_embeddings") is False or config.get("scale_decoder_outputs") is False:
         return True
     release = str(config.get("transformers_version"))
@@ -276,9 +276,9 @@ def has_own_head(config: Mapping[str, Any]) -> bool:
 
 
 def conv1d_names(description: ModelDescription) -> frozenset[str] | None:
-    """Names, as stored and in the model, of layers that are stored as `(d_in, d_out)`.
+    """Return the names, as stored and in the model, of layers that are stored as `(d_in, d_out)`.
 
-    With and without the prefix that a model with a head has. None: the modules are unknown.
+    Names are given with and without the prefix that a model with a head has. None: the modules are unknown.
     """
     if description.source != "skeleton":
         return None
@@ -292,7 +292,7 @@ def conv1d_names(description: ModelDescription) -> frozenset[str] | None:
 def _takes_factors_by_name(name: str, kind: Kind, headers: Mapping[str, TensorHeader]) -> bool:
     module, _, leaf = name.rpartition(".")
     layer = kind.role in (Role.LINEAR, Role.CONV1D, Role.OUTPUT, Role.EMBEDDING)
-    # The output projection of nn.MultiheadAttention, which does not call it as a layer.
+    # The output projection of nn.MultiheadAttention is excluded: it is not called as a layer.
     inside = f"{module.rpartition('.')[0]}.in_proj_weight" in headers
     return layer and leaf == "weight" and not inside
 
@@ -332,11 +332,11 @@ def _identify(
 
 
 def _outside(headers: Mapping[str, TensorHeader], skeleton: Skeleton | None) -> set[str]:
-    """Stored names outside the backbone."""
+    """Return the stored names outside the backbone."""
     if skeleton is None:
         return {name for name in headers if is_head_by_name(name)}
     places, outside = skeleton.places, skeleton.outside
-    # What the architecture does not know is inside if it lies beside tensors that are.
+    # A tensor that the architecture does not know is inside if it lies beside tensors that are inside.
     roots = {name.split(".")[0] for name, p in places.items() if p.parameter not in outside}
     return {
         name
@@ -348,7 +348,7 @@ def _outside(headers: Mapping[str, TensorHeader], skeleton: Skeleton | None) -> 
 
 
 def _tied(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, str]:
-    """Every tied name, as stored where it is stored -> the name that stands for its group."""
+    """Return every tied name (the stored one if there is one) with the name that represents its group."""
     stored = {place.parameter: name for name, place in skeleton.places.items()}
     tied: dict[str, str] = {}
     for group in skeleton.tied:
@@ -361,7 +361,7 @@ def _tied(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, 
 def _lacking(
     headers: Mapping[str, TensorHeader], skeleton: Skeleton, tied: Mapping[str, str]
 ) -> str | None:
-    """Name of the output layer's weight, where it is neither stored nor tied to a stored tensor."""
+    """Return the name of the output layer's weight if it is neither stored nor tied to a stored tensor."""
     stored = {place.parameter for name, place in skeleton.places.items() if name in headers}
     head = skeleton.head
     if head is None or head in stored or tied.get(head) in headers:
@@ -372,7 +372,7 @@ def _lacking(
 def _misfits(
     headers: Mapping[str, TensorHeader], tensors: Mapping[str, TensorInfo], skeleton: Skeleton
 ) -> list[str]:
-    """Notes on stored tensors that the architecture does not have, or not in this shape."""
+    """Return notes on stored tensors that the architecture does not have, or not in this shape."""
     notes: list[str] = []
     unknown = [
         n for n in headers if n not in skeleton.places and tensors[n].role is not Role.BUFFER

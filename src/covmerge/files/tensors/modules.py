@@ -1,4 +1,4 @@
-"""What a module's own parameter is, from the module's class."""
+"""The role of a module's own parameter, from the module's class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from covmerge.files.tensors.views import FusedParts
 
 # Known fused projections: weights whose rows belong to several projections.
 #
-# What is not listed here stays whole: a wrong split would merge rows of different meaning.
+# A projection that is not listed stays whole: a wrong split would merge rows of different meaning.
 
 _QKV = ("q", "k", "v")
 _Split = Callable[[Any, int], FusedParts | None]
 
 
 def equal_parts(names: Sequence[str], d_out: int) -> FusedParts | None:
-    """Split rows into equal runs, one after another; None where they do not divide.
+    """Split rows into equal runs, one after another; None if the number of rows is not divisible.
 
     Example:
         >>> equal_parts(("gate", "up"), 10)
@@ -42,7 +42,7 @@ def known_parts(path: str, module: nn.Module, config: Any, d_out: int) -> FusedP
         d_out: rows of the oriented weight.
     """
     parts = _split(path, module, config, d_out)
-    # A config that contradicts the weight's shape says nothing about its rows.
+    # A config that contradicts the weight's shape tells nothing about its rows.
     return parts if parts is not None and sum(parts.rows) == d_out else None
 
 
@@ -59,8 +59,8 @@ def _split(path: str, module: nn.Module, config: Any, d_out: int) -> FusedParts 
 
 
 def _packed_gate_up(module: nn.Module, d_out: int) -> FusedParts | None:
-    """Gate and up rows of packed experts: halves, or alternating (GPT-OSS)."""
-    if type(module).__name__ == "Llama4TextExperts":  # its class does not say; forward: chunk(2)
+    """Return the gate and up rows of packed experts: two halves, or alternating rows (GPT-OSS)."""
+    if type(module).__name__ == "Llama4TextExperts":  # not stated by the class; forward: chunk(2)
         return equal_parts(("gate", "up"), d_out)
     concatenated = getattr(module, "is_concatenated", None)
     if concatenated is None or not getattr(module, "has_gate", False):
@@ -75,13 +75,13 @@ def _equal(*names: str) -> _Split:
 
 
 def _per_head(config: Any, d_out: int) -> FusedParts:
-    """(heads, 3, head_dim): q, k and v of one head after another."""
+    """Split (heads, 3, head_dim): q, k and v of one head after another."""
     heads = config.num_attention_heads
     return FusedParts(_QKV, (d_out // (3 * heads),) * 3, groups=heads)
 
 
 def _grouped_query(config: Any, d_out: int) -> FusedParts:
-    """All of q, then all of k, then all of v, with fewer heads in k and v."""
+    """Split into all of q, then all of k, then all of v, with fewer heads in k and v."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = d_out // (heads + 2 * kv_heads)
     return FusedParts(_QKV, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
@@ -99,7 +99,7 @@ def _falcon(config: Any, d_out: int) -> FusedParts:
     return _per_head(config, d_out)
 
 
-# (model types, where in the model, how the rows split), each read off the model's forward.
+# (model types, pattern of paths, split of the rows), each taken from the model's forward.
 _PROJECTIONS: tuple[tuple[tuple[str, ...], re.Pattern[str], _Split], ...] = tuple(
     (model_types, re.compile(pattern), split)
     for model_types, pattern, split in (
@@ -115,8 +115,8 @@ _PROJECTIONS: tuple[tuple[tuple[str, ...], re.Pattern[str], _Split], ...] = tupl
 )
 
 
-# Stacks of expert matrices whose class does not say how they lie (`is_transposed`), read off each
-# class's forward: True is (experts, d_in, d_out), applied as x @ W; False is F.linear's order.
+# Stacks of expert matrices whose class does not state their orientation (`is_transposed`), taken from each
+# class's forward: True is (experts, d_in, d_out), applied as x @ W; False is the order of F.linear.
 _STACK_IS_TRANSPOSED = {
     "Llama4TextExperts": True,
     "InklingSharedExperts": False,
@@ -124,7 +124,7 @@ _STACK_IS_TRANSPOSED = {
     "LongcatFlashExperts": False,
     "Step3p7Experts": False,
 }
-# Routers keep a bare 2-D `weight` and apply it by F.linear.
+# Routers have a bare 2-D `weight` and apply it by F.linear.
 _ROUTER = re.compile(r"(Router|Gate)$")
 _ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -132,17 +132,17 @@ _CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Kind:
-    """A role, why, and the orientation that goes with it.
+    """The role of a tensor, the reason, and the orientation that goes with it.
 
     Attributes:
         role: the role.
-        why: what it was concluded from.
+        why: the facts from which the role was concluded.
         transposed: whether matrices are stored as `(d_in, d_out)`.
-        unsure: the tensor is taken for `other` because too little is known; users are told.
-        takes_factors: whether it is the weight of a layer that PEFT has factors for. Of subclasses it
-            does not know what they do beside.
-        stays_full: whether transformers keeps its module in float32, and packs it in no format (T5's `wo`).
-        rebuilt: it is a buffer that the model's code makes again whenever it is loaded, such as a mask.
+        unsure: whether too little is known, so that the tensor is treated as `other`; users are told.
+        takes_factors: whether it is the weight of a layer for which PEFT has factors. Subclasses of such
+            layers are excluded, because they may do more.
+        stays_full: whether transformers keeps its module in float32 and never quantises it (T5's `wo`).
+        rebuilt: whether it is a buffer that the model's code creates again at each loading, such as a mask.
     """
 
     role: Role
@@ -155,12 +155,12 @@ class Kind:
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:
-    """Say what parameter `leaf` of `module` is.
+    """Return the role of the parameter `leaf` of a module.
 
     Args:
         module: the module that owns the parameter.
-        leaf: the parameter's name in it: `weight`, `bias`, ...
-        parameter: the parameter; only its number of axes is looked at.
+        leaf: the parameter's name in the module: `weight`, `bias`, ...
+        parameter: the parameter; only its number of axes is used.
         is_output: whether the module is the model's output embedding.
 
     Example:
@@ -205,21 +205,21 @@ def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_out
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, found without importing transformers."""
+    """Return whether a module is transformers' Conv1D, without importing transformers."""
     return any(
         c.__name__ == "Conv1D" and c.__module__.startswith("transformers")
         for c in type(module).__mro__
     )
 
 
-# What a stored tensor is, when the loader makes a parameter of the model out of it.
+# The role of a stored tensor from which the loader makes a parameter of the model.
 #
-# Mostly the two are the same. But transformers may store each expert by itself and pack all of them
-# on loading (Mixtral), split what is stored in one, or transpose: a list of operations by which the
-# stored tensor's role and orientation follow from the parameter's.
+# Mostly the two are the same. But transformers may store each expert separately and pack all of them on
+# loading (Mixtral), split a stored tensor, or transpose it. Its loader has a list of operations, from which
+# the stored tensor's role and orientation follow.
 
 MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
-# Operations of transformers' loader that leave rows rows and columns columns.
+# Operations of transformers' loader that do not exchange rows and columns.
 _KEEP_ORIENTATION = frozenset(
     {
         "Chunk",
@@ -247,15 +247,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Place:
-    """What a stored tensor is in the model.
+    """The place of a stored tensor in the model.
 
     Attributes:
-        parameter: dotted name of the parameter or buffer in the model. Several stored tensors have
-            the same one where the model packs them.
+        parameter: dotted name of the parameter or buffer in the model. Several stored tensors have the same
+            one if the model packs them.
         kind: role and orientation of the stored tensor.
         parts: the split of a fused projection, if known.
-        expected: shape that the config gives it; None where it is stored in other pieces.
-        divided: the loader makes several parameters of it, of which `parameter` is the first.
+        expected: the shape according to the config; None if it is stored in other pieces.
+        divided: whether the loader makes several parameters of it; `parameter` is the first of them.
     """
 
     parameter: str
@@ -266,7 +266,7 @@ class Place:
 
 
 def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | None) -> Place:
-    """Return what a stored tensor is, given the slot it goes to and the loader's converter."""
+    """Return the place of a stored tensor, from its slot in the model and the loader's converter."""
     if converter is None:
         parts = slot.parts if header.shape == slot.shape else None
         return Place(target, _stored_kind(slot, header, ()), parts, slot.shape)
@@ -284,7 +284,7 @@ def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | Non
 
 
 def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) -> Kind:
-    """Kind of a stored tensor that the loader turns into (a piece of) the slot by operations."""
+    """Return the kind of a stored tensor that the loader turns into (a part of) the slot by operations."""
     kind, axes = slot.kind, len(header.shape)
     if not operations:
         if axes == len(slot.shape) or kind.role is Role.BUFFER:

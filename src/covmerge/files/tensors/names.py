@@ -1,8 +1,8 @@
-"""What a tensor is, from its name: for checkpoints without a config (open_clip, diffusers, timm).
+"""The role of a tensor by its name, for checkpoints without a config (open_clip, diffusers, timm).
 
-The first rule that matches decides. A rule looks at the name and the number of axes; the two facts
-that a name cannot tell (GPT-2's transposed layers, the way a stack of experts lies) are read off
-the shapes of tensors that belong together. Whatever no rule knows is `other`.
+The first rule that matches decides. A rule looks at the name and the number of axes. Two facts that a
+name does not show (GPT-2's transposed layers, the orientation of a stack of experts) are taken from the
+shapes of tensors that belong together. A tensor without a rule is `other`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.tensors.modules import Kind, equal_parts
 from covmerge.files.tensors.views import FusedParts
 
-# Layers that follow one another: which one a tensor belongs to, by its name, and how deep that lies.
+# The layers of a stack: the layer to which a tensor belongs, by its name, and the layer's depth.
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
 class LayerName:
-    """The name of a tensor in one of several layers of a kind, taken apart at its first number.
+    """The name of a tensor in one of a stack of layers, split at its first number.
 
     Attributes:
-        stack: what stands before the number: the same for all layers of the stack.
+        stack: the text before the number, which is the same for all layers of the stack.
         index: the number.
-        rest: what stands after it: the same in all layers.
+        rest: the text after the number, which is the same in all layers.
     """
 
     stack: str
@@ -35,12 +35,12 @@ class LayerName:
     rest: str
 
     def at(self, index: int) -> str:
-        """Return the name of the same tensor in another layer."""
+        """Return the name of the corresponding tensor in another layer."""
         return f"{self.stack}{index}{self.rest}"
 
 
 def layer_name(name: str) -> LayerName | None:
-    """Take a name apart; None outside all layers.
+    """Split a name at its layer's number; return None if it belongs to no layer.
 
     Example:
         >>> layer_name("model.layers.11.mlp.experts.3.up.weight")
@@ -51,10 +51,10 @@ def layer_name(name: str) -> LayerName | None:
 
 
 def in_rows_of_blocks(names: Iterable[str]) -> frozenset[str]:
-    """The tensors of blocks that stand one behind the other: their numbers begin at 0 and leave none out.
+    """Return the tensors of complete sequences of blocks, whose numbers begin at 0 without gaps.
 
-    A number after which others are missing is the place of one layer in a few, a head or a projection,
-    as `torch.nn.Sequential` counts what has weights and what has none.
+    A sequence with gaps is not one of blocks but a few layers, a head or a projection:
+    `torch.nn.Sequential` also counts modules without weights.
 
     Example:
         >>> names = ["h.0.fc", "h.1.fc", "classifier.1.weight", "mlp.0.weight", "mlp.2.weight", "norm"]
@@ -73,12 +73,12 @@ def in_rows_of_blocks(names: Iterable[str]) -> frozenset[str]:
 
 
 def relative_depth(index: int, count: int) -> float:
-    """Return t = i/(L − 1) of layer i of L; 1 of the only one."""
+    """Return the relative depth t = i/(L − 1) of layer i of L; 1 for a single layer."""
     return index / (count - 1) if count > 1 else 1.0
 
 
 def relative_depths(names: Iterable[str]) -> dict[str, float]:
-    """Return how deep each tensor lies in the stack of layers that it belongs to; 0 outside all stacks.
+    """Return the relative depth of each tensor in its stack of layers; 0 outside all stacks.
 
     Example:
         >>> relative_depths(["wte", "h.0.fc", "h.1.fc", "h.2.fc", "ln_f"])
@@ -100,16 +100,16 @@ _Headers = Mapping[str, TensorHeader]
 
 @dataclass(frozen=True)
 class NameRule:
-    """Tensors whose name matches, with this many axes, have this role.
+    """A rule that gives a role to tensors whose name matches and that have one of these numbers of axes.
 
     Attributes:
-        label: what a user reads as the reason.
+        label: the reason that a user reads.
         pattern: regular expression, searched in the dotted name.
         role: the role.
         axes: allowed numbers of axes.
         transposed: whether the matrix is stored as `(d_in, d_out)`.
-        when: a condition on the tensors beside it; None: none.
-        rebuilt: it is a buffer that the model's code makes again.
+        when: a condition on the other tensors; None: there is none.
+        rebuilt: whether the tensor is a buffer that the model's code creates again.
     """
 
     label: str
@@ -121,7 +121,7 @@ class NameRule:
     rebuilt: bool = False
 
     def matches(self, header: TensorHeader, headers: _Headers) -> bool:
-        """Whether the rule decides about this tensor."""
+        """Return whether the rule decides about this tensor."""
         return (
             len(header.shape) in self.axes
             and re.search(self.pattern, header.name, re.IGNORECASE) is not None
@@ -130,9 +130,9 @@ class NameRule:
 
 
 def _in_conv1d_block(name: str, headers: _Headers) -> bool:
-    """Whether the block's `attn.c_attn` is `(d, 3d)`: OpenAI's GPT-2, whose layers lie transposed.
+    """Return whether the block's `attn.c_attn` is `(d, 3d)`, as in OpenAI's GPT-2 with transposed layers.
 
-    open_clip and nanoGPT use the same names for linear layers; theirs lie `(d_out, d_in)`.
+    open_clip and nanoGPT use the same names for linear layers that are stored `(d_out, d_in)`.
     """
     block = re.split(r"(?:^|(?<=\.))(?:attn|crossattention|mlp)\.", name)[0]
     fused = headers.get(f"{block}attn.c_attn.weight")
@@ -140,7 +140,7 @@ def _in_conv1d_block(name: str, headers: _Headers) -> bool:
 
 
 def _has_vocabulary(name: str, headers: _Headers) -> bool:
-    """Whether a root-level `head` is as large as a token embedding: not a classifier."""
+    """Return whether a root-level `head` is as large as a token embedding, and so is no classifier."""
     return any(
         header.shape == headers[name].shape and re.search(_TOKEN_EMBEDDING, other)
         for other, header in headers.items()
@@ -148,10 +148,10 @@ def _has_vocabulary(name: str, headers: _Headers) -> bool:
 
 
 def _packed_experts_lie(transposed: bool) -> Callable[[str, _Headers], bool]:
-    """Tell the orientation of packed experts by gate-and-up beside down.
+    """Return a condition for the orientation of packed experts, from gate-and-up beside down.
 
-    Stored for F.linear they are (E, 2f, d) and (E, d, f), else (E, d, 2f) and (E, f, d): no shapes
-    fit both.
+    Stored for F.linear they are (E, 2f, d) and (E, d, f), otherwise (E, d, 2f) and (E, f, d). No shapes fit
+    both.
     """
 
     def condition(name: str, headers: _Headers) -> bool:
@@ -246,7 +246,7 @@ _HEAD = re.compile(
 
 
 def kind_by_name(header: TensorHeader, headers: _Headers) -> Kind:
-    """Say what a tensor is by the first rule that matches.
+    """Return the role of a tensor by the first rule that matches.
 
     Example:
         >>> import torch
@@ -266,9 +266,9 @@ def kind_by_name(header: TensorHeader, headers: _Headers) -> Kind:
 
 
 def parts_by_name(header: TensorHeader, kind: Kind) -> FusedParts | None:
-    """Return q, k and v of a fused projection `(3d, d)` known by name.
+    """Return the split into q, k and v of a fused projection `(3d, d)` that is known by its name.
 
-    The square parts are demanded because fewer key than query heads would split elsewhere.
+    The three parts must be square, because a model with fewer key than query heads would split elsewhere.
     """
     fused = re.search(r"(^|\.)(attn\.c_attn\.weight|in_proj_weight|qkv\.weight)$", header.name)
     if fused is None or kind.role not in (Role.LINEAR, Role.CONV1D):
@@ -278,12 +278,12 @@ def parts_by_name(header: TensorHeader, kind: Kind) -> FusedParts | None:
 
 
 def find_name(name: str, prefixes: Sequence[str], stored: Collection[str]) -> str | None:
-    """Return what another model calls a tensor of this name; None: it has none.
+    """Return the name of a tensor in another model; None: the other model does not have it.
 
     Args:
-        name: of the tensor.
-        prefixes: what models of this kind put before the names of their base model.
-        stored: the other model's names.
+        name: the tensor's name.
+        prefixes: prefixes that models of this kind put before the names of their base model.
+        stored: the names in the other model.
 
     Example:
         >>> find_name("bert.pooler.weight", ["bert"], ["pooler.weight"])
@@ -296,7 +296,7 @@ def find_name(name: str, prefixes: Sequence[str], stored: Collection[str]) -> st
 
 
 def is_head_by_name(name: str) -> bool:
-    """Whether a name is that of a task head or a language model's output.
+    """Return whether a name belongs to a task head or to a language model's output.
 
     Example:
         >>> is_head_by_name("classifier.weight"), is_head_by_name("encoder.classifier.weight")

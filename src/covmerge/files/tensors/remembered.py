@@ -1,8 +1,8 @@
-"""Skeletons of earlier runs: to import transformers takes longer than many a merge.
+"""A cache of skeletons of earlier runs: importing transformers takes longer than many a merge.
 
-A skeleton follows from config.json, the stored names and shapes, transformers' release and this
-folder's code. It is kept under a hash of all these in the user's cache folder, which may be deleted
-at any time. Where it cannot be kept it is built anew.
+A skeleton depends on config.json, the stored names and shapes, transformers' release and this folder's
+code. It is stored under a hash of all these in the user's cache folder, which may be deleted at any time.
+If it cannot be stored, it is built each time.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.tensors.skeleton import Skeleton, build_skeleton, refuse_many_keys
 
-_KEPT = 200  # files, the latest used
+_KEPT = 200  # number of files that are kept, the last used ones
 _STORED = TypeAdapter(Skeleton)
 
 
 def remembered_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
-    """Return what `build_skeleton` returns, without transformers if that was asked before.
+    """Return the result of `build_skeleton`, from the cache if it is there.
 
     Raises:
-        SkeletonUnavailable: as `build_skeleton`; a failure is not remembered.
+        SkeletonUnavailable: as in `build_skeleton`; a failure is not cached.
     """
     refuse_many_keys(config)
     try:
         file = _file(headers, config)
-    except (OSError, RuntimeError):  # no home, no source files
+    except (OSError, RuntimeError):  # no home folder, or no source files
         file = None
     if file is None:
         return build_skeleton(headers, config)
-    with suppress(OSError, ValidationError):  # not there, or not whole
+    with suppress(OSError, ValidationError):  # the file is missing, or damaged
         skeleton = _STORED.validate_json(file.read_bytes())
-        with suppress(OSError):  # a cache that may be read and not written
+        with suppress(OSError):  # the cache may be read-only
             os.utime(file)
         return skeleton
     skeleton = build_skeleton(headers, config)
-    with suppress(OSError, InputError):  # as `replace_file` calls errors of the disk
+    with suppress(OSError, InputError):  # `replace_file` raises InputError for the disk's errors
         _keep(_STORED.dump_json(skeleton), file)
     return skeleton
 
 
 def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Path | None:
-    """The file of a skeleton; None where transformers is not there, or between two releases."""
+    """Return the file of a skeleton; None if transformers is missing, or is a development version."""
     if importlib.util.find_spec("transformers") is None:
         return None
     release = _release()
@@ -72,7 +72,7 @@ def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Pat
 
 @cache
 def _release() -> str | None:
-    """Transformers' release, once a process: to look it up takes as long as to read a small model."""
+    """Return transformers' release, cached per process: the lookup takes as long as a small model's."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("transformers")
     return None
@@ -84,7 +84,7 @@ def _own_code() -> str:
 
 
 def _keep(content: bytes, file: Path) -> None:
-    """Write a file, and delete what has not been used for longest."""
+    """Write a file, and delete the files that have not been used for longest."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, content)
     by_age = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""Checkpoints shown with other tensors: layers stacked anew, tied ones apart, a donor for the base."""
+"""Views of checkpoints: restacked layers, untied tensors, and a donor in the place of a missing base."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from covmerge.files.checkpoints.config_counts import language_parts, layer_count
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.names import kind_by_name, layer_name
 
-# A checkpoint with its layers in another order and number, and only some of them.
+# A checkpoint with its layers in another order and number, of which it may give only some.
 
 
 class Stacked(View):
-    """A view of a checkpoint: its names are those of the model that is stacked.
+    """A view of a checkpoint that shows its tensors under the names of the stacked model.
 
     Args:
         stored: the checkpoint.
-        order: by layer of the stacked model, the layer that it is of this checkpoint, or would be if it
-            gave that one.
-        given: the layers of the stacked model that it gives.
+        order: for each layer of the stacked model, the checkpoint's layer that it is, or would be if the
+            checkpoint gave it.
+        given: the layers of the stacked model that the checkpoint gives.
 
     Raises:
-        InputError: it has no such layers, or its layers are not one stack.
+        InputError: the checkpoint has no such layers, or its layers are not one stack.
     """
 
     def __init__(self, stored: Checkpoint, order: Sequence[int], given: Iterable[int]) -> None:
@@ -56,7 +56,7 @@ class Stacked(View):
     def _renamed(
         self, names: Iterable[str], stack: str, order: Sequence[int]
     ) -> Iterable[tuple[str, str]]:
-        """Names in the stacked model with those of the checkpoint: what comes first, first."""
+        """Yield names in the stacked model with those in the checkpoint, in the model's order."""
         layers: dict[int, list[str]] = {}
         outside: list[str] = []
         for name in names:
@@ -75,7 +75,7 @@ class Stacked(View):
 
 
 def comes_before(name: str) -> bool:
-    """Whether a tensor outside the layers comes before them: embeddings, and what belongs to them.
+    """Return whether a tensor outside the layers comes before them: an embedding, or a part of one.
 
     Example:
         >>> comes_before("transformer.wpe.weight"), comes_before("model.norm.weight")
@@ -86,10 +86,10 @@ def comes_before(name: str) -> bool:
 
 
 def _stack_of(checkpoint: Checkpoint) -> tuple[str, int]:
-    """The stack of layers of a checkpoint, as what stands before their numbers, and how many it has.
+    """Return the checkpoint's stack of layers: the text before their numbers, and the number of layers.
 
     Raises:
-        InputError: there is none, or there are several.
+        InputError: there is no stack, or there are several.
     """
     counts: dict[str, int] = {}
     for name, header in checkpoint.headers.items():
@@ -110,19 +110,19 @@ def _stack_of(checkpoint: Checkpoint) -> tuple[str, int]:
     )
 
 
-# A checkpoint whose config ties tensors, shown as one that stores each of them.
+# A checkpoint whose config ties tensors, shown with each of them as a tensor of its own.
 
 TIED = "tie_word_embeddings"
 _BLOCK_ELEMENTS = 8 * 2**20
 
 
 class Untied(View):
-    """A view of a checkpoint: every tied tensor is there, and the config ties none.
+    """A view of a checkpoint in which every tied tensor is there, and the config ties none.
 
     Args:
         stored: the checkpoint.
-        ties: names of tensors, stored or not -> the stored one that the config ties them to.
-        notes: what a user should know.
+        ties: for each tied tensor, stored or not, the stored one to which the config ties it.
+        notes: notes for the user.
     """
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
@@ -130,7 +130,7 @@ class Untied(View):
         copies = {name: target for name, target in ties.items() if name not in names}
         super().__init__(stored, names | copies, *notes)
         self.untied: Mapping[str, str] | None = MappingProxyType(dict(ties))
-        self.quantisation = stored.quantisation  # under its own names
+        self.quantisation = stored.quantisation  # by its own names
         self.config = None if stored.config is None else untied_config(stored.config)
         self.shared: Mapping[str, str] = {}
 
@@ -140,10 +140,10 @@ def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Check
 
     Args:
         checkpoint: the base.
-        ties: what covmerge.json says under `untied`.
+        ties: the value of `untied` in covmerge.json.
 
     Raises:
-        InputError: the base has not the tensors that were tied.
+        InputError: the base lacks the tensors that were tied.
     """
     if ties is None or checkpoint.untied is not None:
         return checkpoint
@@ -155,7 +155,7 @@ def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Check
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model with nothing tied.
+    """Return the config of the same model with no tensors tied.
 
     Example:
         >>> untied_config({"text_config": {"vocab_size": 8}})
@@ -169,7 +169,7 @@ def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two stored tensors are equal to the bit, read in blocks."""
+    """Return whether two stored tensors are equal bit for bit; they are read in blocks."""
     header = checkpoint.headers[one]
     return header.shape == checkpoint.headers[other].shape and all(
         torch.equal(checkpoint.read(one, rows), checkpoint.read(other, rows))
@@ -177,17 +177,17 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
     )
 
 
-# What stands for the base of a merge that has none: the layout of its output.
+# The layout of the output of a merge without a base.
 
 
 class Donor(View):
     """Names, shapes, config and companion files of a merge without a base: those of its first expert.
 
-    Of a stacked model, whatever a slice gives is that of the first expert in it. It is no source of
-    its own: what is read of it is read of the experts.
+    In a stacked model, each tensor's layout is that of the first expert that gives the tensor. A donor is
+    not a source: its tensors are read from the experts.
 
     Args:
-        experts: all of them, in the recipe's order.
+        experts: all experts, in the recipe's order.
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
@@ -210,18 +210,18 @@ class Donor(View):
         return self._owners[name].read(name, rows)
 
     def materialize(self) -> None:
-        """The experts are fetched as such."""
+        """Do nothing: the experts are fetched as sources."""
 
     def identity(self) -> dict[str, Json]:
-        """The experts say who they are."""
+        """Return only the kind: the experts have identities of their own."""
         return {"kind": "donor"}
 
     def contents(self) -> Sequence[Content]:
-        """The experts are hashed as such."""
+        """Return nothing: the experts are hashed as sources."""
         return []
 
     def close(self) -> None:
-        """The experts are closed as such."""
+        """Do nothing: the experts are closed as sources."""
 
 
 def _section(name: str) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """The model's modules on the meta device, built by transformers from config.json.
 
-The only file that imports transformers, and only when it is needed. What it uses of transformers'
-inside (the mapping between stored names and module names) is no stable interface, so it may fail at
-any release: then the names are related by the base-model prefix alone, and a note says so.
+This is the only file that imports transformers, and it does so only on demand. It uses transformers'
+mapping between stored names and module names, which is no stable interface and may fail with any release.
+Names are then related by the base model's prefix alone, and a note says so.
 
-config.json comes from strangers. No code of theirs is run, nothing is downloaded and nothing is
-allocated: keys that could are dropped, and absurd sizes are refused.
+config.json comes from strangers. None of their code is run, nothing is downloaded and no memory is
+allocated: keys that could cause that are dropped, and absurd sizes are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from covmerge.files.tensors.modules import (
     place_of,
 )
 
-# Where code, kernels or weights come from, and what the stored weights are packed as.
+# Keys that say where code, kernels or weights come from, or how the stored weights are packed.
 _DROPPED_KEYS = re.compile(
     r"^_|^auto_map$|^quantization_config$|^(torch_)?dtype$|_implementation$|^use_pretrained_backbone$"
 )
@@ -42,36 +42,36 @@ _LIMITS = (
     (re.compile(r"(size|dim|embd|d_model|d_ff)$"), 1 << 24),
     (re.compile(r"labels$"), 100_000),
 )
-# Calls of torch by which a model is made: 3 to 7 for each of its tensors.
+# Largest number of torch's calls while a model is built; each of its tensors takes 3 to 7.
 _CALLS = 30_000
 _CALLS_PER_STORED_TENSOR = 20
-# Each is copied some ten times by transformers; ImageNet-21k's labels, both ways, are 44,000.
+# transformers copies each key some ten times; ImageNet-21k's labels, in both directions, are 44,000.
 _MOST_KEYS = 50_000
 
-# Fused kernels use these weights without calling the layer.
+# Fused kernels use the weights of these layers without calling the layer.
 _REFUSED_BY_PEFT = re.compile(
     r"^(falcon_h1|falcon_mamba|mamba2?|nemotron_h)\..*\.(out_proj|conv1d)$"
 )
 
 
 class SkeletonUnavailable(Exception):
-    """No skeleton can be built; the text says why."""
+    """The error that no skeleton can be built; its text says why."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What the architecture says about a checkpoint's tensors.
+    """The architecture's knowledge about a checkpoint's tensors.
 
     Attributes:
-        architecture: class that was built.
-        prefix: its base_model_prefix; None if it has none.
-        places: stored name -> place, for the stored names that the architecture knows.
+        architecture: the class that was built.
+        prefix: the model's base_model_prefix; None if it has none.
+        places: the place of each stored name that the architecture knows.
         tied: groups of parameter names that share memory, the first defined one first.
-        head: name of the output layer's weight; None if the model has none.
+        head: name of the output layer's weight; None if the model has no output layer.
         outside: parameters and buffers outside the backbone.
         blocks: names of the modules that the model runs one after another, each once, as far as its lists
-            of modules tell.
-        notes: what a user should know.
+            of modules show.
+        notes: notes for the user.
     """
 
     architecture: str
@@ -84,15 +84,15 @@ class Skeleton:
     notes: tuple[str, ...]
 
     def path(self, name: str) -> str:
-        """Return the path of a stored tensor in the backbone, the same under any head."""
+        """Return the path of a stored tensor in the backbone, which is the same under any head."""
         return self.places[name].parameter.removeprefix(f"{self.prefix}.")
 
 
 def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
-    """Build the model of a config.json without memory, and find the stored tensors in it.
+    """Build the model of a config.json without memory, and find the places of the stored tensors in it.
 
     Raises:
-        SkeletonUnavailable: transformers is missing, does not know the model, or fails to build it.
+        SkeletonUnavailable: transformers is missing, does not know the model, or cannot build it.
     """
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -105,7 +105,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
             return _skeleton(transformers, headers, config)
     except SkeletonUnavailable:
         raise
-    # A stranger's config can make transformers fail in any way; the names remain to go by.
+    # A stranger's config can make transformers fail in any way; then names alone are used.
     except Exception as error:
         raise SkeletonUnavailable(
             f"transformers {transformers.__version__} cannot build a '{config.get('model_type')}' "
@@ -115,7 +115,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
 
 @contextmanager
 def quiet(transformers: Any) -> Generator[None]:
-    """Keep transformers' bars, and its advice on training and loading, off the screen."""
+    """Hide transformers' progress bars and its advice on training and loading, which does not apply here."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -130,7 +130,7 @@ def quiet(transformers: Any) -> Generator[None]:
 
 @contextmanager
 def _without_warnings(transformers: Any) -> Generator[None]:
-    """Build a model without warnings, which are of its use and not about this."""
+    """Hide transformers' messages and warnings while a model is built: they are about its use."""
     with quiet(transformers), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -159,10 +159,10 @@ def _skeleton(
 
 
 class _NotFarBeyond(TorchFunctionMode):
-    """Ends a construction that goes far beyond the tensors that are stored.
+    """Ends the construction of a model that has far more tensors than are stored.
 
-    Which keys of a config multiply what is built, only the architecture knows; each parameter of it is
-    made by calls that pass here.
+    Only the architecture knows which keys of a config multiply the number of tensors. Each parameter is
+    made by calls of torch that pass through here.
     """
 
     def __init__(self, stored: int) -> None:
@@ -182,19 +182,19 @@ class _NotFarBeyond(TorchFunctionMode):
 
 
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
-    """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has."""
+    """Return the model of a config on the meta device, and notes; `stored`: its count of stored tensors."""
     transformers: Any = importlib.import_module("transformers")
     with _without_warnings(transformers):
         return _build(transformers, config, stored)
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with the defaults of transformers; as it is where those are unknown."""
+    """Return a config with transformers' defaults filled in; unchanged if these are unknown."""
     try:
         transformers: Any = importlib.import_module("transformers")
         with _without_warnings(transformers):
             return _configured(transformers, config).to_dict()
-    except Exception:  # as for a skeleton: a stranger's config may fail in any way
+    except Exception:  # a stranger's config may fail in any way
         return config
 
 
@@ -216,7 +216,7 @@ def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[A
 
 
 def _configured(transformers: Any, config: Mapping[str, Any]) -> Any:
-    """Return the config as transformers' class of its kind of model."""
+    """Return the config as an object of transformers' class for this kind of model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SkeletonUnavailable("config.json has no model_type")
@@ -255,7 +255,7 @@ def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_many_keys(config: Mapping[str, Any]) -> None:
-    """Refuse a config that would take long to go through. Keys that are dropped do not count."""
+    """Raise an error for a config with too many keys to process quickly; dropped keys do not count."""
     count = _keys({key: value for key, value in config.items() if not _DROPPED_KEYS.search(key)})
     if count > _MOST_KEYS:
         raise SkeletonUnavailable(
@@ -269,7 +269,7 @@ def _keys(values: Mapping[str, Any]) -> int:
 
 
 def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
-    """Refuse counts that would keep the construction busy for ever or ask for real memory."""
+    """Raise an error for counts that would make the construction endless or need real memory."""
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_absurd_sizes(cast("dict[str, Any]", value))
@@ -280,7 +280,7 @@ def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
 
 
 def _slots(model: Any) -> dict[str, Slot]:
-    """Every parameter and buffer of the model by dotted name."""
+    """Return every parameter and buffer of the model, by dotted name."""
     output: Any = model.get_output_embeddings()
     entry = _input_embeddings(model)
     slots: dict[str, Slot] = {}
@@ -292,11 +292,11 @@ def _slots(model: Any) -> dict[str, Slot]:
         stem = f"{path}." if path else ""
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             kind = kind_of_parameter(module, leaf, parameter, is_output=module is output)
-            # Tables of positions are seldom called as the layers they are.
+            # Tables of positions are seldom called as layers.
             aside = kind.role is Role.EMBEDDING and module is not entry
             if aside or _REFUSED_BY_PEFT.search(f"{model.config.model_type}.{path}"):
                 kind = replace(kind, takes_factors=False)
-            # By the ends and beginnings of paths, as its quantisers leave modules out.
+            # By the ends and beginnings of paths, as transformers' quantisers exclude modules.
             if path.endswith(full) or any(path.startswith(f"{name}.") for name in full):
                 kind = replace(kind, stays_full=True)
             shape = tuple(parameter.shape)
@@ -335,7 +335,7 @@ def _head(model: Any) -> str | None:
 
 
 def _prefix(model: Any, base_class: Any) -> str | None:
-    """Name of the backbone in a model with a head, as transformers declares it or as it is."""
+    """Return the name of the backbone in a model with a head, as transformers declares it or as it is."""
     declared: str = model.base_model_prefix
     if base_class is not None and not isinstance(getattr(model, declared, None), nn.Module):
         held = [name for name, child in model.named_children() if isinstance(child, base_class)]
@@ -347,7 +347,7 @@ def _prefix(model: Any, base_class: Any) -> str | None:
 def _outside(
     model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any, stored: int
 ) -> frozenset[str]:
-    """Names outside the backbone: not under the prefix, or not in the family's base class."""
+    """Return the names outside the backbone: not under the prefix, or not in the family's base class."""
     if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
         return frozenset(name for name in slots if not name.startswith(f"{prefix}."))
     if base_class is None or isinstance(model, base_class):
@@ -358,18 +358,18 @@ def _outside(
 
 
 def _blocks(model: Any) -> tuple[str, ...]:
-    """Elements of the outermost lists of modules; none where the model runs a list several times."""
+    """Return the elements of the outermost lists of modules; none if the model runs a list repeatedly."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    # What is in a list of lists is called, and the inner list is not.
+    # The elements of a list of lists are called; the inner list itself is not.
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
     longest = max((len(modules) for modules in outer.values()), default=0)
-    if getattr(model.config, "num_hidden_layers", longest) > longest:  # as ALBERT does
+    if getattr(model.config, "num_hidden_layers", longest) > longest:  # ALBERT's case
         return ()
     return tuple(name for path, modules in outer.items() for name in _elements(path, modules))
 
 
 def _elements(path: str, modules: Any) -> Iterator[str]:
-    """Names of what a list holds, and lists in it; a layer by itself is no block."""
+    """Yield the names of a list's elements, and of those of inner lists; a childless layer is no block."""
     for index, module in enumerate(modules):
         name = f"{path}.{index}"
         if isinstance(module, nn.ModuleList):
@@ -384,7 +384,7 @@ def _find_places(
     headers: Mapping[str, TensorHeader],
     prefix: str | None,
 ) -> tuple[dict[str, Place], list[str]]:
-    """Relate stored names to the model's, as transformers' loader does; else by the prefix alone."""
+    """Relate stored names to the model's, as transformers' loader does, or else by the prefix alone."""
     try:
         return _places_by_loader(model, slots, headers, prefix), []
     except Exception as error:
@@ -414,10 +414,10 @@ def _places_by_loader(
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     places: dict[str, Place] = {}
-    # Some renamings depend on what they have seen: the loader's order is part of their meaning.
+    # Some renamings depend on the names before, so the loader's order matters.
     for name in sorted(headers, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, slots)
-        if target not in slots:  # already in the new form, as far as a renaming can spoil it
+        if target not in slots:  # the name has the new form already, which a renaming can spoil
             target, pattern = loading.rename_source_key(name, [], [], prefix, slots)
         if target in slots:
             converter = by_pattern[pattern] if pattern is not None else None
@@ -426,6 +426,6 @@ def _places_by_loader(
 
 
 def in_short(error: Exception) -> str:
-    """Return its kind, and the first line of what it says."""
+    """Return the type of an error, and the first line of its text."""
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first_line[:200]}"

@@ -1,9 +1,9 @@
 """How a stored tensor holds matrices `(d_out, d_in)`, and how to read and write them there.
 
-A method only ever sees matrices whose rows are outputs and whose columns are inputs. What lies in
-the file may be the transpose (GPT-2), a stack of one matrix per expert, a convolution kernel, or
-several projections in one (q, k and v). All of this is one description, `MatrixLayout`, and one
-function, `_blocks`, from which reading and writing both follow, so that they cannot disagree.
+A method only sees matrices whose rows are outputs and whose columns are inputs. The file may hold the
+transpose (GPT-2), a stack with one matrix per expert, a convolution kernel, or several projections in one
+(q, k and v). `MatrixLayout` describes all of these. Reading and writing both use the function `_blocks`,
+so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from covmerge.base.text import some
 class FusedParts:
     """How the rows of one matrix belong to several projections.
 
-    The rows form `groups` equal blocks in a row; each block holds `sizes[p]` rows of every part p,
-    in order. One group: the parts lie one after another. One group per head: they are interleaved
-    head by head (GPT-NeoX). Sizes of one row: they alternate row by row (GPT-OSS).
+    The rows are `groups` equal blocks; each block holds `sizes[p]` rows of every part p, in order. With one
+    group, the parts lie one after another. With one group per head, they are interleaved head by head
+    (GPT-NeoX). With sizes of one row, they alternate row by row (GPT-OSS).
 
     Example:
         >>> FusedParts(("q", "k", "v"), (8, 4, 4)).rows
@@ -40,7 +40,7 @@ class FusedParts:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each part in all."""
+        """Total number of rows of each part."""
         return tuple(size * self.groups for size in self.sizes)
 
 
@@ -49,8 +49,8 @@ class MatrixLayout:
     """How a stored tensor holds matrices `(d_out, d_in)`.
 
     Attributes:
-        transposed: each matrix is stored as `(d_in, d_out)`: GPT-2's Conv1D, some expert stacks.
-        stacked: the first axis counts matrices: the experts of a mixture of experts.
+        transposed: whether each matrix is stored as `(d_in, d_out)`: GPT-2's Conv1D, some expert stacks.
+        stacked: whether the first axis counts matrices: the experts of a mixture of experts.
         parts: how the rows of each oriented matrix split into projections; None: one matrix.
     """
 
@@ -84,8 +84,8 @@ def matrices(tensor: Tensor, layout: MatrixLayout) -> tuple[Tensor, ...]:
 
     A convolution kernel `(c_out, c_in, *window)` is unfolded to `(c_out, c_in · window)`.
 
-    They are views of the tensor, except for parts interleaved head by head: those rows are no
-    strided matrix, so they are copies. To write, use `write_matrices`, right for every layout.
+    They are views of the tensor, except for parts interleaved head by head. The rows of such parts are no
+    strided matrix, so copies are returned. To write, use `write_matrices`, which works for every layout.
 
     Raises:
         TensorError: the layout does not fit the shape, or a kernel is not contiguous.
@@ -94,10 +94,10 @@ def matrices(tensor: Tensor, layout: MatrixLayout) -> tuple[Tensor, ...]:
 
 
 def write_matrices(tensor: Tensor, layout: MatrixLayout, values: Sequence[Tensor]) -> None:
-    """Write matrices into a stored tensor: the inverse of `matrices`, cast to the tensor's dtype.
+    """Write matrices into a stored tensor: the inverse of `matrices`, with a cast to the tensor's dtype.
 
     Raises:
-        TensorError: the number of matrices or one of their shapes is another than the layout's.
+        TensorError: the number of matrices, or a shape, differs from the layout's.
     """
     shapes = matrix_shapes(tensor.shape, layout)
     given = tuple(tuple(value.shape) for value in values)
@@ -111,7 +111,7 @@ def write_matrices(tensor: Tensor, layout: MatrixLayout, values: Sequence[Tensor
 
 
 def _blocks(tensor: Tensor, layout: MatrixLayout) -> tuple[Tensor, ...]:
-    """Views that cover the tensor once: `(groups, rows, d_in)` for parts, else `(d_out, d_in)`."""
+    """Return views that cover the tensor once: `(groups, rows, d_in)` for parts, else `(d_out, d_in)`."""
     count, first, second = _flat_shape(tensor.shape, layout)
     stack = tensor
     if not layout.stacked:
@@ -136,7 +136,7 @@ def _blocks(tensor: Tensor, layout: MatrixLayout) -> tuple[Tensor, ...]:
 
 
 def _flat_shape(shape: Sequence[int], layout: MatrixLayout) -> tuple[int, int, int]:
-    """Number of matrices and their two stored axes, kernels unfolded."""
+    """Return the number of matrices and the sizes of their two stored axes, with kernels unfolded."""
     if layout.stacked:
         if len(shape) != 3:
             raise TensorError(

@@ -6,7 +6,7 @@ ACTMat Theorem 3.1. Every estimate here has the form
 
     C_t = scale · RᵀR + ridge · I        R = Δ_t − 𝟏μᵀ  or  R = Δ_t
 
-and is kept as its root, never as a (d_in, d_in) matrix.
+and is stored as its root R, never as a (d_in, d_in) matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from covmerge.base.types import Frame
 from covmerge.maths.linalg.lapack import norm
 
-# As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
+# As in the published code: an update of norm below 1e-6 is not scaled up to the weight of the others.
 TRACE_FLOOR = 1e-12
 _NOT_ROUNDING = 0.1
 
@@ -34,11 +34,11 @@ class Covariance:
 
     Attributes:
         update: Δ `(d_out, d_in)`.
-        mean: μ `(d_in,)`, taken off every row of Δ to give the root R; None for R = Δ.
-        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None where it is literally that.
-        scale: factor of the Gram matrix.
+        mean: μ `(d_in,)`, which is subtracted from every row of Δ to give the root R; None for R = Δ.
+        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None: 𝟏 is a vector of ones.
+        scale: factor of the Gram matrix RᵀR.
         ridge: multiple of the identity.
-        exact: whether the root is made in float64, whatever the update's dtype.
+        exact: whether the root is computed in float64, whatever the update's dtype.
     """
 
     update: Tensor
@@ -54,7 +54,7 @@ class Covariance:
         return torch.float64 if self.exact else self.update.dtype
 
     def root(self) -> Tensor:
-        """R `(d_out, d_in)`: made when asked for, so that no second copy of all experts is held."""
+        """Return R `(d_out, d_in)`, computed on demand so that only one copy of all experts is held."""
         update = self.update.to(self.dtype)
         if self.mean is None:
             return update
@@ -63,7 +63,7 @@ class Covariance:
         return torch.addr(update, self.ones.to(self.dtype), self.mean.to(self.dtype), alpha=-1.0)
 
     def energy(self) -> float:
-        """Tr RᵀR = ‖R‖²_F."""
+        """Return Tr RᵀR = ‖R‖²_F."""
         whole = norm(self.update) ** 2
         if self.mean is None:
             return whole
@@ -77,7 +77,7 @@ class Covariance:
 
 
 def what_centring_leaves(whole: float, taken: float) -> float | None:
-    """‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖², without R; None where the difference is of the rounding of the first.
+    """Return ‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖² without R; None if the difference is as small as its rounding error.
 
     Example:
         >>> what_centring_leaves(4.0, 1.0), what_centring_leaves(4.0, 3.99)
@@ -88,12 +88,12 @@ def what_centring_leaves(whole: float, taken: float) -> float | None:
 
 
 def gram(update: Tensor) -> Covariance:
-    """C_t = Δ_tᵀ Δ_t (ACTMat, Eq. 3)."""
+    """Return C_t = Δ_tᵀ Δ_t (ACTMat, Eq. 3)."""
     return Covariance(update)
 
 
 def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = None) -> Covariance:
-    """C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
+    """Return C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
     if frame is None:
         return Covariance(update, mean=update.mean(0), ridge=eps)
     mean = (frame.ones_out @ update) / frame.shape[0]
@@ -101,13 +101,13 @@ def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = Non
 
 
 def trace_normalized(covariance: Covariance) -> Covariance:
-    """C_t / Tr(RᵀR), the ridge included (ACE, Eqs. 8 and 9)."""
+    """Return C_t / Tr(RᵀR), with the ridge divided too (ACE, Eqs. 8 and 9)."""
     return covariance.times(1.0 / (covariance.energy() + TRACE_FLOOR))
 
 
-# The heterogeneity statistic γ that decides whether experts are put on one scale.
+# The heterogeneity statistic γ, which decides whether all experts are scaled alike.
 
-# Norms of float32 updates are known to about 1e-7.
+# Norms of float32 updates are known to about 1e-7 of their size.
 _ROUNDING = 1e-6
 
 Statistic = Literal["paper", "scale_free"]
@@ -117,7 +117,7 @@ DEFAULT_TAU: dict[Statistic, float] = {"paper": 0.3, "scale_free": 1.0}
 
 @dataclass(frozen=True)
 class Gate:
-    """Outcome of the gate: the statistic, its threshold and whether it fired."""
+    """Outcome of the gate: the statistic γ, its threshold τ, and whether γ > τ."""
 
     gamma: float
     tau: float
@@ -131,8 +131,8 @@ def heterogeneity(norms: Sequence[float], statistic: Statistic = "paper") -> flo
     scale_free:  γ = Var_t[log‖Δ_t‖²]
 
     The paper's γ changes when all updates are scaled together, and diverges for norms near 1,
-    where the denominator vanishes; the scale-free one does neither. One expert, or norms that agree
-    to rounding: γ = 0 (the paper's quotient would be one of rounding errors for norms of 1).
+    where the denominator vanishes; the scale-free γ does neither. For one expert, or norms that agree
+    to rounding, γ = 0: for norms of 1 the paper's quotient would be a ratio of rounding errors.
 
     Example:
         >>> round(heterogeneity([0.2, 0.19, 0.21]), 4), round(heterogeneity([1.0, 0.95, 1.05]), 1)
@@ -149,7 +149,7 @@ def heterogeneity(norms: Sequence[float], statistic: Statistic = "paper") -> flo
 
 
 def gate(norms: Sequence[float], *, tau: float | None, statistic: Statistic = "paper") -> Gate:
-    """Compare γ with τ; None is the statistic's own default (0.3 in the paper)."""
+    """Compare γ with τ. If `tau` is None, the statistic's default is used (0.3 for the paper's γ)."""
     threshold = DEFAULT_TAU[statistic] if tau is None else tau
     gamma = heterogeneity(norms, statistic)
     return Gate(gamma, threshold, gamma > threshold)

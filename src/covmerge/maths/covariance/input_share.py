@@ -1,4 +1,4 @@
-"""How much updates tell of their layer's inputs, and how many of its directions they use."""
+"""The share of a layer's inputs, or of its directions, that updates use."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from covmerge.maths.linalg.cholesky import log_det
 from covmerge.maths.linalg.spectral import float64_gram
 from covmerge.maths.linalg.symmetric import gram
 
-# An eigenvalue that is so small beside their mean is of an input that is hardly used.
+# An input whose eigenvalue is this small relative to the mean eigenvalue is hardly used.
 HARDLY_USED = 1e-4
-# Rounding may move the 1 beside it by so much.
+# Largest error of rounding that the 1 in I + 10⁴Ĝ may have.
 _OFF = 0.25
 
 
 def share_of_inputs(gram: Tensor, d_in: int) -> float:
     """Return ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), the share of the inputs that updates use.
 
-    It is by volume: 1 where they use all alike, a third where their rows span a third of the space. Who
-    learned from all inputs has directions for all of them; an adapter, whose ΔᵀΔ hardly tells of
-    inputs, has those of a few random rows (docs/auto.md).
+    The share is one of volume: 1 where the updates use all inputs alike, a third where their rows span a
+    third of the space. An update that was trained on all inputs has directions for all of them. The ΔᵀΔ of
+    an adapter hardly depends on its inputs: it has the directions of a few random rows (docs/auto.md).
 
     Args:
-        gram: Ĝ, what the updates tell of E[z zᵀ], of mean eigenvalue 1, in the layer's axes `(d_in, d_in)`
-            or in others `(m, m)` that span all that is not zero.
-        d_in: of the layer.
+        gram: Ĝ, the updates' estimate of E[z zᵀ], of mean eigenvalue 1, in the layer's axes `(d_in, d_in)`
+            or in other axes `(m, m)` that span the range of Ĝ.
+        d_in: number of the layer's inputs.
 
     Example:
         >>> import torch
@@ -40,13 +40,14 @@ def share_of_inputs(gram: Tensor, d_in: int) -> float:
 def share_used(update: Tensor, size: float, directions: int) -> float:
     """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
 
-    As `share_of_inputs`, for a single update and the directions of the smaller side. One update may have
-    all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
+    This is `share_of_inputs` for a single update, over the directions of the smaller side. One update may
+    have all of its energy in a few directions, where float32 does not resolve the 1; then the Gram matrix
+    is computed in float64.
 
     Args:
-        update: Δ `(d_out, d_in)`, or what is left of it in axes that span all that is not zero.
-        size: ‖Δ‖, not 0.
-        directions: m = min(d_out, d_in), of the layer.
+        update: Δ `(d_out, d_in)`, or Δ in axes that span its range.
+        size: ‖Δ‖; it must not be 0.
+        directions: m = min(d_out, d_in) of the layer.
 
     Raises:
         OverflowError: Δ holds NaN or Inf.
@@ -62,14 +63,14 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
 
 
 def _wide(updates: Tensor) -> Tensor:
-    """The transpose where that has the fewer rows."""
+    """Return the matrix, or its transpose where that has fewer rows."""
     return updates.mT if updates.shape[-2] > updates.shape[-1] else updates
 
 
 def _resolved(grams: Tensor) -> Tensor:
-    """Whether rounding leaves the 1 in I + 10⁴Ĝ.
+    """Return whether rounding leaves the 1 in I + 10⁴Ĝ.
 
-    An entry is off by ½ε √(g_ii g_jj), and a matrix of such errors by ε √(max g_ii Σ g_jj) in norm.
+    An entry has an error of ½ε √(g_ii g_jj), and a matrix of such errors has norm ε √(max g_ii Σ g_jj).
     """
     energies = grams.diagonal(dim1=-2, dim2=-1)
     off = torch.finfo(grams.dtype).eps * (energies.amax(-1) * energies.sum(-1)).sqrt()
@@ -77,7 +78,7 @@ def _resolved(grams: Tensor) -> Tensor:
 
 
 def _beside_faint(gram: Tensor) -> Tensor:
-    """I + 10⁴Ĝ."""
+    """Return I + 10⁴Ĝ."""
     found = gram / HARDLY_USED
     found.diagonal(dim1=-2, dim2=-1).add_(1.0)
     return found

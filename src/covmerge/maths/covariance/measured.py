@@ -1,11 +1,11 @@
-r"""Statistics that data gave: input Gram matrices and diagonal Fisher information.
+r"""Expert statistics collected from data: input Gram matrices and diagonal Fisher information.
 
-Where the estimates of `covmerge.maths.covariance.estimate` are read off an update and kept as its root, a
-measured covariance G = E[z zᵀ] is a dense `(d_in, d_in)` matrix, and the sums of the closed form
+The estimates of `covmerge.maths.covariance.estimate` come from an update and are stored as its root. A
+measured covariance G = E[z zᵀ] is a dense `(d_in, d_in)` matrix instead. The sums of the closed form
 
     Σ w_t Δ_t G̃_t        Σ w_t G̃_t        G̃ = a·G + (1 − a)·diag G
 
-are formed in d_in axes, without any G̃_t.
+are formed in d_in axes, without computing any G̃_t.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NAMES = {"gram": "Gram matrix", "fisher": "Fisher information"}
 def measured_values(
     group: LinearGroup, kind: Literal["gram", "fisher"], *, method: str
 ) -> tuple[Tensor, ...]:
-    """Return every expert's Gram matrix `(d_in, d_in)`, or Fisher information like its update.
+    """Return every expert's Gram matrix `(d_in, d_in)`, or its Fisher information, shaped like its update.
 
     Raises:
-        RecipeError: an expert has none.
-        TensorError: one has another shape.
+        RecipeError: an expert has no such statistics.
+        TensorError: the statistics of an expert have another shape.
 
     Example:
         >>> measured_values(LinearGroup((torch.ones(2, 3),), (1.0,)), "gram", method="regmean")
@@ -52,10 +52,10 @@ def measured_values(
 def check_shapes(
     values: Sequence[Tensor], kind: Literal["gram", "fisher"], update: Sequence[int], *, method: str
 ) -> None:
-    """Refuse statistics that are not of updates of this shape.
+    """Check that statistics have the shape that updates of this shape need.
 
     Raises:
-        TensorError: one has another shape.
+        TensorError: one of them has another shape.
     """
     shape = [update[1]] * 2 if kind == "gram" else list(update)
     for index, value in enumerate(values):
@@ -81,12 +81,12 @@ def measured_equations(
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
-        grams: G_t `(d_in, d_in)`, one at a time.
+        grams: G_t `(d_in, d_in)`; they are read one at a time.
         weights: w_t.
-        off_diagonal: a, factor of all entries off the diagonal of every G_t.
+        off_diagonal: a, the factor of all entries off the diagonal of every G_t.
         ridge: in units of the mean diagonal entry of Σ w_t G̃_t.
-        lengths: l_t; None: 1 each.
-        dtype: of the sums; by default that of the updates.
+        lengths: l_t; None: all are 1.
+        dtype: dtype of the sums; by default that of the updates.
     """
     numerator = torch.zeros_like(updates[0], dtype=dtype)
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
@@ -102,6 +102,6 @@ def measured_equations(
 
 
 def measured_equations_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Cost of forming the sums, in a dtype other than that of the updates and Gram matrices."""
+    """Return the cost of forming the sums in another dtype than that of updates and Gram matrices."""
     pair = (d_in * d_in + d_out * d_in) * itemsize
     return Cost(2.0 * count * (d_out + 1) * d_in * d_in, 2 * pair)

@@ -6,8 +6,8 @@ primal  d_in axes:        gram = Σ s_t R_tᵀR_t  (d_in, d_in),   numerator = �
 dual    row space of the  gram = D Dᵀ  (m, m),  D = [√s_t R_t]_t  (m, d_in),  m = Σ d_out
         updates:          numerator = [(s_t R_tR_tᵀ + ε_t I)/√s_t]_t  (d_out, m)
 
-By the push-through identity D(DᵀD + eI)⁻¹ = (DDᵀ + eI)⁻¹D both give the same W̄, so solvers and
-priors are written once, for `gram + ridge·I` and rows in either coordinates.
+By the push-through identity D(DᵀD + eI)⁻¹ = (DDᵀ + eI)⁻¹D both systems give the same W̄. Solvers and
+priors are therefore written once, for `gram + ridge·I` and rows in either coordinates.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Coordinates:
 
     @property
     def route(self) -> str:
-        """The coordinates in use, for reports."""
+        """The name of the coordinates, for reports."""
         return "primal" if self.basis is None else "dual"
 
     def lift(self, rows: Tensor) -> Tensor:
-        """Take rows from these coordinates to `(_, d_in)`, or `(n, _, d_in)`."""
+        """Return rows in these coordinates as rows of the inputs, `(_, d_in)` or `(n, _, d_in)`."""
         return rows if self.basis is None else rows @ self.basis
 
 
@@ -48,8 +48,8 @@ class NormalEquations(Coordinates):
     """Σ R_t C_t and Σ C_t of one layer.
 
     Attributes:
-        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)` or dual `(m, m)`.
-        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)` or dual `(d_out, m)`.
+        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)`, or `(m, m)` in the dual.
+        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)`, or `(d_out, m)` in the dual.
         ridge: Σ ε_t.
         basis: None in the primal; D `(m, d_in)` in the dual.
     """
@@ -60,17 +60,17 @@ class NormalEquations(Coordinates):
     basis: Tensor | None = None
 
     def row_sums(self, ones: Tensor | None = None) -> Tensor:
-        """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t, `ones` being 𝟏 `(d_in,)` where it is not literally that."""
+        """Return 𝟏ᵀ Σ s_t R_tᵀR_t in these coordinates; `ones` is 𝟏 `(d_in,)`, None a vector of ones."""
         rows = self.gram if self.basis is None else self.basis
         return rows.sum(1) if ones is None else rows @ ones
 
     def with_prior(
         self, covariances: Sequence[Covariance], shares: Sequence[float], ridge: float
     ) -> NormalEquations:
-        """Return Σ R_tC_t + Σ a_tR_t and Σ C_t + ρI: far from all updates the answer is Σ a_tR_t / ρ.
+        """Return Σ R_tC_t + Σ a_tR_t and Σ C_t + ρI: far from all updates the solution is Σ a_tR_t / ρ.
 
         Args:
-            covariances: that these sums were made of. The numerator is changed in place.
+            covariances: C_t, of which these sums were made. The numerator is changed in place.
             shares: a_t.
             ridge: ρ.
         """
@@ -84,9 +84,9 @@ class NormalEquations(Coordinates):
         return replace(self, ridge=self.ridge + ridge)
 
     def within(self, values: Tensor, vectors: Tensor) -> NormalEquations:
-        """Return the sums within some eigenvectors `(n, k)` of `gram` and their eigenvalues, float64.
+        """Return the sums within some eigenvectors `(n, k)` of `gram` with their eigenvalues, float64.
 
-        They are those of a dual of k rows, whatever they were before.
+        The result is in dual coordinates of k rows, whatever the coordinates were before.
         """
         numerator, basis = self.numerator.double() @ vectors, self.basis
         if basis is None:
@@ -103,7 +103,7 @@ class NormalEquations(Coordinates):
         return self.lift(self.image(left)).add_(left, alpha=self.ridge)
 
     def image(self, left: Tensor) -> Tensor:
-        """Coordinates of left · Σ s_t R_tᵀR_t, the ridge left out, for left `(_, d_in)`."""
+        """Return left · Σ s_t R_tᵀR_t, without the ridge, in these coordinates, for left `(_, d_in)`."""
         return left @ (self.gram if self.basis is None else self.basis.mT)
 
 
@@ -130,10 +130,10 @@ def add_covariance_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: 
     """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
 
     Args:
-        lower: `(d_in, d_in)`, for `covmerge.maths.linalg.symmetric.mirror_`.
+        lower: `(d_in, d_in)`, its lower triangle; see `covmerge.maths.linalg.symmetric.mirror_`.
         numerator: `(d_out, d_in)`.
-        root: R, of their dtype.
-        covariance: s and ε.
+        root: R, in the dtype of `lower` and `numerator`.
+        covariance: the estimate with s and ε.
     """
     scale = covariance.scale
     d_out, d_in = root.shape
@@ -169,12 +169,12 @@ def collective_prior(
 ) -> Tensor:
     r"""Return cᵀ of the collective structural prior C_agg = 𝟏cᵀ (ACE, Eqs. 11–13).
 
-    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is not part of it.
+    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is left out.
 
     Args:
-        normal: the sums, without prior.
+        normal: the sums without the prior.
         d_in: input dimension of the layer.
-        ones: 𝟏 in the coordinates of the layer's inputs, where it is not literally that.
-        energy: τ̄ = mean ‖Δ_t‖²_F where the experts were trace-normalised (Eq. 12), else 1.
+        ones: 𝟏 in the coordinates of the layer's inputs; None: a vector of ones.
+        energy: τ̄ = mean ‖Δ_t‖²_F if the experts were trace-normalised (Eq. 12), else 1.
     """
     return normal.row_sums(ones) / (d_in * energy)

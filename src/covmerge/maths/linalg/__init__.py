@@ -1,5 +1,5 @@
-"""Dense linear algebra for the closed form: one solver or factorisation a file.
+"""Dense linear algebra for the closed form: one solver or factorisation per file.
 
-`auto` holds the rules that choose between routes; nothing here knows what a covariance or an
+`auto` has the rules that choose between routes. Nothing here depends on what a covariance or an
 expert is.
 """

@@ -1,8 +1,8 @@
-"""Which route a layer takes, and what it costs: the one dispatch table.
+"""The routes of a layer's computation: their costs, and the rule that chooses one.
 
-Every question below is a function that returns a `Choice`: the routes there are, the cost of each,
-and the one that is taken. Kernels ask where a shape decides, plans add costs up, and `covmerge
-explain` prints all of it.
+Every question below is a function that returns a `Choice`: the possible routes, the cost of each, and
+the route that is taken. Kernels ask for it where a shape decides, plans add up the costs, and
+`covmerge explain` prints all of it.
 
 | question           | routes                | taken                                                  |
 |--------------------|-----------------------|--------------------------------------------------------|
@@ -30,26 +30,26 @@ from dataclasses import dataclass
 
 import torch
 
-# A float64 operation takes the time of two in float32, the unit in which costs are estimated, on a CPU, of
-# which the declared costs of methods are. GPUs for data centres, of which alone the table is meant, do as
-# many in float64 as in float32.
+# Costs are in units of float32 operations. A float64 operation takes the time of two on a CPU, and the
+# declared costs of methods are those of a CPU. The table's GPUs are those of data centres, which do
+# float64 at the rate of float32.
 FLOAT64 = 2.0
 _FLOAT64 = {"cpu": FLOAT64, "cuda": 1.0}
-# What a symmetric eigenproblem costs, in products of its size and precision, eigenvectors included.
-# LAPACK's takes 5.5 by the clock on a CPU, and has the FLOPs of 4.5. On an H100 cuSOLVER's takes as long as
-# 38, and 9.5 µs for each column, since these follow one after the other: 2.1 ms of 256 columns, 8.0 of
-# 768, 28 of 2048 and 126 of 4096, where a product takes 0.03, 0.04, 0.3 and 2.3.
+# Cost of a symmetric eigenproblem with eigenvectors, in products of its size and precision. LAPACK's
+# takes the time of 5.5 on a CPU, and has the FLOPs of 4.5. On an H100 cuSOLVER's takes the time of 38,
+# and 9.5 µs for each column, because columns follow one after the other: 2.1 ms for 256 columns, 8.0 for
+# 768, 28 for 2048 and 126 for 4096, where a product takes 0.03, 0.04, 0.3 and 2.3 ms.
 _LAPACK = 4.5
 EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}
-# What products could do there in a column's time; and while an iteration by products begins its kernels,
-# one after the other, and waits for what Cholesky factors say.
+# FLOPs that products could do on the device in the time of one column; and in the time in which an
+# iteration by products launches its kernels one by one and waits for its Cholesky factors.
 _COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 2.4e11}
-# Columns of an eigenproblem whose time one of a singular value decomposition takes there: 1.5 to 10.
+# Time of a column of a singular value decomposition on the device, in columns of an eigenproblem: 1.5-10.
 _OF_SVD = 6.0
 # Steps of a polar factor or a projector by products (see `covmerge.maths.linalg.by_products`).
 STEPS = 22
-# Elements of all updates that are multiplied together, or so many rows where these are long: C is read
-# once for each.
+# Elements of all updates that are multiplied together, and the least number of rows where rows are long: C
+# is read once for each block.
 DOTS_BLOCK, DOTS_ROWS = 2**18, 256
 # Strips of a symmetric product: few enough that each is a large product, many enough to save.
 _STRIPS, _LEAST_STRIP, _LARGEST_STRIP = 6, 128, 384
@@ -59,13 +59,13 @@ _LEAST_REFINED = 256
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one layer.
+    """The work of one layer.
 
     Attributes:
         flops: floating-point operations.
-        workspace: bytes beside its inputs and its result.
-        eigen: of `flops`, those of eigenproblems and singular values, which no device does at the rate of
-            products.
+        workspace: bytes beside the inputs and the result.
+        eigen: the part of `flops` that is eigenproblems and singular values, which no device does at the
+            rate of products.
     """
 
     flops: float
@@ -82,13 +82,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The routes that answer one question on a layer.
+    """The routes for one question about a layer.
 
     Attributes:
-        question: what is to be computed.
-        routes: name -> cost.
-        taken: the route that is taken, or tried first where the data decide.
-        why: the rule.
+        question: the quantity to compute.
+        routes: the cost of each route, by name.
+        taken: the chosen route, or the one that is tried first where the data decide.
+        why: the rule that chose it.
     """
 
     question: str
@@ -103,7 +103,7 @@ class Choice:
 
 
 def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
-    """The coordinates of the closed form's system (see `covmerge.maths.covariance.normal`)."""
+    """Return the choice of coordinates for the closed form (see `covmerge.maths.covariance.normal`)."""
     routes = {
         name: sums_cost(name, d_out, d_in, count, itemsize)
         + solve_cost(name, d_out, d_in, count, itemsize)
@@ -119,7 +119,7 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
 
 
 def cube_choice(n: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
-    """The order of products in RᵀR and R(RᵀR), R `(n, d_in)`; both are wanted."""
+    """Return the choice of order for the products RᵀR and R(RᵀR), R `(n, d_in)`; both are needed."""
     gram = symmetric_cost(n, d_in, device)
     routes = {
         "inner": Cost(gram + 2.0 * n * d_in * d_in, d_in * d_in * itemsize),
@@ -129,13 +129,13 @@ def cube_choice(n: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice
 
 
 def symmetric_choice(m: int, n: int, device: str = "cpu") -> Choice:
-    """How RᵀR, R `(m, n)`, is multiplied (see `covmerge.maths.linalg.symmetric`)."""
+    """Return how RᵀR, R `(m, n)`, is computed (see `covmerge.maths.linalg.symmetric`)."""
     routes = {"whole": Cost(2.0 * m * n * n, 0), "strips": Cost(symmetric_cost(m, n, device), 0)}
     return Choice("RᵀR", routes, _cheapest(routes), "fewer FLOPs")
 
 
 def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "cpu") -> Choice:
-    """How the k leading singular triplets are found (see `covmerge.maths.linalg.spectral`)."""
+    """Return how the k leading singular triplets are computed (see `covmerge.maths.linalg.spectral`)."""
     short, long = sorted((d_out, d_in))
     triplets = k * (d_out + d_in) * itemsize
     float64 = _float64(device)
@@ -152,16 +152,17 @@ def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = 
 
 
 def leading_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "cpu") -> Choice:
-    """How the k leading singular triplets are found where no other values are wanted.
+    """Return how the k leading singular triplets are computed where no other singular values are needed.
 
-    By `refined` (see `covmerge.maths.linalg.refined`), where the spectrum lets it; else as all values are.
+    The route is `refined` (see `covmerge.maths.linalg.refined`) if the spectrum allows it, and else that of
+    `spectrum_choice`.
     """
     whole = spectrum_choice(d_out, d_in, k, itemsize, device)
     short = min(d_out, d_in)
     b = k + beside(k)
     gram = whole.routes["gram"]
     once = _float64(device) * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
-    # Two rounds of it, and long thin products run at two thirds of the speed of large ones.
+    # Two rounds of refinement; long thin products run at two thirds of the speed of large ones.
     eigen = _eigenproblem(short, device)
     pairs = eigen + 3.0 * (once + 4.0 * short * short * k)
     flops = gram.flops - eigh_cost(short, device).flops + pairs
@@ -173,17 +174,17 @@ def leading_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "
 
 
 def beside(k: int) -> int:
-    """How many eigenpairs are refined beside the k that are wanted: the gap beyond them must be clear."""
+    """Return how many eigenpairs are refined beside the k wanted ones, so that the gap beyond is clear."""
     return k // 4 + 8
 
 
 def polar_choice(d_out: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
-    """How a polar factor is found (see `covmerge.maths.linalg.polar`)."""
+    """Return how a polar factor is computed (see `covmerge.maths.linalg.polar`)."""
     short, long = sorted((d_out, d_in))
     whole = spectrum_choice(d_out, d_in, short, itemsize, device)
     symmetric = symmetric_cost(long, short, device)
     flops = _float64(device) * (2.0 * symmetric + 2.0 * short * short * long)
-    # Cholesky factors that show where the spectrum begins, and one more.
+    # Cholesky factors that bound the smallest eigenvalue, and one more for the root.
     flops += steps_cost(short, device) + _float64(device) * 5.0 * short**3 / 3
     held = (5 * short * short + 2 * short * min(long, 1024)) * 8 + short * long * itemsize
     routes = {whole.taken: whole.cost, "products": Cost(flops, held)}
@@ -191,9 +192,9 @@ def polar_choice(d_out: int, d_in: int, itemsize: int, device: str = "cpu") -> C
 
 
 def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
-    """How rows `(rows, side)` are divided by a semi-definite system (see `covmerge.maths.linalg.pinv`).
+    """Return how rows `(rows, side)` are divided by a semi-definite system (see `linalg.pinv`).
 
-    Each Cholesky route factorises twice: once to see that no eigenvalue is cut off.
+    Each Cholesky route factorises twice: the first factor proves that no eigenvalue is cut off.
     """
     cholesky = 2.0 * side**3 / 3 + 2.0 * rows * side * side
     held = (side * side + 2 * rows * side) * 8
@@ -208,8 +209,8 @@ def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
 
 
 def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
-    """How rows `(rows, side)` are divided where eigenvalues are cut off (see `linalg.pinv`)."""
-    # The sign, whose square is read; five Cholesky factors, four of which only show something.
+    """Return how rows `(rows, side)` are divided where eigenvalues are cut off (see `linalg.pinv`)."""
+    # The check of the sign by its square; five Cholesky factors, four of which only bound eigenvalues.
     beside = symmetric_cost(side, side, device) + 5.0 * side**3 / 3 + 4.0 * rows * side * side
     flops = steps_cost(side, device) + _float64(device) * beside
     routes = {
@@ -221,13 +222,13 @@ def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
 
 
 def steps_cost(side: int, device: str = "cpu") -> float:
-    """FLOPs of the iteration of `linalg.by_products` on a matrix `(side, side)` in float64."""
+    """Return the FLOPs of the iteration of `linalg.by_products` on a matrix `(side, side)` in float64."""
     step = symmetric_cost(side, side, device) + 2.0 * side**3
     return _float64(device) * STEPS * step + _BEGUN.get(device, 0.0)
 
 
 def factored_choice(d_out: int, d_in: int, ranks: Sequence[int], itemsize: int) -> Choice:
-    """What the updates of adapters are written in (see `covmerge.maths.methods.factored`)."""
+    """Return how updates of adapters are written: dense or factored (see `maths.methods.factored`)."""
     total = sum(ranks)
     p, q = min(d_out, total + 1), min(d_in, total)
     dense = system_choice(d_out, d_in, len(ranks), itemsize).cost
@@ -249,7 +250,7 @@ def routes(
     rank: int | None = None,
     device: str = "cpu",
 ) -> list[Choice]:
-    """Every question that a layer of this shape raises; with `rank`, of adapters of that rank."""
+    """Return the choices for a layer of this shape; with `rank`, those for adapters of that rank."""
     system = system_choice(d_out, d_in, count, itemsize)
     side = count * d_out if system.taken == "dual" else d_in
     found = [] if rank is None else [factored_choice(d_out, d_in, [rank] * count, itemsize)]
@@ -267,19 +268,19 @@ def routes(
 
 
 def triangle_block(n: int, device: str = "cpu") -> int:
-    """Rows of a strip of a symmetric product `(n, n)`: all where launches cost more than strips save."""
+    """Return the rows of a strip of a symmetric product `(n, n)`; all rows on other devices than a CPU."""
     if device != "cpu":
         return n
     return min(n, max(_LEAST_STRIP, min(_LARGEST_STRIP, n // _STRIPS)))
 
 
 def symmetric_cost(m: int, n: int, device: str = "cpu") -> float:
-    """FLOPs of RᵀR by strips, R `(m, n)`."""
+    """Return the FLOPs of RᵀR by strips, R `(m, n)`."""
     return 1.0 * m * n * (n + triangle_block(n, device))
 
 
 def sums_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Cost of forming ΣR_tC_t and ΣC_t (see `covmerge.maths.covariance.normal`)."""
+    """Return the cost of forming ΣR_tC_t and ΣC_t (see `covmerge.maths.covariance.normal`)."""
     root = d_out * d_in * itemsize
     if route == "dual":
         m = count * d_out
@@ -290,16 +291,16 @@ def sums_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> C
 
 
 def solve_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Cost of a Cholesky solve of the system for d_out right-hand sides."""
+    """Return the cost of a Cholesky solve of the system for d_out right-hand sides."""
     side = count * d_out if route == "dual" else d_in
     flops = side**3 / 3 + 2.0 * d_out * side * side
     if route == "dual":
-        flops += 2.0 * d_out * side * d_in  # back from the row space
+        flops += 2.0 * d_out * side * d_in  # from the row space to d_in axes
     return Cost(flops, 2 * d_out * side * itemsize)
 
 
 def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:
-    """Cost of (ΣRC)(ΣC)† where eigenvalues are cut off: sums and eigenproblem in float64."""
+    """Return the cost of (ΣRC)(ΣC)† where eigenvalues are cut off: sums and eigenproblem in float64."""
     choice = system_choice(d_out, d_in, count, 8)
     side = count * d_out if choice.taken == "dual" else d_in
     sums = sums_cost(choice.taken, d_out, d_in, count, 8)
@@ -308,43 +309,43 @@ def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:
 
 
 def eigh_cost(side: int, device: str = "cpu") -> Cost:
-    """Cost of a full symmetric eigenproblem in float64: divide and conquer, LAPACK's workspace.
+    """Return the cost of a full symmetric eigenproblem in float64: divide and conquer, LAPACK's workspace.
 
-    Of a device that is slow at it, what products it could do in that time.
+    On a device that is slow at eigenproblems, the FLOPs are those of products that take the same time.
     """
     flops = _float64(device) * _eigenproblem(side, device)
     return Cost(flops, 5 * side * side * 8, flops)
 
 
 def _float64(device: str) -> float:
-    """What an operation of float64 takes there, in those of float32."""
+    """Return the time of a float64 operation on the device, in float32 operations."""
     return _FLOAT64.get(device, FLOAT64)
 
 
 def _eigenproblem(side: int, device: str) -> float:
-    """FLOPs that its products could do in the time of one, in its own precision."""
+    """Return the FLOPs of products that take the time of one eigenproblem, in the same precision."""
     return 9.0 * side**3 * _beside_cpu(device) + _COLUMN.get(device, 0.0) * side
 
 
 def _beside_cpu(device: str) -> float:
-    """How many times as many products a large eigenproblem takes there as on a CPU."""
+    """Return how many times as many products a large eigenproblem costs on the device as on a CPU."""
     return EIGENPROBLEM.get(device, _LAPACK) / _LAPACK
 
 
 def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
-    """Cost of the k leading singular triplets (see `covmerge.maths.linalg.spectral`)."""
+    """Return the cost of the k leading singular triplets (see `covmerge.maths.linalg.spectral`)."""
     return spectrum_choice(d_out, d_in, k, itemsize).cost
 
 
 def leading_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
-    """Cost of the k leading singular triplets alone (see `covmerge.maths.linalg.spectral.leading_svd`)."""
+    """Return the cost of the k leading singular triplets alone (see `linalg.spectral.leading_svd`)."""
     return leading_choice(d_out, d_in, k, itemsize).cost
 
 
 def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
-    """Cost of two spectra of ΔC^½, C `(d_in, d_in)` in float64 (see `covmerge.maths.linalg.metric`).
+    """Return the cost of two spectra of ΔC^½, C `(d_in, d_in)` float64 (see `linalg.metric`).
 
-    FLOPs where C has a Cholesky factor, memory where it has none.
+    FLOPs are those for a C with a Cholesky factor, memory is that for a singular C.
     """
     matrix, inputs = d_out * d_in, d_in * d_in
     root = FLOAT64 * d_in**3 / 3
@@ -363,14 +364,14 @@ def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
 
 
 def dots_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Cost of all ⟨Δ_tC, Δ_u⟩ (see `covmerge.maths.linalg.metric`)."""
+    """Return the cost of all ⟨Δ_tC, Δ_u⟩ (see `covmerge.maths.linalg.metric`)."""
     flops = 1.0 * count * d_out * d_in * (d_in + 2 * count)
     rows = min(count * d_out, max(DOTS_BLOCK // d_in, DOTS_ROWS))
     return Cost(flops, 2 * (rows * d_in + d_in * d_in) * itemsize)
 
 
 def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
-    """Cost of U and σ of `count` matrices `(d, columns)` side by side (see `linalg.joint`)."""
+    """Return the cost of U and σ of `count` matrices `(d, columns)` side by side (see `linalg.joint`)."""
     wide = count * columns
     if itemsize == torch.float64.itemsize:
         eigen = FLOAT64 * 20.0 * d**3
@@ -381,16 +382,16 @@ def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
 
 
 def polar_cost(d_out: int, d_in: int, k: int, itemsize: int, *, apart: int = 0) -> Cost:
-    """Cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`.
+    """Return the cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`.
 
-    Of U's columns `apart` are orthonormal already, and to the others.
+    `apart` columns of U are already orthonormal, and orthogonal to the others.
     """
     others = max(1, k - apart)
     left = svd_cost(d_out, others, min(d_out, others), itemsize)
     right = svd_cost(k, d_in, min(k, d_in), itemsize)
     products = 2.0 * others * d_out * min(d_out, others)
     products += 2.0 * k * d_in * (min(d_in, k) + d_out)
-    # The vectors, their stack, and its polar factor, of which the solver has one more.
+    # The vectors, the stack of them, and its polar factor, of which the solver has a copy.
     held = 4 * k * (d_out + d_in) * itemsize
     return Cost(
         left.flops + right.flops + products,

@@ -1,23 +1,25 @@
 r"""Functions of symmetric matrices by matrix products and Cholesky factors, without an eigenproblem.
 
-A polar factor is what the scaled iteration of Newton and Schulz comes to (Chen and Chow, A Stable
+The polar factor of X is the limit of the scaled iteration of Newton and Schulz (Chen and Chow, A Stable
 Scaling of Newton–Schulz for Improving the Sign Function Computation of a Hermitian Matrix, Argonne
 preprint ANL/MCS-P5059-0114, 2014):
 
     X ← X (3I − ρ²XᵀX) ρ/2,  ρ² = 3/(1 + l + l²)
 
-Each step takes singular values of [l, 1] to [l′, 1], l′ = ρl(3 − ρ²l²)/2: a small one to 2.6 times as
-much, one near 1 to as many digits again. Of a symmetric matrix the polar factor is its sign. From it follow
+Each step maps singular values in [l, 1] to [l′, 1], l′ = ρl(3 − ρ²l²)/2: a small value grows by a factor
+of 2.6, and a value near 1 doubles its correct digits. The polar factor of a symmetric matrix is its sign.
+From it follow
 
     G^(−½) = W L⁻¹        G = LLᵀ, W the polar factor of L    (Higham, Functions of Matrices, 2008)
     P = (I + sign(A − cI))/2, the projector beyond a cut-off c (spectral divide and conquer)
 
-The steps are fixed by l alone and wait for nothing on the host. No iteration decides a rank: that no
-eigenvalue is below a number, or that so many are on each side of a cut-off, is shown by Cholesky factors
-(inertia), in float64. Whoever asks gets None where they do not show it, and solves the eigenproblem.
+The number of steps is fixed by l alone, and nothing waits for the host. No iteration decides a rank.
+Cholesky factors in float64 (inertia) prove that no eigenvalue is below a bound, or how many eigenvalues
+are on each side of a cut-off. Where they cannot prove it, the functions return None, and the caller
+solves the eigenproblem.
 
-On a CPU that is always the cheaper way; on a device where an eigenproblem takes the time of a hundred
-products it is not (`covmerge.maths.linalg.auto`).
+On a CPU the eigenproblem is always cheaper; on a device where it takes the time of a hundred products,
+the products are (`covmerge.maths.linalg.auto`).
 """
 
 from __future__ import annotations
@@ -33,19 +35,21 @@ from covmerge.maths.linalg.cholesky import all_above, lower_factor
 from covmerge.maths.linalg.lapack import divide_triangular, norm
 from covmerge.maths.linalg.symmetric import gram
 
-# Singular values that a root starts from are shown to be above one of these, or above what is asked for.
+# An inverse root starts from a proven lower bound of the singular values: one of these, or the caller's
+# floor.
 _LEAST = (1e-2, 1e-4)
-# Distance of the nearest eigenvalue to a cut-off, in units of the largest, down to which its side is found.
+# The smallest distance of an eigenvalue to a cut-off, in units of the largest eigenvalue, at which its side
+# is found.
 NEAREST = 1e-7
-# No cut is made closer to zero than this, in the same units: one far below it is found by what is left out.
+# The smallest cut, in the same units. A smaller cut-off is found from the projector's complement.
 _COARSE = 10.0 * NEAREST
-# Most that ‖S² − I‖_F may be of a sign S.
+# The largest ‖S² − I‖_F that is accepted of a sign S.
 _SIGN = 1e-8
 _CONVERGED = 1e-8  # 1 − l, before the last step
 
 
 def largest_bound(symmetric: Tensor) -> float:
-    """Return a number that no eigenvalue of a symmetric matrix exceeds in magnitude.
+    """Return an upper bound of the magnitudes of a symmetric matrix's eigenvalues.
 
     Example:
         >>> largest_bound(torch.diag(torch.tensor([3.0, -4.0])))
@@ -57,8 +61,8 @@ def largest_bound(symmetric: Tensor) -> float:
 def newton_schulz(x: Tensor, least: float) -> Tensor:
     """Return the polar factor of a square matrix X whose singular values are in [least, 1].
 
-    Smaller ones, zeros among them, come out anywhere below 1. None may be above 1: it would come back
-    with the wrong sign.
+    Smaller singular values, zeros among them, become any number below 1. None may be above 1: such a value
+    would come back with the wrong sign.
 
     Example:
         >>> newton_schulz(torch.tensor([[0.0, 0.5], [1.0, 0.0]]).double(), 0.5).round(decimals=9).tolist()
@@ -72,7 +76,7 @@ def newton_schulz(x: Tensor, least: float) -> Tensor:
 
 
 def _scales(least: float) -> Iterator[float]:
-    """ρ of each step, until [l, 1] is nothing but 1."""
+    """Yield ρ of each step, until l is 1 to rounding."""
     while True:
         rho = sqrt(3.0 / (1.0 + least + least * least))
         yield rho
@@ -84,7 +88,7 @@ def _scales(least: float) -> Iterator[float]:
 def inverse_root(symmetric: Tensor, *, floor: float) -> Tensor | None:
     """Return G^(−½) of a symmetric G `(n, n)` in float64; None unless all eigenvalues are above `floor`.
 
-    It is off by eps times the condition number of G, which its callers check.
+    The error is eps times the condition number of G, which callers check.
 
     Example:
         >>> root = inverse_root(torch.diag(torch.tensor([4.0, 1.0])).double(), floor=0.5)
@@ -107,12 +111,12 @@ def inverse_root(symmetric: Tensor, *, floor: float) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Projector:
-    """The orthogonal projector onto the eigenvectors beyond a cut-off.
+    """The orthogonal projector onto the eigenvectors whose eigenvalues exceed a cut-off.
 
     Attributes:
         matrix: P `(n, n)`, float64.
-        rank: how many they are.
-        bound: no eigenvalue of the matrix is larger.
+        rank: the number of these eigenvectors.
+        bound: an upper bound of the eigenvalues of the matrix.
     """
 
     matrix: Tensor
@@ -120,7 +124,7 @@ class Projector:
     bound: float
 
     def filled(self, symmetric: Tensor) -> Tensor:
-        """A + s(I − P), s as large as any eigenvalue: what was left out does no harm to an inverse.
+        """Return A + s(I − P), s an upper bound of A's eigenvalues: it can be inverted also outside of P.
 
         Example:
             >>> a = torch.diag(torch.tensor([3.0, 0.0])).double()
@@ -135,9 +139,10 @@ class Projector:
 def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Projector | None:
     """Return P of a semi-definite matrix `(n, n)` in float64, whose cut-off is between `low` and `high`.
 
-    Eigenvalues above `high` count, those below `low` do not, and none is above `bound`. None where one is
-    too close to say, where a cut-off below 1e-6 of the largest has eigenvalues between them, where `low` is
-    so small that rounding decides on which side of it one is, and where the sign has not converged.
+    Eigenvalues above `high` count, those below `low` do not, and none is above `bound`. Return None if an
+    eigenvalue is too close to the cut-off, if the cut-off is below 1e-6 of the largest eigenvalue and
+    eigenvalues lie between the two, if `low` is so small that rounding decides on which side of it an
+    eigenvalue lies, or if the sign has not converged.
 
     Example:
         >>> a = torch.diag(torch.tensor([3.0, 1.0, 0.0])).double()
@@ -159,7 +164,7 @@ def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Pr
     matrix = sign.add(sign.mT).div_(4.0)
     matrix.diagonal().add_(0.5)
     found = Projector(matrix, round(float(matrix.diagonal().sum())), bound)
-    # As many as P has are above, and as many as it has not are below.
+    # Inertia proves the rank: rank(P) eigenvalues are above `high`, and n − rank(P) are below `low`.
     if not all_above(found.filled(symmetric), high):
         return None
     beyond = torch.sub(2.0 * bound * matrix, symmetric)
@@ -167,7 +172,7 @@ def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Pr
 
 
 def _sign_beyond(symmetric: Tensor, cut: float, bound: float) -> Tensor | None:
-    """sign(A − cI), of eigenvalues from 0 to the bound, as c; None where its square is not I."""
+    """Return sign(A − cI) for a cut c and eigenvalues in [0, bound]; None if its square is not I."""
     sign = symmetric / bound
     sign.diagonal().sub_(cut / bound)
     sign = newton_schulz(sign, NEAREST)
@@ -175,8 +180,8 @@ def _sign_beyond(symmetric: Tensor, cut: float, bound: float) -> Tensor | None:
     off.diagonal().sub_(1.0)
     if not norm(off) <= _SIGN:
         return None
-    # One step more: what an eigenvalue of P lacks of 1 is filled up by as much of the largest of A, which
-    # is to be nothing beside the smallest that is kept.
+    # One step more. An eigenvalue of P below 1 by δ would be filled with δ times the largest eigenvalue of
+    # A, which has to be negligible beside the smallest eigenvalue that counts.
     step = off.mul_(-0.5)
     step.diagonal().add_(1.0)
     return sign @ step

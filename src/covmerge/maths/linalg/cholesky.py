@@ -1,4 +1,4 @@
-"""Solve with a symmetric positive (semi-)definite matrix by one Cholesky factorisation; its condition."""
+"""Cholesky factorisation of symmetric positive (semi-)definite matrices, and solves by it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from covmerge.maths.linalg.lapack import (
     square_norm,
 )
 
-# Columns that LAPACK factorises at once; the rest of the work is products, which run faster than
-# its own blocked factorisation. Devices that are not the CPU have a good one.
-# Those that are solved at once are more: there LAPACK has rows to work on as well.
+# Columns that LAPACK factorises at once. The rest of the work is products, which run faster than LAPACK's
+# blocked factorisation; other devices than the CPU have a good blocked factorisation. A solve takes more
+# columns at once, because LAPACK then works on many rows as well.
 _BLOCK, _SOLVED = 256, 512
-# Jitter steps, relative to the mean diagonal; the first is "none".
+# Jitter, relative to the mean diagonal. The first step adds none.
 _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 
 
@@ -31,9 +31,9 @@ class Cholesky:
     """A + (ridge + jitter)·I = L Lᵀ.
 
     Attributes:
-        factor: L `(n, n)`, above the diagonal arbitrary; float64 when the float32 factorisation broke
-            down.
-        jitter: what was added to the diagonal beyond the ridge asked for; 0 in the normal case.
+        factor: L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation
+            broke down.
+        jitter: what was added to the diagonal beyond the requested ridge; normally 0.
         rcond: squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal
             condition number.
     """
@@ -43,13 +43,13 @@ class Cholesky:
     rcond: float
 
     def solve_right(self, rows: Tensor) -> Tensor:
-        """Return X with X (L Lᵀ) = rows, for rows `(m, n)`, in their dtype."""
+        """Return X with X (L Lᵀ) = rows, for rows `(m, n)`, in the dtype of the rows."""
         return self.solve_right_(rows.clone())
 
     def solve_right_(self, rows: Tensor) -> Tensor:
-        """Return X as `solve_right`, in the place of the rows if they have the dtype of L.
+        """Return X as `solve_right` does, overwriting the rows if they have the dtype of L.
 
-        Block by block, by products: torch's solver copies the factor.
+        The solve is done block by block, by products, because torch's solver copies the factor.
         """
         solved, factor = rows.to(self.factor.dtype), self.factor
         if factor.device.type != "cpu":
@@ -79,14 +79,14 @@ class Cholesky:
 
 
 def factorize(system: Tensor, *, ridge: float) -> Cholesky:
-    """Factorise A + ridge·I for A `(n, n)` symmetric, which is used up: L takes its place.
+    """Factorise A + ridge·I for a symmetric A `(n, n)`, which is overwritten by L.
 
-    A float32 breakdown is repeated in float64; if the matrix is indefinite there as well, a jitter
-    climbs a ladder relative to the mean diagonal and is reported, never hidden.
+    If float32 breaks down, the factorisation is repeated in float64. If the matrix is indefinite in float64
+    as well, a growing jitter relative to the mean diagonal is added, and reported.
 
     Raises:
-        TensorError: the matrix stays indefinite at the top of the ladder (1e-4).
-        OverflowError: it holds NaN or Inf.
+        TensorError: the matrix is indefinite even with the largest jitter (1e-4).
+        OverflowError: the matrix holds NaN or Inf.
     """
     diagonal = system.diagonal().clone()
     mean_diagonal = float(diagonal.mean())
@@ -107,16 +107,16 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
 
 
 def _from_above(system: Tensor) -> Tensor:
-    """A in float64, without its diagonal, by what is above it: below it was overwritten."""
+    """Return A in float64 without its diagonal, from its upper triangle: the lower one was overwritten."""
     upper = system.triu(1).to(torch.float64)
     return upper.add_(upper.mT.clone())
 
 
 def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
-    """Factorise A if all its eigenvalues are above `floor`, in its own dtype; None if they are not.
+    """Factorise A in its dtype if all its eigenvalues are above `floor`; else return None.
 
-    They are if A − floor·I has a Cholesky factor: by inertia, to the rounding of the dtype, and
-    at a small part of the price of the eigenvalues.
+    They are if A − floor·I has a Cholesky factor. This test by inertia is exact to the rounding of the
+    dtype, and costs a small part of what eigenvalues cost.
 
     Example:
         >>> a = torch.diag(torch.tensor([4.0, 1.0]))
@@ -130,14 +130,14 @@ def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
 
 
 def all_above(system: Tensor, floor: float) -> bool:
-    """Whether all eigenvalues of a symmetric matrix are above `floor`; see `factorize_above`."""
+    """Return whether all eigenvalues of a symmetric matrix are above `floor`; see `factorize_above`."""
     shifted = system.clone()
     shifted.diagonal().sub_(floor)
     return _factor_in_place(shifted)
 
 
 def lower_factor(system: Tensor) -> Tensor | None:
-    """L, lower triangular, with L Lᵀ = A, or None if A is not positive definite.
+    """Return the lower triangular L with L Lᵀ = A, or None if A is not positive definite.
 
     Example:
         >>> lower_factor(torch.tensor([[4.0, 2.0], [2.0, 2.0]])).tolist()
@@ -148,12 +148,12 @@ def lower_factor(system: Tensor) -> Tensor | None:
 
 
 def log_det(system: Tensor) -> float:
-    """Return log det A of a symmetric matrix A `(n, n)` whose eigenvalues are 1 and larger.
+    """Return log det A of a symmetric matrix A `(n, n)` whose eigenvalues are at least 1.
 
-    In float64 where the rounding of its dtype hides the 1.
+    The result is computed in float64 if rounding in A's dtype hides the 1.
 
     Raises:
-        OverflowError: it has no Cholesky factor in float64 either: it holds NaN or Inf.
+        OverflowError: A has no Cholesky factor in float64 either: it holds NaN or Inf.
 
     Example:
         >>> round(log_det(torch.tensor([[5.0, 2.0], [2.0, 2.0]])), 4)  # log 6
@@ -167,10 +167,10 @@ def log_det(system: Tensor) -> float:
 
 
 def _factor_in_place(matrix: Tensor) -> bool:
-    """Replace the lower triangle by L; False if the matrix is not positive definite.
+    """Replace the lower triangle by L; return False if the matrix is not positive definite.
 
-    What is above the diagonal stays as it is. Column block by column block, left-looking: what the earlier
-    blocks say of this one is taken off by one product.
+    The upper triangle is left as it is. Column blocks are done in order (left-looking): one product
+    subtracts the contribution of all earlier blocks from a block.
     """
     for block in _blocks(matrix, _BLOCK):
         tile, below = matrix[block, block], slice(block.stop, None)
@@ -188,7 +188,7 @@ def _factor_in_place(matrix: Tensor) -> bool:
 
 
 def _blocks(matrix: Tensor, step: int) -> Iterator[slice]:
-    """Columns after columns; all at once on another device than the CPU."""
+    """Yield blocks of columns; one block on other devices than the CPU."""
     n = len(matrix)
     step = step if matrix.device.type == "cpu" else max(1, n)
     for start in range(0, n, step):
@@ -200,18 +200,18 @@ def _rcond(factor: Tensor) -> float:
     return float((pivots.min() / pivots.max()) ** 2)
 
 
-STEPS = 6  # of inverse iteration
+STEPS = 6  # steps of inverse iteration
 
 
 def condition_number(
     largest: float, factor: Cholesky, *, ridge: float, enough: float = 1.0
 ) -> float:
-    """Return λ_max/λ_min of A + ridge·I from below, `largest` that of A and `factor` its factorisation.
+    """Return a lower bound of λ_max/λ_min of A + ridge·I, from `largest` = λ_max(A) and its `factor`.
 
-    Where the ridge alone keeps it below `enough`, that bound is returned, and nothing solved for it.
+    If the ridge alone keeps the ratio below `enough`, the ridge's bound is returned without a solve.
 
-    The smallest eigenvalue by a few steps of inverse iteration, solves with one vector. One that the ridge
-    alone decides has so many directions that the first step finds it.
+    The smallest eigenvalue comes from a few steps of inverse iteration, which are solves with one vector.
+    If it is the ridge's alone, its eigenspace is so large that the first step finds it.
 
     Example:
         >>> from covmerge.maths.linalg.cholesky import factorize
@@ -233,14 +233,14 @@ def condition_number(
 
 
 def add_rank_one_(solved: Tensor, solved_row: Tensor, ones: Tensor | None = None) -> Tensor:
-    r"""Turn X = N S⁻¹ in place into N (S + 𝟏cᵀ)⁻¹, given wᵀ = cᵀS⁻¹.
+    r"""Turn X = N S⁻¹ into N (S + 𝟏cᵀ)⁻¹ in place, given wᵀ = cᵀS⁻¹.
 
     N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)
 
     Args:
         solved: X `(m, n)`.
         solved_row: w `(n,)`.
-        ones: 𝟏 `(n,)` in the coordinates of the columns; None where it is literally that.
+        ones: 𝟏 `(n,)` in the coordinates of the columns; None: a vector of ones.
     """
     if ones is None:
         ones = torch.ones_like(solved_row)

@@ -1,4 +1,4 @@
-"""The directions that several matrices have together."""
+"""The singular directions that several matrices have together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from covmerge.maths.linalg.spectral import numerical_rank, with_equals, without_
 from covmerge.maths.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
-# Beyond this ratio of sizes the directions of a small block may be below the rounding of a large one.
+# If the sizes of blocks differ by more than this ratio, rounding of a large block may hide a small one.
 _APART = 50.0
 
 
 @dataclass(frozen=True)
 class JointDirections:
-    """The left singular directions of matrices side by side, within their numerical rank k.
+    """The left singular directions of matrices side by side, up to their numerical rank k.
 
     Attributes:
         left: U `(d, k)`, float64.
@@ -35,11 +35,11 @@ class JointDirections:
 
     @property
     def arbitrary(self) -> int:
-        """How many of them have singular values that equal another's: they may turn into each other."""
+        """The number of directions whose singular values equal another's: any rotation of them is valid."""
         return without_order(self.sigma)
 
     def first(self, k: int) -> JointDirections:
-        """Return the k largest, with those that equal the k-th."""
+        """Return the k largest directions, and all whose singular values equal the k-th."""
         k = with_equals(self.sigma, k)
         return JointDirections(self.left[:, :k], self.sigma[:k])
 
@@ -49,17 +49,18 @@ def joint_directions(
 ) -> JointDirections:
     """Return U and σ of [F_1 … F_n] = U diag(σ) Vᵀ for blocks F_t `(d, n_t)`.
 
-    V is not formed: its rows are Σ⁻¹UᵀF_t. Float64 blocks go through the triangular factor of a QR,
-    float32 blocks through the float64 eigenproblem of Σ F_tF_tᵀ (see `covmerge.maths.linalg.spectral`).
+    V is not formed: its rows are Σ⁻¹UᵀF_t. Float64 blocks are decomposed through the triangular factor of
+    a QR, float32 blocks through the float64 eigenproblem of Σ F_tF_tᵀ (see
+    `covmerge.maths.linalg.spectral`).
 
-    Where the sizes of the blocks are far apart, what they span is found of blocks of one size: scaling
-    a block changes no span, and a small one keeps its directions in either dtype.
+    If the sizes of the blocks are far apart, their span is computed from blocks scaled to one size. Scaling
+    a block changes no span, and a small block keeps its directions in either dtype.
 
     Args:
-        blocks: at least one, of one dtype.
-        rtol: directions at or below `rtol` times the largest singular value are not kept; of blocks
-            brought to one size, where their sizes are far apart.
-        rounding: what rounding gave to each block; directions that are no more are not kept either.
+        blocks: matrices of one dtype; at least one.
+        rtol: directions at or below `rtol` times the largest singular value are dropped; if the sizes of
+            the blocks are far apart, this applies to the scaled blocks.
+        rounding: the rounding error of each block; directions that are no larger are dropped too.
 
     Example:
         >>> found = joint_directions([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [0.0]])],
@@ -80,7 +81,7 @@ def joint_directions(
         left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
     shape = (d, columns * len(blocks))
     k, _ = numerical_rank(sigma, shape, rtol=rtol, rounding=Rounding.together(rounding))
-    # A copy, so that the other directions are gone.
+    # A copy, so that the memory of the dropped directions is freed.
     return JointDirections(left[:, :k].clone(), sigma[:k])
 
 
@@ -96,7 +97,7 @@ def far_apart(sizes: Sequence[float]) -> bool:
 
 
 def _within(span: Tensor, blocks: Sequence[Tensor]) -> JointDirections:
-    """U and σ of the blocks in an orthonormal basis `(d, k)` of what they span: all of them, in float64."""
+    """Return U and σ of all blocks in an orthonormal basis `(d, k)` of their span, in float64."""
     coordinates = torch.cat([span.mT @ block.to(torch.float64) for block in blocks], 1)
     left, sigma = _left_singular(coordinates)
     k = int((sigma > 0.0).sum())
@@ -104,14 +105,14 @@ def _within(span: Tensor, blocks: Sequence[Tensor]) -> JointDirections:
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """U and σ of a matrix, by the triangular factor of its transpose."""
+    """Return U and σ of a matrix, by the triangular factor of its transpose."""
     triangle = cast("tuple[Tensor, Tensor]", _linalg.qr(matrix.mT, "r"))[1]
     left, sigma, _ = svd(triangle.mT)
     return left, sigma
 
 
 def _float64_gram(blocks: Sequence[Tensor]) -> Tensor:
-    """Σ F_tF_tᵀ in float64, with one block in float64 at a time."""
+    """Return Σ F_tF_tᵀ in float64; only one block at a time is held in float64."""
     rows = len(blocks[0])
     gram = blocks[0].new_zeros(rows, rows, dtype=torch.float64)
     for block in blocks:
@@ -119,8 +120,8 @@ def _float64_gram(blocks: Sequence[Tensor]) -> Tensor:
     return mirror_(gram)
 
 
-# The iteration stops when the relative error ‖F − F̂‖/‖F‖ changes by less than this; these three are
-# those of Compress-then-Merge's code.
+# The iteration stops when the relative error ‖F − F̂‖/‖F‖ changes by less than this. These three numbers
+# are those of Compress-then-Merge's code.
 _SETTLED = 1e-6
 _LEAST = 3
 _MOST = 1000
@@ -133,8 +134,8 @@ class Tucker2:
     Attributes:
         left: U `(m, k)`, float64, with the singular values of [F_1V … F_nV].
         right: V `(n, l)`, float64, with those of [F_1ᵀU … F_nᵀU].
-        energy: what they hold of Σ‖F_t‖², a share of 1.
-        iterations: how often both bases were found anew.
+        energy: the share of Σ‖F_t‖² that the bases hold, from 0 to 1.
+        iterations: how often both bases were recomputed.
     """
 
     left: JointDirections
@@ -146,17 +147,17 @@ class Tucker2:
 def tucker2(
     blocks: Sequence[Tensor], rank: int, *, rtol: float, rounding: Sequence[Rounding] = ()
 ) -> Tucker2:
-    """Return the bases of `rank` directions each that hold the most of F_1 … F_n `(m, n)`.
+    """Return the bases of `rank` directions each that hold the largest share of F_1 … F_n `(m, n)`.
 
-    The leading directions of the matrices side by side come first (HOSVD); then each basis is found
-    anew within what the other holds, in turn, until the error settles (HOOI). That is done on the
-    matrices' coordinates in all directions that they have together, which loses nothing.
+    The start is the leading directions of the matrices side by side (HOSVD). Then each basis in turn is
+    recomputed within the other, until the error settles (HOOI). The iteration runs on the matrices'
+    coordinates in all their joint directions, which loses nothing.
 
     Args:
-        blocks: at least one, not all zero, of one dtype.
-        rank: of directions whose singular values equal the last, all are kept.
-        rtol: where the numerical rank ends, as in `joint_directions`.
-        rounding: what rounding gave to each matrix, likewise.
+        blocks: matrices of one dtype, not all zero; at least one.
+        rank: the number of directions; those whose singular values equal the last one's are kept too.
+        rtol: the cut-off of the numerical rank, as in `joint_directions`.
+        rounding: the rounding error of each matrix, as in `joint_directions`.
 
     Example:
         >>> found = tucker2([torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([4.0, 0.0]))],
@@ -195,21 +196,21 @@ def _error(energy: float) -> float:
     return sqrt(max(0.0, 1.0 - energy))
 
 
-# An orthonormal basis of what a few thin blocks span, without Householder's cost.
+# An orthonormal basis of the span of a few thin blocks, at less than the cost of Householder's QR.
 
-# λ_min/λ_max of the Gram matrix of unit columns from which its eigenvectors make a basis that is
+# Least λ_min/λ_max of the Gram matrix of unit columns for which its eigenvectors give a basis that is
 # orthonormal to 1e-16/1e-8.
 _WELL_POSED = 1e-8
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Q = columns · mix `(d, p)`, orthonormal, not formed.
+    """An orthonormal basis Q = columns · mix `(d, p)`, not multiplied out.
 
     Attributes:
         columns: `(d, k)`.
         mix: `(k, p)`, float64.
-        blocks: QᵀX `(p, n)` of every block that the basis was made of, float64.
+        blocks: QᵀX `(p, n)` of every block X that the basis was made of, float64.
     """
 
     columns: Tensor
@@ -229,8 +230,8 @@ class Basis:
 def basis_of(blocks: Sequence[Tensor]) -> Basis:
     """Return a basis whose span holds the columns of all blocks `(d, n)`.
 
-    From the eigenvectors of their small Gram matrix where the columns are far from dependent, which
-    costs one product; by a QR factorisation where they are not.
+    If the columns are far from dependent, it is made of the eigenvectors of their small Gram matrix, which
+    costs one product; else it comes from a QR factorisation.
 
     Example:
         >>> basis = basis_of([torch.tensor([[2.0], [0.0]]), torch.tensor([[1.0], [1.0]])])
@@ -241,7 +242,7 @@ def basis_of(blocks: Sequence[Tensor]) -> Basis:
     sizes = [block.shape[1] for block in blocks]
     exact = columns.to(torch.float64)
     gram = exact.mT @ exact
-    # Unit columns: an adapter of small norm is not a nearly dependent one.
+    # Unit columns, so that an adapter of small norm does not look like a nearly dependent one.
     units = gram.diagonal().sqrt()
     units = torch.where(units > 0.0, units, 1.0)
     values, vectors = eigh(gram / (units * units[:, None]))

@@ -1,4 +1,4 @@
-"""torch.linalg with types, which it does not carry, in the few forms used here."""
+"""Typed wrappers of torch.linalg, which has no types, and norms that do not overflow."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Powers of two: the factors that change no digit of a binary floating-point number.
+# Powers of two: multiplying a binary floating-point number by one changes no digit.
 
 _LIMITS = {torch.float32: 120, torch.float64: 1000}
 
 
 def exponent_of(tensors: Iterable[Tensor]) -> int:
-    """Return the least e with |v| < 2^e for all entries, 0 where they are all zero, NaN or Inf.
+    """Return the least e with |v| < 2^e for all entries; 0 if all of them are zero.
 
-    At most what 2^e and 2^-e can be in the dtype: tensors of entries beyond that come near 1, not to it.
+    Tensors with NaN or Inf do not count. e is limited so that 2^e and 2^-e fit the dtype. Larger entries
+    scaled by 2^-e come near 1, not below it.
 
     Example:
         >>> exponent_of([torch.tensor([0.0, -6.0]), torch.tensor([1.0])])
@@ -37,11 +38,11 @@ def exponent_of(tensors: Iterable[Tensor]) -> int:
 _linalg: Any = torch.linalg
 LinAlgError: type[RuntimeError] = _linalg.LinAlgError
 _FLOATS = (torch.float32, torch.float64)
-_EASY = (1e-15, 1e15)  # norms whose squares are far inside float32
+_EASY = (1e-15, 1e15)  # norms whose squares are well within float32
 
 
 def norm(tensor: Tensor) -> float:
-    """Frobenius norm of a tensor of any shape, also where the squares of its entries leave its dtype.
+    """Return the Frobenius norm of a tensor of any shape, without overflow or underflow of the squares.
 
     Example:
         >>> round(norm(torch.tensor([3e30, 4e30])) / 1e30, 6)
@@ -50,7 +51,7 @@ def norm(tensor: Tensor) -> float:
     size = float(_linalg.vector_norm(tensor))
     if _EASY[0] < size < _EASY[1] or not tensor.numel() or tensor.dtype not in _FLOATS:
         return size
-    # Zero, as of a tensor that an expert left as it was: the ends tell in a fifth of the time of `any`.
+    # A zero tensor, as of an update that changes nothing: `aminmax` takes a fifth of the time of `any`.
     if not size and not any(map(bool, torch.aminmax(tensor))):
         return 0.0
     exponent = exponent_of([tensor])
@@ -59,7 +60,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def square_norm(tensor: Tensor) -> float:
-    """‖·‖²_F; inf where no number of Python's is as large.
+    """Return ‖·‖²_F; inf if it is beyond the range of a float.
 
     Example:
         >>> square_norm(torch.tensor([3.0, 4.0])), square_norm(torch.tensor([1e200]).double())
@@ -70,13 +71,12 @@ def square_norm(tensor: Tensor) -> float:
 
 
 def lengths(tensor: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
-    """Euclidean lengths along an axis, or of all of it, as a tensor of its dtype.
+    """Return Euclidean norms along an axis, or of the whole tensor, as a tensor of its dtype.
 
-    Also where the squares of entries leave the dtype, but for half precision, whose range is the caller's
-    matter.
+    Squares of entries may leave the dtype, except in half precision, whose range the caller has to check.
 
     Raises:
-        OverflowError: a length itself leaves the dtype.
+        OverflowError: a norm itself leaves the dtype.
 
     Example:
         >>> lengths(torch.tensor([[3.0, 4.0], [3e30, 4e30]]), axis=1).tolist()
@@ -99,7 +99,7 @@ def lengths(tensor: Tensor, axis: int | None = None, *, keep: bool = False) -> T
 
 
 def dot(one: Tensor, other: Tensor) -> float:
-    """Sum of the products of two tensors' elements; in float64 where float32 overflows."""
+    """Return the sum of the products of two tensors' elements; computed in float64 if float32 overflows."""
     found = float(torch.dot(one.reshape(-1), other.reshape(-1)))
     if isfinite(found):
         return found
@@ -107,32 +107,32 @@ def dot(one: Tensor, other: Tensor) -> float:
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors in columns."""
+    """Return the eigenvalues, ascending, and the eigenvectors as columns."""
     return cast("tuple[Tensor, Tensor]", _linalg.eigh(symmetric))
 
 
 def eigvalsh(symmetric: Tensor) -> Tensor:
-    """Eigenvalues, ascending."""
+    """Return the eigenvalues, ascending."""
     return cast("Tensor", _linalg.eigvalsh(symmetric))
 
 
 def svdvals(matrix: Tensor) -> Tensor:
-    """Singular values, descending."""
+    """Return the singular values, descending."""
     return cast("Tensor", _linalg.svdvals(matrix))
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin singular value decomposition U, σ, Vᵀ."""
+    """Return the thin singular value decomposition U, σ, Vᵀ."""
     return cast("tuple[Tensor, Tensor, Tensor]", _linalg.svd(matrix, full_matrices=False))
 
 
 def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Thin QR factorisation."""
+    """Return the thin QR factorisation."""
     return cast("tuple[Tensor, Tensor]", _linalg.qr(matrix))
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """Lower factor of a symmetric matrix; None if it is not positive definite."""
+    """Return the lower Cholesky factor of a symmetric matrix; None if it is not positive definite."""
     factor, failed = cast("tuple[Tensor, Tensor]", _linalg.cholesky_ex(matrix))
     return None if int(failed) else factor
 

@@ -1,4 +1,4 @@
-"""Zeros where a condition fails, computed without booleans (faster in torch), and packed masks."""
+"""Thresholding without boolean tensors, which is faster in torch, and packed masks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drop_above(values: Tensor, limit: float) -> Tensor:
 
 
 def at_least(values: Tensor, limit: float) -> Tensor:
-    """Return 1 where a value, none being negative, is at least `limit`, and 0 elsewhere.
+    """Return 1 where a non-negative value is at least `limit`, and 0 elsewhere.
 
     Example:
         >>> at_least(torch.tensor([3.0, 1.0, 0.5, 0.0]), 1.0).tolist()
@@ -45,7 +45,7 @@ def at_least(values: Tensor, limit: float) -> Tensor:
     return functional.threshold(values, _just_below(limit, values.dtype), 0.0).sign_()
 
 
-@lru_cache(maxsize=64)  # asked for each part of a tensor again
+@lru_cache(maxsize=64)  # called again for each part of a tensor
 def _just_below(limit: float, dtype: torch.dtype) -> float:
     edge = torch.tensor(limit, dtype=dtype)
     return float(torch.nextafter(edge, torch.zeros_like(edge)))
@@ -54,8 +54,8 @@ def _just_below(limit: float, dtype: torch.dtype) -> float:
 def pack(mask: Tensor) -> Tensor:
     """Pack a boolean tensor into uint8, eight to a byte along the last axis.
 
-    Rows stay apart, so that blocks of rows can be packed by themselves; a tensor with one axis keeps
-    a byte per element.
+    Each row is packed by itself, so that blocks of rows can be packed separately. A tensor with one axis
+    keeps one byte per element.
 
     Example:
         >>> pack(torch.tensor([[True, False, True]])).tolist()

@@ -1,4 +1,4 @@
-"""Spectra of ΔC^½, Δ `(d_out, d_in)` as inputs of covariance C see it, at the price of the smaller side."""
+"""Spectra of ΔC^½, Δ `(d_out, d_in)` and C the inputs' covariance, at the cost of the smaller side."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from covmerge.maths.linalg.symmetric import half, times_lower
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of ΔC^½, and what functions of K = ΔCΔᵀ make of Δ.
+    """The singular values of ΔC^½, and the eigenvectors of K = ΔCΔᵀ, by which functions of K act on Δ.
 
     Attributes:
-        sigma: within the numerical rank k, float64, descending.
+        sigma: the singular values up to the numerical rank k, float64, descending.
         update: Δ `(d_out, d_in)`.
         left: U `(d_out, k)`, eigenvectors of K.
     """
@@ -54,11 +54,11 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Metric:
-    """C `(d_in, d_in)`, symmetric positive semi-definite to rounding.
+    """A covariance C `(d_in, d_in)`, symmetric and positive semi-definite to rounding.
 
     Attributes:
-        covariance: C in float64, of mean eigenvalue 1.
-        size: the square root of what C was divided by, the unit of all lengths.
+        covariance: C in float64, scaled to a mean eigenvalue of 1.
+        size: the square root of the divisor that scaled C; it is the unit of all lengths.
     """
 
     covariance: Tensor
@@ -66,26 +66,26 @@ class Metric:
 
     @classmethod
     def of(cls, covariance: Tensor) -> Metric:
-        """The metric of a covariance of any scale but 0."""
+        """Return the metric of a covariance of any scale except 0."""
         whole = covariance.to(torch.float64, copy=True)
         mean = mean_of(whole)
         return cls(whole.div_(mean), sqrt(mean))
 
     @cached_property
     def factor(self) -> Tensor | None:
-        """L, lower triangular, with LLᵀ = C, float64; None where C is singular."""
+        """The lower triangular L with LLᵀ = C, float64; None if C is singular."""
         return lower_factor(self.covariance)
 
     @cached_property
     def root(self) -> Tensor:
-        """L with LLᵀ = C, float64, where C is singular: VΛ^½."""
+        """VΛ^½, which is an L with LLᵀ = C for a singular C, float64."""
         values, vectors = eigh(self.covariance)
         return vectors * values.clamp_min(0.0).sqrt()
 
     def dots(self, updates: Sequence[Tensor]) -> Tensor:
-        """⟨Δ_tC^½, Δ_uC^½⟩ `(T, T)`, float64, row block by row block.
+        """Return ⟨Δ_tC^½, Δ_uC^½⟩ `(T, T)`, float64, computed block by block of rows.
 
-        With C = H + Hᵀ, H its lower half, these are ⟨Δ_tH, Δ_u⟩ + ⟨Δ_uH, Δ_t⟩, for half the work.
+        With C = H + Hᵀ, H the lower half of C, these are ⟨Δ_tH, Δ_u⟩ + ⟨Δ_uH, Δ_t⟩, for half the work.
 
         Example:
             >>> Metric.of(torch.diag(torch.tensor([1.0, 3.0]))).dots([torch.ones(1, 2)]).tolist()
@@ -101,9 +101,10 @@ class Metric:
         return (total + total.mT).cpu()
 
     def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
-        """The singular values of ΔC^½ within the numerical rank, and its left directions.
+        """Return the singular values of ΔC^½ up to the numerical rank, and the left directions.
 
-        As `truncated_svd`, but where the outputs are the smaller side nothing else is made.
+        The rule is that of `truncated_svd`. If the outputs are the smaller side, no right vectors are
+        computed.
 
         Example:
             >>> update = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
@@ -120,13 +121,13 @@ class Metric:
         return Spectrum(top.leading, update, top.left)
 
     def nuclear_norm(self, update: Tensor) -> float:
-        """Σσ of ΔC^½."""
+        """Return Σσ of ΔC^½."""
         if update.dtype != torch.float64 and len(update) <= update.shape[1]:
             return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
         return nuclear_norm(self._weighted(update))
 
     def _outputs(self, update: Tensor) -> Tensor:
-        """ΔCΔᵀ `(d_out, d_out)`, float64."""
+        """Return ΔCΔᵀ `(d_out, d_out)`, float64."""
         if self.factor is not None:
             return float64_gram(self._weighted(update))
         whole = update.to(torch.float64)
@@ -134,7 +135,7 @@ class Metric:
         return found + found.mT
 
     def _weighted(self, update: Tensor) -> Tensor:
-        """ΔC^½, up to a rotation of its columns, in Δ's dtype."""
+        """Return ΔC^½, up to a rotation of its columns, in Δ's dtype."""
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))
@@ -146,7 +147,7 @@ def mean_of(inputs: Tensor) -> float:
 
 
 def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
-    """Rows of all updates of a layer that are multiplied together."""
+    """Yield blocks of rows; those rows of all updates of a layer are multiplied together."""
     d_out, d_in = updates[0].shape
     step = max(1, max(DOTS_BLOCK // d_in, DOTS_ROWS) // len(updates))
     for start in range(0, d_out, step):

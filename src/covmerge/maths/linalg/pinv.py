@@ -1,4 +1,4 @@
-"""X = B A† for a symmetric positive semi-definite A, with a named cut-off."""
+"""X = B A† for a symmetric positive semi-definite A, with a given cut-off of eigenvalues."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from covmerge.maths.linalg.cholesky import all_above, factorize_above, lower_fac
 from covmerge.maths.linalg.lapack import eigh, norm
 from covmerge.maths.linalg.spectral import EXACT, energy_of_rounding, numerical_rank
 
-# Beyond the cut-off by this much, so that neither the estimate of the largest eigenvalue nor rounding
-# decides whether the smallest is cut off.
+# Factor beyond the cut-off, so that neither the estimate of the largest eigenvalue nor rounding decides
+# whether the smallest eigenvalue is cut off.
 _MARGIN = 1.1
-# λ_min/λ_max from which a solution in float32 agrees with float64's to 1e-5 or so
+# The least λ_min/λ_max for which a float32 solution agrees with float64's to about 1e-5
 # (tests/linalg/test_routes.py).
 _FLOAT32_RATIO = 1e-3
 LANCZOS_STEPS = 16
 _POWER_STEPS = 8
-# Where all depends on the largest eigenvalue: so many steps, and how far above what they find it may be.
+# Where the result depends on the largest eigenvalue: the number of steps, and factors by which the
+# eigenvalue may exceed the estimate; they are tried in order.
 _MORE_STEPS, _ABOVE = 64, (1e-8, 1e-4, 1e-1)
 
 
 def solve_full_rank(
     system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
 ) -> Tensor | None:
-    """Return rows · A⁻¹ by Cholesky where no eigenvalue of A is cut off, None where one may be.
+    """Return rows · A⁻¹ by Cholesky if no eigenvalue of A is cut off; None if one may be.
 
-    In float32 also None where A is too badly conditioned for it, so that float64 can be asked.
+    In float32 it is also None if A is too badly conditioned for float32; callers then use float64.
 
     Args:
         system: A `(n, n)`, symmetric positive semi-definite.
-        rows: `(m, n)`, of the same dtype.
-        rtol: eigenvalues at or below `rtol` times the largest would be cut off;
-        floor: so would those at or below this value.
+        rows: `(m, n)`, of the dtype of A.
+        rtol: eigenvalues at or below `rtol` times the largest would be cut off.
+        floor: eigenvalues at or below this value would be cut off too.
 
     Example:
         >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)
@@ -54,11 +55,11 @@ def solve_full_rank(
 def least_of_full_rank(
     n: int, dtype: torch.dtype, largest: float, *, rtol: float, floor: float
 ) -> float:
-    """Return what all eigenvalues of A `(n, n)` must be above for `solve_full_rank`."""
+    """Return the bound that all eigenvalues of A `(n, n)` must exceed for `solve_full_rank`."""
     ratio = _MARGIN * rtol
     if dtype != torch.float64:
         ratio = max(ratio, _FLOAT32_RATIO)
-    # Above the rounding of a factorisation in any case, or a zero eigenvalue might pass for one.
+    # At least the rounding of a factorisation, or a zero eigenvalue might pass the test.
     return max(max(ratio, n * torch.finfo(dtype).eps) * largest, _MARGIN * floor)
 
 
@@ -70,11 +71,11 @@ def pinv_right(
     rounding: Rounding = EXACT,
     shape: Sequence[int] = (1, 1),
 ) -> tuple[Tensor, int]:
-    """Return rows · A† with A `(n, n)` symmetric and rows `(m, n)`, and the rank that was kept.
+    """Return rows · A† for a symmetric A `(n, n)` and rows `(m, n)`, and the rank that was kept.
 
-    Eigenvalues at or below `rtol` times the largest count as zero, and those of a Gram matrix
-    A = DᵀD, D of a `shape`, that are no more than `rounding` of D. The eigenproblem is solved in
-    float64 whatever the input, since the cut-off decides the answer.
+    Eigenvalues at or below `rtol` times the largest count as zero. So do those of a Gram matrix
+    A = DᵀD, D of a `shape`, that are no larger than the `rounding` of D makes them. The eigenproblem is
+    solved in float64 for any input, because the cut-off decides the result.
 
     Example:
         >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
@@ -94,9 +95,9 @@ def cut_off_right(
     rounding: Rounding = EXACT,
     shape: Sequence[int] = (1, 1),
 ) -> tuple[Tensor, int, str]:
-    """Return what `pinv_right` returns, by the cheaper route of the device, and which that was.
+    """Return the result of `pinv_right` by the device's cheaper route, and the name of the route.
 
-    By `projector64`, or where the cut-off is too close to an eigenvalue for that, by `eigen64`.
+    The route is `projector64`, or `eigen64` if the cut-off is too close to an eigenvalue for a projector.
 
     Example:
         >>> cut_off_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
@@ -117,9 +118,9 @@ def pinv_by_projector(
     rounding: Rounding = EXACT,
     shape: Sequence[int] = (1, 1),
 ) -> tuple[Tensor, int] | None:
-    """Return what `pinv_right` returns, by products and Cholesky factors; None where they cannot tell.
+    """Return the result of `pinv_right` by products and Cholesky factors; None if they cannot decide.
 
-    A† = P (A + s(I − P))⁻¹, P onto the eigenvectors that are kept, s as large as any eigenvalue.
+    A† = P (A + s(I − P))⁻¹, P projecting onto the kept eigenvectors, s a bound of the largest eigenvalue.
 
     Example:
         >>> x, rank = pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
@@ -138,7 +139,7 @@ def pinv_by_projector(
 def kept_projector(
     system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
 ) -> Projector | None:
-    """Return P onto what `kept_eigenpairs` keeps of A in float64; None where products cannot tell.
+    """Return P onto the eigenvectors that `kept_eigenpairs` keeps, float64; None if products cannot decide.
 
     Example:
         >>> kept_projector(torch.diag(torch.tensor([2.0, 0.0])).double(), rtol=1e-6).rank
@@ -163,7 +164,7 @@ def kept_projector(
         if energy_of_rounding(energy, found.rank, shape, rounding):
             return found
     elif low < noise:
-        return None  # which of the two ends the rank, is not known
+        return None  # it is not known which of the two cut-offs ends the rank
     return projector(system, low=low, high=high, bound=most)
 
 
@@ -185,9 +186,9 @@ def kept_eigenpairs(
 
 
 def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
-    """Return the largest eigenvalue of a symmetric matrix `(n, n)` from below, to a few per cent.
+    """Return a lower bound of the largest eigenvalue of a symmetric matrix `(n, n)`, to a few per cent.
 
-    By Lanczos' iteration from a fixed random vector, a few products with a vector, one a step.
+    Lanczos' iteration starts from a fixed random vector and takes one product with a vector per step.
 
     Example:
         >>> round(largest_eigenvalue(torch.diag(torch.tensor([3.0, 1.0, 0.0]))), 4)
@@ -204,7 +205,7 @@ def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
         image.sub_(vector, alpha=diagonal[-1])
         beta = norm(image)
         if beta <= torch.finfo(symmetric.dtype).eps * abs(diagonal[0]):
-            break  # the vectors so far span all that A does to the first
+            break  # the vectors so far span an invariant subspace
         beside.append(beta)
         previous, vector = vector, image / beta
     off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
@@ -214,9 +215,9 @@ def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
 
 
 def largest_singular_values(matrices: Tensor) -> Tensor:
-    """Return σ₁ of matrices `(…, m, n)` as `(…)`, of their dtype, from below, to a tenth of it or so.
+    """Return lower bounds of σ₁ of matrices `(…, m, n)` as `(…)`, in their dtype, to about a tenth.
 
-    By power iteration from a fixed random vector. It is the size that rounding goes by.
+    They come from power iteration from a fixed random vector. Rounding errors are proportional to σ₁.
 
     Example:
         >>> largest_singular_values(torch.diag(torch.tensor([3.0, 1.0, 0.0])))
@@ -232,11 +233,11 @@ def largest_singular_values(matrices: Tensor) -> Tensor:
 
 
 def _lengths(columns: Tensor) -> Tensor:
-    """Does not read the values, for which a device would have to finish."""
+    """Return the norms of columns without reading values, for which the host would have to wait."""
     return columns.square().sum(-2, keepdim=True).sqrt()
 
 
 def start_vector(n: int) -> Tensor:
-    """Return the vector `(n,)` that Lanczos' iteration starts from, float64, of norm 1."""
+    """Return the fixed start vector `(n,)` of Lanczos' iteration, float64, of norm 1."""
     start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return start / norm(start)

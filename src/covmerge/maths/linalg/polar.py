@@ -1,4 +1,4 @@
-"""The orthogonal polar factor, on the numerical range."""
+"""The orthogonal polar factor of a matrix, within its numerical range."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from covmerge.maths.linalg.spectral import (
 )
 from covmerge.maths.linalg.symmetric import add_gram_, mirror_
 
-# Most that ‖WᵀW − P‖_F may be of a polar factor W that products gave.
+# The largest ‖WᵀW − P‖_F that is accepted of a polar factor W computed by products.
 _OFF = {torch.float32: 1e-6, torch.float64: 1e-11}
 
 
@@ -35,9 +35,9 @@ class Polar:
 
     Attributes:
         isometry: U Vᵀ, of the matrix's shape and dtype; its residual has been checked.
-        k: directions that it has.
-        nuclear: the sum of their singular values.
-        doubtful: how many of them `doubts` may have made.
+        k: the number of its directions.
+        nuclear: the sum of the singular values of these directions.
+        doubtful: how many of these directions errors of size `doubts` may have made.
     """
 
     isometry: Tensor
@@ -51,15 +51,15 @@ def polar(
 ) -> Polar:
     """Return A (AᵀA)^{†½}: the orthogonal polar factor of A within its numerical range.
 
-    Of dependent columns the usual factor U Vᵀ makes orthonormal ones by adding directions that A
+    For dependent columns the usual factor U Vᵀ makes orthonormal columns by adding directions that A
     does not have. With the pseudo-inverse they stay dependent: k copies of a unit vector become k
     copies of it divided by √k.
 
     Args:
         matrix: A, of any shape.
         rtol: singular values at or below `rtol` times the largest count as zero.
-        errors: how far each column is off; directions that these have made count as zero too.
-        doubts: how far each may be off at most; directions that these may have made are counted.
+        errors: the error of each column; directions that such errors can make count as zero too.
+        doubts: an upper bound of each column's error; directions that such errors can make are counted.
 
     Example:
         >>> polar(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
@@ -78,7 +78,7 @@ def polar(
 
 
 def goes_by_products(matrix: Tensor) -> bool:
-    """Whether products are the cheaper way to a polar factor of this shape where the matrix is."""
+    """Return whether products are the cheaper way to this matrix's polar factor on its device."""
     d_out, d_in = matrix.shape
     choice = polar_choice(d_out, d_in, matrix.dtype.itemsize, matrix.device.type)
     return choice.taken == "products"
@@ -87,13 +87,13 @@ def goes_by_products(matrix: Tensor) -> bool:
 def polar_by_products(
     matrix: Tensor, *, rtol: float, rounding: Rounding = EXACT, errors: float = 0.0
 ) -> Polar | None:
-    """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None where they cannot tell.
+    """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None if they cannot decide.
 
     Args:
         matrix: A, of any shape.
         rtol: as in `polar`.
-        rounding: directions that are no more than this are beyond the numerical rank too.
-        errors: most that a column may be off. Where a direction may be made of that, there is no answer.
+        rounding: directions that are no larger than this rounding are beyond the numerical rank too.
+        errors: upper bound of the columns' errors. If such errors can make a direction, None is returned.
 
     Example:
         >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
@@ -122,7 +122,10 @@ def polar_by_products(
 
 @dataclass(frozen=True)
 class _Root:
-    """G^{†½} of a Gram matrix, float64; P of its range, None where that is all; and Σσ, tr G^½."""
+    """The inverse root G^{†½} of a Gram matrix, the projector onto its range, its rank, and Σσ = tr G^½.
+
+    `within` is None if G has full rank. Tensors are float64.
+    """
 
     matrix: Tensor
     within: Tensor | None
@@ -139,7 +142,7 @@ def _root(
     floor, within = least(floor=max(known, errors) ** 2), None
     if not all_above(gram, floor):
         if errors > known and all_above(gram, least(floor=known**2)):
-            return None  # of full rank, but one of the directions may be made of errors
+            return None  # full rank, but errors may have made one of the directions
         projection = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
         if projection is None:
             return None
@@ -157,19 +160,19 @@ def _root(
     return _Root(root, within, rank, float((root * gram).sum()))
 
 
-# Of the edge of rounding, which is reckoned from above: below this share of it there is nothing else.
+# The edge of rounding is an upper estimate. A direction below this share of it is certainly rounding.
 CERTAIN = 0.5
 
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """Polar factors of singular vectors side by side.
+    """The polar factors of several experts' singular vectors, side by side.
 
     Attributes:
-        left: of [U_1 … U_n] `(d_out, k)`.
-        right: of [V_1 … V_n]ᵀ `(k, d_in)`.
-        dependent: directions that the vectors have nearly in common, so that rounding may have decided
-            them, and those that it has, which are left out; on the side that has more.
+        left: polar factor of [U_1 … U_n] `(d_out, k)`.
+        right: polar factor of [V_1 … V_n]ᵀ `(k, d_in)`.
+        dependent: the number of nearly common directions of the vectors: those that rounding may have
+            decided, and those that it has decided, which are left out. It is that of the side with more.
     """
 
     left: Tensor
@@ -186,16 +189,16 @@ def orthogonalized(
 ) -> Orthogonalized:
     """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ.
 
-    A singular vector of σ is off by rounding over σ: at most what its numerical rank was ended by, and
-    of stored weights at least half of their edge.
+    A singular vector of σ has an error of rounding over σ: at most the floor that ended its numerical rank,
+    and for stored weights at least half of their edge, each over σ.
 
     Args:
-        parts: U_i, V_i and their singular values; at least one of them has directions.
+        parts: U_i, V_i and their singular values; at least one part has directions.
         rtol: as in `polar`.
-        apart: one more part, the last, whose U is orthogonal to the others': a block of its own in the
-            polar factor on that side, so that only the others are decomposed.
-        frame: orthonormal columns `(d_out, p)`, orthogonal to that U, that the others' are coordinates in.
-            There rounding does not turn a weak direction of theirs out of the frame.
+        apart: one more part, which comes last and whose U is orthogonal to that of the others. It is a
+            block of its own in the polar factor on that side, so that only the others are decomposed.
+        frame: orthonormal columns `(d_out, p)`, orthogonal to the U of `apart`. The U of `parts` are
+            coordinates in it, so that rounding does not turn their weak directions out of the frame.
     """
     every = [*parts] if apart is None else [*parts, apart]
     left, off_left = _side([part.left for part in parts], parts, rtol)
@@ -212,7 +215,7 @@ def orthogonalized(
 def _side(
     vectors: Sequence[Tensor], parts: Sequence[TruncatedSvd], rtol: float
 ) -> tuple[Tensor, int]:
-    """The polar factor of the parts' vectors side by side, and how many directions are dependent."""
+    """Return the polar factor of the parts' vectors side by side, and how many directions are dependent."""
     side = torch.cat(tuple(vectors), dim=1)
     most = torch.cat([part.floor / part.leading for part in parts])
     least = torch.cat([CERTAIN * part.edge / part.leading for part in parts])

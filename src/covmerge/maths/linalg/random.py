@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and a place, never on who asks first."""
+"""Random numbers that depend only on a seed and a place, not on the order of requests."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# One step of Philox's counter gives four 64-bit words: eight float32 numbers.
+# Each step of Philox's counter gives four 64-bit words, which are eight float32 numbers.
 _PER_STEP = 8
-_DIGITS = 24  # of a float32, in bits
+_DIGITS = 24  # bits of a float32's significand
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The random numbers that belong to one tensor of one expert.
+    """The random numbers of one tensor of one expert.
 
-    Philox is counter-based: the number at a place follows from the key and the place alone, so the
-    same tensor gets the same numbers by any blocks, in any order, on any device.
+    Philox is counter-based: the number at a place depends on the key and the place alone. The same tensor
+    therefore gets the same numbers in any blocks, in any order, on any device.
 
     Attributes:
-        name: what the numbers belong to; part of the key.
-        offset: place of the first number asked for, counted in elements of the whole tensor.
+        name: the name of what the numbers belong to; part of the key.
+        offset: place of the stream's first number, counted in elements of the whole tensor.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Stream:
         steps, skipped = divmod(self.offset, _PER_STEP)
         bits.advance(steps)
         size = prod(shape)
-        # Generator.random gives the same numbers, one call for each.
+        # Generator.random gives the same numbers, but takes one call for each.
         words = torch.as_tensor(bits.random_raw((skipped + size) // 2 + 1))
         halves = words.view(torch.int32)[skipped : skipped + size]
         digits = halves.bitwise_right_shift_(8).bitwise_and_(2**_DIGITS - 1)
@@ -57,19 +57,19 @@ class Stream:
 
 # The numbers of torch's CPU generator at any place of its stream, in any order.
 #
-# torch draws from one Mersenne Twister (MT19937), one word for each float32 number. Who merged with it one
-# tensor after the other can be followed in any order, in threads and in processes, where it is known how
-# many numbers were drawn before.
+# torch draws from one Mersenne Twister (MT19937), one word for each float32 number. A method that drew its
+# numbers tensor by tensor can be reproduced in any order, in threads and in processes, because the count of
+# numbers drawn before each tensor is known.
 
-_STEP = 2**24  # numbers between two states that are kept: of 10^9 they are 150 kB
-_AT_ONCE = 2**18  # words that are made at once: they stay in the cache
+_STEP = 2**24  # numbers between two stored states: for 10^9 numbers the states take 150 kB
+_AT_ONCE = 2**18  # words drawn at once, which fit into the cache
 
 
 class MersenneTwister:
-    """The stream of one seed, with states kept on the way: what was passed over once is not again.
+    """The stream of one seed. It stores states on the way, so that no part is skipped twice.
 
     Args:
-        seed: as `torch.manual_seed` takes it; its lower 32 bits count.
+        seed: a seed as in `torch.manual_seed`; only its lower 32 bits count.
 
     Example:
         >>> _ = torch.manual_seed(7)
@@ -89,7 +89,7 @@ class MersenneTwister:
         return self.along(place, prod(shape))(shape)
 
     def along(self, place: int, count: int) -> Callable[[tuple[int, ...]], Tensor]:
-        """Return a function that gives so many numbers from a place on, shape after shape."""
+        """Return a function that gives `count` numbers from a place on, one shape after another."""
         bits: np.random.MT19937 | None = None
         left = count
 
@@ -103,7 +103,7 @@ class MersenneTwister:
                 words = torch.as_tensor(bits.random_raw(len(part)).astype(np.int64))
                 part.copy_(words.bitwise_and_(2**_DIGITS - 1)).mul_(2.0**-_DIGITS)
             left -= len(numbers)
-            if not left:  # where the next expert's numbers begin
+            if not left:  # the next expert's numbers begin here
                 with self._lock:
                     self._keep(place + count, bits)
             return numbers.reshape(shape)
@@ -111,7 +111,7 @@ class MersenneTwister:
         return uniform
 
     def _at(self, place: int) -> np.random.MT19937:
-        """The generator at a place, from the nearest state before it."""
+        """Return the generator at a place, advanced from the nearest stored state before it."""
         with self._lock:
             known = bisect_right(self._places, place) - 1
             bits, at = np.random.MT19937(), self._places[known]
@@ -131,11 +131,11 @@ class MersenneTwister:
 
 
 def _core(state: Any) -> Mapping[str, Any]:
-    """What a generator's state has of its words, without what numpy keeps beside it."""
+    """Return the words of a generator's state, without numpy's other entries."""
     return {"bit_generator": "MT19937", "state": state["state"]}
 
 
 @lru_cache(maxsize=4)
 def mersenne_twister(seed: int) -> MersenneTwister:
-    """Return the stream of a seed, the same for all who ask in this process."""
+    """Return the stream of a seed; the process has one object for each seed."""
     return MersenneTwister(seed)

@@ -1,23 +1,23 @@
-r"""The leading eigenpairs of a semi-definite matrix G `(n, n)`: float32's, refined to float64.
+r"""The leading eigenpairs of a semi-definite matrix G `(n, n)`, found in float32 and refined to float64.
 
-A full eigenproblem takes half the time in float32, and of the digits that are missing then, only those
-of the k pairs that are asked for need be found:
+A full eigenproblem takes half the time in float32. The digits that float32 lacks are then computed for
+the k wanted pairs only:
 
     G ≈ QΛQᵀ in float32;  X: the first b = k + k/4 + 8 columns of Q, orthonormal in float64
     Rayleigh–Ritz:  XᵀGX = WΘWᵀ,  X ← XW,  R = GX − XΘ                          (float64)
     correction:     X ← X + Q⊥C,  c_ij = q_iᵀr_j / (θ_j − λ_i),  q_i of the rest   (float32)
 
-until X is sharp. The correction is the first-order one of Ogita and Aishima (Iterative refinement for
-symmetric eigenvalue decomposition, Japan Journal of Industrial and Applied Mathematics 35, 2018) for
-b columns instead of n; what it is off by counts as a factor to an error, so that float32 will do.
+repeated until X is accurate. The correction is the first-order one of Ogita and Aishima (Iterative
+refinement for symmetric eigenvalue decomposition, Japan Journal of Industrial and Applied Mathematics 35,
+2018) for b columns instead of n. Its relative error multiplies an error, so float32 suffices.
 
-How sharp, is read off the residuals (Davis and Kahan): with the gap g to what is outside X the
-directions lie outside the true ones by at most e = max ‖r_j‖/g, and those before the cut mix with those
-after it by e²θ_k/(θ_k − θ_{k+1}), which is of second order, X having been through Rayleigh–Ritz. That no
-eigenvalue was missed follows from the float32 problem, which is solved for all n: its eigenvalues
-are off by less than √n·eps·λ_1 (Weyl), so that no more than b are as large as g allows for. Where g
-is not clearly larger than that, or equal eigenvalues go on beyond X, there is no answer, and
-the caller solves the full problem in float64.
+The accuracy follows from the residuals (Davis and Kahan). With the gap g to the spectrum outside X, the
+directions deviate from the true ones by at most e = max ‖r_j‖/g. Those before the cut mix with those
+after it by e²θ_k/(θ_k − θ_{k+1}), which is of second order because of Rayleigh–Ritz. That no eigenvalue
+was missed follows from the float32 problem, which is solved for all n: its eigenvalues are off by less
+than √n·eps·λ_1 (Weyl), so no more than b eigenvalues are as large as g allows. If g is not clearly larger
+than that, or if equal eigenvalues continue beyond X, the result is None, and the caller solves the full
+problem in float64.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from torch import Tensor
 from covmerge.maths.linalg.auto import beside
 from covmerge.maths.linalg.lapack import cholesky, eigh, lengths, solve_triangular
 
-# Of what directions are off by: most that they may mix within X before the last corrections, which leave
-# that as it is; what is sought outside of it; and most of that, where corrections gain no more.
+# Limits of the directions' errors: the mixing within X before the last corrections, which do not change it;
+# the error outside of X at which corrections stop; and the largest such error that is accepted where
+# corrections gain no more.
 _MIXED, _ENOUGH, _SHARP = 5e-8, 1e-8, 3e-7
-# Corrections of X that are tried; each takes off two digits or more.
+# Most corrections of X that are tried; each gains two digits or more.
 _ROUNDS = 4
-# The gap to what is outside, in units of what float32 may be off by, below which nothing is certain.
+# The smallest accepted gap to the spectrum outside X, in units of the largest error of float32.
 _CLEAR = 4.0
 _EPS = torch.finfo(torch.float32).eps
 
@@ -47,9 +48,10 @@ class LeadingPairs:
     """The leading eigenpairs of a matrix `(n, n)`, float64.
 
     Attributes:
-        values: of the k vectors, descending, and after them some more, each at most that eigenvalue.
+        values: the k eigenvalues, descending, followed by some more, each no larger than the true
+            eigenvalue.
         vectors: `(n, k)`.
-        least: no eigenvalue is below it.
+        least: a lower bound of all eigenvalues.
     """
 
     values: Tensor
@@ -60,12 +62,13 @@ class LeadingPairs:
 def leading_pairs(
     gram: Tensor, k: int, cut: Callable[[Tensor], int] | None = None
 ) -> LeadingPairs | None:
-    """Return the k leading eigenpairs of G, or None where float32 does not lead to them.
+    """Return the k leading eigenpairs of G, or None if float32 does not lead to them.
 
     Args:
         gram: G `(n, n)`, symmetric, semi-definite, float64.
-        k: at most n/4 or so; beyond there is nothing to be gained.
-        cut: how many of the eigenvalues, descending, are to be kept instead of k, by their values.
+        k: at most about n/4; beyond that, nothing is gained.
+        cut: a function that returns the number of pairs to keep instead of k, from the descending
+            eigenvalues.
 
     Example:
         >>> pairs = leading_pairs(torch.diag(torch.arange(40.0, 0.0, -1.0)).double(), 2)
@@ -77,7 +80,7 @@ def leading_pairs(
     if b >= n or not largest > 0.0:
         return None
     unit = 2.0 ** -frexp(largest)[1]
-    # Ascending: the last b are the leading ones.
+    # eigh sorts ascending: the last b are the leading ones.
     values, vectors = eigh((gram * unit).to(torch.float32))
     values = values.to(torch.float64)
     rest = _Rest(vectors[:, :-b], values[:-b], unit)
@@ -108,7 +111,7 @@ def leading_pairs(
 
 @dataclass(frozen=True)
 class _Rest:
-    """What lies outside X: eigenpairs in float32 `(n, n − b)`, ascending, those of unit · G."""
+    """Eigenpairs outside X, of unit · G in float32: vectors `(n, n − b)` and ascending values."""
 
     vectors: Tensor
     values: Tensor
@@ -123,7 +126,7 @@ class _Rest:
         return float(self.values[0]) / self.unit
 
     def correction(self, residual: Tensor, theta: Tensor, gap: float) -> Tensor:
-        """Q⊥C of a residual `(n, _)`. The last of X are not asked for, and no gap is promised there."""
+        """Return Q⊥C for a residual `(n, _)`. The gap need not hold for X's last columns."""
         apart = (theta * self.unit - self.values[:, None]).clamp_min_(gap * self.unit)
         pull = self.vectors.mT @ (residual * self.unit).to(torch.float32)
         return (self.vectors @ pull.div_(apart)).to(torch.float64)
@@ -132,14 +135,14 @@ class _Rest:
 def _sharp(
     gram: Tensor, pairs: LeadingPairs, residual: Tensor, rest: _Rest, gap: float
 ) -> LeadingPairs | None:
-    """Correct the pairs alone, which mix no further with others, as far as that goes."""
+    """Correct the kept pairs alone, without mixing them further, until corrections gain no more."""
     count = pairs.vectors.shape[1]
     vectors, values, before = pairs.vectors, pairs.values[:count], inf
     while True:
         error = float(lengths(residual, axis=0).max()) / gap
         if error <= _ENOUGH or error > before / 4.0:
             break
-        # Orthogonal to what they were, so that XᵀX and the values change by its square only.
+        # The correction is orthogonal to the vectors, so XᵀX and the values change only by its square.
         vectors = vectors + rest.correction(residual, values, gap)
         vectors /= lengths(vectors, axis=0)
         residual = gram @ vectors
@@ -152,6 +155,6 @@ def _sharp(
 
 
 def _orthonormal(columns: Tensor) -> Tensor | None:
-    """An orthonormal basis of columns that nearly are one: X L⁻ᵀ with XᵀX = LLᵀ."""
+    """Return an orthonormal basis of nearly orthonormal columns: X L⁻ᵀ with XᵀX = LLᵀ."""
     lower = cholesky(columns.mT @ columns)
     return None if lower is None else solve_triangular(lower, columns.mT).mT

@@ -1,4 +1,4 @@
-"""The k-th smallest magnitude of a vector that is read block by block, exactly."""
+"""Exact selection of the k-th smallest magnitude of a vector that is read block by block."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_FLOAT32_DIGITS = 24  # of a float32: a guess that is right to b of them leaves 24 − b to one pass
-_DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
-_NEAR = 6  # a guess from a sample of one tensor is taken to be right to so many bits
-# Every seventeenth of so many values tells nearly how large one of a rank is; of very many a rarer one, so
-# that the sample stays small. It is no sixteenth, which would be of the same columns in each row.
+_FLOAT32_DIGITS = 24  # digits of a float32; a guess right to b bits leaves 24 − b to one pass
+_DIGIT = 17  # bits that one pass settles; its counters (1 MiB) stay in the cache
+_NEAR = 6  # bits to which a guess from a sample of one tensor is assumed to be right
+# Every seventeenth value is a sample that shows nearly how large the value of a rank is. Of very many
+# values fewer are taken, so that the sample stays small. 16 would take the same columns of each row.
 _STEP, _LEAST_SAMPLED = 17, 2**20
-_PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
+_PART = 2**19  # values that are counted at once, so that temporaries stay small for any block
 _INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
@@ -26,23 +26,23 @@ _INTEGERS = {
     torch.float64: torch.int64,
 }
 
-Vector = Callable[[], Iterable[Tensor]]  # in blocks, each time from the first
+Vector = Callable[[], Iterable[Tensor]]  # the vector's blocks; each call starts from the first
 
 
 class MagnitudeSelect:
-    """Radix selection over the bits of |v|, most significant first, in a few passes.
+    """Radix selection on the bits of |v|, most significant first, in a few passes.
 
-    The bit pattern of a non-negative float, read as an integer, orders as the float does. Each pass
-    counts the values in equal ranges of bit patterns, and the next one looks into the range where the
-    rank falls; one pass settles half precision, two a float32, four a float64. With a guess that is less
-    than 2^−(bits+1) of it off one settles a float32, three a float64; it takes one more up to thrice that,
-    and two beyond. Memory, 2¹⁷ counters of eight bytes, 2^(24−bits) while a guess is tried, does not depend
-    on the number of values.
+    The bit pattern of a non-negative float, read as an integer, has the order of the floats. Each pass
+    counts the values in equal ranges of bit patterns, and the next pass looks into the range that holds the
+    rank. One pass settles half precision, two a float32, four a float64. A guess with an error below
+    2^−(bits+1) of its value saves one pass: one settles a float32, three a float64. Up to three times that
+    error costs one more pass, and a larger one two more. Memory is 2¹⁷ counters of eight bytes, 2^(24−bits)
+    while a guess is tried, and does not depend on the number of values.
 
     Attributes:
         settled: whether `value` is known.
-        below: how many magnitudes are smaller than it, once it is.
-        up_to: how many are not larger.
+        below: the number of smaller magnitudes; valid once `settled`.
+        up_to: the number of magnitudes that are not larger; valid once `settled`.
 
     Example:
         >>> blocks = [torch.tensor([3.0, -1.0]), torch.tensor([0.5, -4.0])]
@@ -63,10 +63,10 @@ class MagnitudeSelect:
         near: float | None = None,
         bits: int = _NEAR,
     ) -> None:
-        """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 is 0.0.
+        """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 gives 0.0.
 
-        A function gives the rank for the number of values, which the first pass counts. `near` is a
-        guess of the magnitude, right to so many `bits`: the fewer, the more counters.
+        A function as `rank` gets the number of values, which the first pass counts. `near` is a guess of
+        the magnitude that is right to `bits` bits: the fewer bits, the more counters.
         """
         self._rank = rank
         self._float = dtype
@@ -74,7 +74,7 @@ class MagnitudeSelect:
         self._adding = threading.Lock()
         self.settled = rank == 0
         self.below = self.up_to = 0
-        self._guesses = 1  # that may be tried beside one that was wrong
+        self._guesses = 1  # neighbouring ranges that may be tried after a wrong guess
         self._count_everywhere()
         if near is not None and not self.settled:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
@@ -83,25 +83,25 @@ class MagnitudeSelect:
 
     @property
     def value(self) -> float:
-        """The magnitude of that rank."""
+        """The magnitude of the rank."""
         return self.beside(0)
 
     def beside(self, steps: int) -> float:
-        """The magnitude that is so many numbers of the dtype above `value`."""
+        """Return the magnitude that is `steps` numbers of the dtype above `value`."""
         if not self.settled:
             raise ValueError("the selection needs another pass")
         return float(torch.tensor(self._low + steps, dtype=self._int).view(self._float))
 
     def add(self, block: Tensor) -> None:
-        """Count the values of one block in this pass; several threads may.
+        """Count the values of one block in this pass; several threads may do so at once.
 
-        Values of another dtype are rounded towards zero: those of at least `value` stay so.
+        Values of another dtype are rounded towards zero, so that those of at least `value` remain so.
         """
         values = block.reshape(-1)
         width = (len(self._counts) - 2) << self._shift
         for start in range(0, len(values), _PART):
             bits = _rounded_down(values[start : start + _PART].abs(), self._float).view(self._int)
-            if bits.dtype == torch.int16:  # no index to torch
+            if bits.dtype == torch.int16:  # torch does not accept int16 as an index
                 bits = bits.int()
             below, inside = _split(bits.sub_(self._low), width)
             ranges = inside.bitwise_right_shift_(self._shift)
@@ -112,27 +112,28 @@ class MagnitudeSelect:
 
     @property
     def counted_bytes(self) -> int:
-        """Length of `counted`."""
+        """Number of bytes of `counted`."""
         return self._counts.nbytes
 
     def counted(self) -> bytes:
-        """Return what was counted in this pass."""
+        """Return the counters of this pass as bytes."""
         return bytes(self._counts.view(torch.uint8).numpy().data)
 
     def absorb_counted(self, counts: memoryview) -> None:
-        """Add what another one, at the same place of the same pass, has `counted`."""
+        """Add the counters of another selection in the same pass, from its `counted`."""
         with self._adding:
             self._counts += torch.frombuffer(bytearray(counts), dtype=torch.int64)
 
     def forget(self) -> None:
-        """Take back what was counted in this pass."""
+        """Discard the counts of this pass."""
         with self._adding:
             self._counts.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock, so that another process can count.
+        """Return all attributes but the lock, so that another process can count.
 
-        The counters as bytes: torch would put a tensor into memory that both processes share.
+        The counters are pickled as bytes, because torch would put a tensor into memory shared by both
+        processes.
         """
         state = {name: value for name, value in vars(self).items() if name != "_adding"}
         return state | {"_counts": self.counted()}
@@ -142,10 +143,10 @@ class MagnitudeSelect:
         vars(self).update(state, _counts=counts, _adding=threading.Lock())
 
     def end_pass(self) -> None:
-        """Settle the next bits.
+        """Settle the next bits from the counts of this pass.
 
         Raises:
-            ValueError: fewer values were added than the rank asks for.
+            ValueError: fewer values were added than the rank.
         """
         below = self._counts.cumsum(0)
         if callable(self._rank):
@@ -167,7 +168,7 @@ class MagnitudeSelect:
         self._count_next(self._low, self._shift)
 
     def _count_beside(self, *, above: bool) -> None:
-        """Look next to where a guess was wrong, and after that everywhere: most are wrong by little."""
+        """After a wrong guess, count the neighbouring range and then all: most guesses are nearly right."""
         if self._guesses == 0:
             self._count_everywhere()
             return
@@ -177,19 +178,19 @@ class MagnitudeSelect:
         self._count_next(max(0, self._low + (2**width if above else -(2**width))), width, digit)
 
     def _count_everywhere(self) -> None:
-        width = torch.finfo(self._float).bits - 1  # the sign bit is dropped
+        width = torch.finfo(self._float).bits - 1  # the sign bit is not counted
         self._every = 2**width
         self._count_next(0, width)
 
     def _count_next(self, low: int, width: int, digit: int = _DIGIT) -> None:
-        """Count 2^width bit patterns from `low` on next, in 2^digit ranges of equal size."""
+        """Prepare to count 2^width bit patterns from `low` on, in 2^digit ranges of equal size."""
         digit = min(width, digit)
         self._low, self._shift = low, width - digit
         self._counts = torch.zeros(2**digit + 2, dtype=torch.int64)
 
 
 def threshold_rank(density: float, count: int) -> int:
-    """Return the rank, counted from 1, of the magnitude that ⌊density · count⌋ are above."""
+    """Return the rank, counted from 1, of the magnitude that ⌊density · count⌋ values exceed."""
     return count - int(density * count)
 
 
@@ -205,12 +206,13 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
 
 
 def search(vector: Vector, count: int, ranks: Sequence[int]) -> list[MagnitudeSelect]:
-    """Find the magnitudes of some ranks, counted from 1; a sample of many values gives a guess.
+    """Find the magnitudes of some ranks, counted from 1; a sample gives a guess if there are many values.
 
-    It is read twice, for the sample and to count, as long as the guess is good; half precision once.
+    The vector is read twice if the guess is good, for the sample and for the counts; in half precision
+    once.
 
     Raises:
-        ValueError: there are fewer values than a rank asks for.
+        ValueError: there are fewer values than a rank.
 
     Example:
         >>> halves = lambda: torch.tensor([3.0, -1.0, 0.5, -4.0]).split(2)
@@ -228,10 +230,10 @@ def search(vector: Vector, count: int, ranks: Sequence[int]) -> list[MagnitudeSe
 
 
 def place_behind(vector: Vector, magnitude: float, number: int) -> int:
-    """Return the place behind the so manyth value of a magnitude, in their order; 0 for number 0.
+    """Return the place behind the `number`-th value of a magnitude, in order; 0 for number 0.
 
     Raises:
-        ValueError: there are fewer of it.
+        ValueError: fewer values have this magnitude.
 
     Example:
         >>> place_behind(lambda: torch.tensor([3.0, 1.0, -3.0, 3.0]).split(2), 3.0, 2)
@@ -265,9 +267,9 @@ def _searched(
 
 
 def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:
-    """How many are negative, and those from 0 to below `width`."""
+    """Return the number of negative values, and the values from 0 to below `width`."""
     if numbers.device.type != "cpu":
-        # The width itself may be the first number that the integers of this size have not.
+        # `width` itself may be one more than the largest integer of this dtype.
         return int((numbers < 0).sum()), numbers[(numbers >= 0) & (numbers <= width - 1)]
     # NumPy is several times as fast as torch over booleans.
     unsigned = torch.uint32 if numbers.dtype == torch.int32 else torch.uint64
@@ -279,7 +281,7 @@ def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:
 
 
 def _count_(counts: Tensor, numbers: Tensor) -> None:
-    """Add how many there are of each number from 0 on, which a GPU counts for itself."""
+    """Add to each counter how often its number occurs; a GPU counts on its own."""
     if numbers.device.type == "cpu":
         counts.index_add_(0, numbers, torch.ones(len(numbers), dtype=counts.dtype))
     else:

@@ -17,18 +17,18 @@ from covmerge.maths.linalg.refined import leading_pairs
 from covmerge.maths.linalg.symmetric import add_gram_, gram, mirror_
 
 EXACT = Rounding()
-# Rounding errors add up to what they should within a few per cent; half as much again is something else.
+# The energy of rounding is as expected to a few per cent; half as much again is more than rounding.
 _MOSTLY = 1.5
-# (σ₁(E)/‖F‖_F)² up to which rounding E is that of float32: half precision gives 1e-4 and more.
+# Largest (σ₁(E)/‖F‖_F)² of a rounding E in float32; half precision gives 1e-4 and more.
 _FINE = 1e-6
-_BLOCK = 1024  # columns that are alive in float64 at once
-# Singular values are one value that differ by less than so much of themselves, and by less than what
-# rounding of float32 entries makes of equal ones, relative to the largest: float32 cannot tell their
-# directions apart, and float64 goes by the same.
+_BLOCK = 1024  # columns that are held in float64 at once
+# Singular values count as equal if they differ by less than _ALIKE of themselves, and by less than the
+# difference that rounding to float32 makes between equal ones, relative to the largest. Float32 cannot tell
+# their directions apart, and float64 follows the same rule.
 _ALIKE = 1e-5
 _ROUNDED_APART = 4.0 * torch.finfo(torch.float32).eps
-# Most that |WᵀW − I| may be of computed directions W. Those at the default numerical rank of
-# float32 stay under a tenth of it.
+# Largest accepted |WᵀW − I| of computed directions W. At the default numerical rank of float32 it stays
+# below a tenth of this.
 ORTHONORMAL = 1e-3
 
 
@@ -39,11 +39,11 @@ class TruncatedSvd:
     Attributes:
         left: U_k `(d_out, k)`, of F's dtype.
         right: V_kᵀ `(k, d_in)`, of F's dtype.
-        sigma: all singular values of F, float64, descending; of `leading_svd` perhaps no more than the
-            leading ones.
-        rank: numerical rank of F; of `leading_svd` perhaps no more than is known of it.
-        floor: the singular value where it ends.
-        edge: that of rounding of the stored weights, if it ends there.
+        sigma: the singular values of F, float64, descending; from `leading_svd` possibly only the leading
+            ones.
+        rank: the numerical rank of F; from `leading_svd` possibly only a lower bound of it.
+        floor: the cut-off below which singular values do not count.
+        edge: the edge of rounding of the stored weights if the rank ends there, else 0.
     """
 
     left: Tensor
@@ -59,26 +59,26 @@ class TruncatedSvd:
         return self.sigma[: len(self.right)]
 
     def product(self) -> Tensor:
-        """Return U_k diag(σ_1..σ_k) V_kᵀ in float64: what is beyond the rank does not come back."""
+        """Return U_k diag(σ_1..σ_k) V_kᵀ in float64."""
         return (self.left.to(torch.float64) * self.leading) @ self.right.to(torch.float64)
 
     def first(self, k: int) -> TruncatedSvd:
-        """Return the part of the k largest singular values, with those that equal the k-th."""
+        """Return the part of the k largest singular values, and of those that equal the k-th."""
         k = with_equals(self.leading, k)
         return replace(self, left=self.left[:, :k], right=self.right[:k])
 
 
 @dataclass(frozen=True)
 class LeadingDirections:
-    """The top-k part of F = U diag(σ) Vᵀ with its spectrum made flat.
+    """The top-k part of F = U diag(σ) Vᵀ with all its singular values replaced by 1.
 
     Attributes:
         isometry: U_k V_kᵀ, of F's shape and dtype; its residual has been checked.
         sigma: all singular values, float64, descending.
-        k: directions kept: what was asked for and the equals of the last, at most the numerical rank.
-        rank: numerical rank of F.
-        leading: their singular values, float64.
-        right: their right singular vectors `(k, d_in)`.
+        k: the number of kept directions: the requested number and those equal to the last, at most `rank`.
+        rank: the numerical rank of F.
+        leading: the singular values of the kept directions, float64.
+        right: the right singular vectors of the kept directions `(k, d_in)`.
     """
 
     isometry: Tensor
@@ -89,7 +89,7 @@ class LeadingDirections:
     right: Tensor
 
     def within(self, errors: Tensor) -> int:
-        """How many of them `errors` `(d_in,)` of the columns may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
+        """Return how many directions `errors` `(d_in,)` may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
         return int((self.leading.square() <= _made(self.right, errors)).sum())
 
 
@@ -99,14 +99,14 @@ def rank_tolerance(
     given: float | None,
     roundings: Iterable[Rounding] = (),
 ) -> float:
-    """Return where the numerical rank ends: `given`, or √max(d_out, d_in) · eps.
+    """Return the relative cut-off of the numerical rank: `given`, or √max(d_out, d_in) · eps.
 
-    eps is the larger one of the dtype that computes and of the arithmetic that made the matrices. A dtype
-    that computes with more digits than a file was made with does not find more directions in it.
+    eps is the larger of the computation's eps and that of the arithmetic that made the matrices. A dtype
+    with more digits than a file was made with does not find more directions in the file.
 
-    Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps.
-    The customary d · eps is a worst case, and cuts real directions of updates whose spectrum is
-    long: one of 64 changes a flat spectrum by an eighth.
+    Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps. The
+    customary d · eps is a worst case, and cuts real directions of updates with a long spectrum: cutting one
+    direction of 64 changes a flat spectrum by an eighth.
 
     Example:
         >>> found = rank_tolerance((4, 4), torch.float64, None, [Rounding(eps=2.0**-23)])
@@ -119,9 +119,9 @@ def rank_tolerance(
 
 
 def with_equals(sigma: Tensor, k: int) -> int:
-    """Return k, or as many more as singular values, descending, go on that equal the k-th.
+    """Return k plus the number of following singular values, descending, that equal the k-th.
 
-    Those that equal zero are none of them: who asks for k beyond the rank gets k.
+    Singular values that are zero to rounding are not extended: a k beyond the rank is returned as it is.
 
     Example:
         >>> with_equals(torch.tensor([2.0, 1.0, 1.0, 0.5]), 2)
@@ -138,7 +138,7 @@ def with_equals(sigma: Tensor, k: int) -> int:
 
 
 def sizes_of_equals(sigma: Tensor) -> list[int]:
-    """Return how many singular values, descending, are one value, one value after the other.
+    """Return the sizes of the groups of equal singular values, which are descending.
 
     Example:
         >>> sizes_of_equals(torch.tensor([2.0, 1.0, 1.0, 0.5]))
@@ -153,7 +153,7 @@ def sizes_of_equals(sigma: Tensor) -> list[int]:
 
 
 def without_order(sigma: Tensor) -> int:
-    """How many singular values, descending, equal another: their directions may turn into each other.
+    """Return how many singular values equal another one: any rotation of their directions is valid.
 
     Example:
         >>> without_order(torch.tensor([2.0, 1.0, 1.0, 0.5]))
@@ -170,16 +170,16 @@ def numerical_rank(
     scale: float | None = None,
     rounding: Rounding = EXACT,
 ) -> tuple[int, float]:
-    """Return the numerical rank, and the singular value where it ends.
+    """Return the numerical rank, and the singular value at which it ends.
 
     Args:
         sigma: singular values, descending.
         shape: `(d_out, d_in)` of the matrix.
-        rtol: where it ends, in units of `scale`,
-        scale: by default the largest of them.
-        rounding: what rounding gave to the matrix. The rank ends no lower than its floor. It ends at its
-            edge where what is below is no more than rounding, which may be all of the matrix; a spectrum
-            that goes on below is the matrix's own.
+        rtol: the cut-off, in units of `scale`.
+        scale: by default the largest singular value.
+        rounding: the rounding error of the matrix. The rank ends no lower than its floor. The rank ends
+            at its edge if the singular values below are no more than rounding, which may be all of them;
+            if they are more, the spectrum below the edge belongs to the matrix.
 
     Example:
         >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
@@ -201,24 +201,24 @@ def numerical_rank(
 
 
 def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Whether singular values below the edge of rounding are no more than rounding.
+    """Return whether the singular values below the edge of rounding are no more than rounding.
 
-    Of the energy of errors in d_out × d_in entries, r directions that are something else leave the
-    share (1 − r/d_out)(1 − r/d_in).
+    If r directions are not rounding, they leave the share (1 − r/d_out)(1 − r/d_in) of the energy of errors
+    in d_out × d_in entries.
     """
     below = sigma[sigma <= rounding.edge]
     return energy_of_rounding(float(below.square().sum()), len(sigma) - len(below), shape, rounding)
 
 
 def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Whether so much energy beyond `rank` directions of a matrix is no more than rounding's."""
+    """Return whether the energy beyond `rank` directions of a matrix is no more than that of rounding."""
     share = max(0.0, 1.0 - rank / shape[0]) * max(0.0, 1.0 - rank / shape[1])
     return energy <= _MOSTLY * share * (rounding.energy + rounding.before)
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The k leading triplets of a matrix, and where its numerical rank ends."""
+    """The k leading triplets of a matrix, and the rule for its numerical rank."""
 
     k: int
     rtol: float
@@ -228,7 +228,7 @@ class _Wanted:
     equals: bool = True
 
     def of(self, sigma: Tensor) -> tuple[int, int, float]:
-        """How many of all singular values are kept, the numerical rank, and where it ends."""
+        """Return how many of all singular values are kept, the numerical rank, and where it ends."""
         rank, end = numerical_rank(
             sigma, self.shape, rtol=self.rtol, scale=self.scale, rounding=self.rounding
         )
@@ -236,7 +236,7 @@ class _Wanted:
         return with_equals(sigma[:rank], k) if self.equals else k, rank, end
 
     def edge(self, end: float) -> float:
-        """That of rounding, if the rank ends there."""
+        """Return `end` if it is the edge of rounding, else 0."""
         return end if end == self.rounding.edge else 0.0
 
 
@@ -251,13 +251,12 @@ def truncated_svd(
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
-    Directions whose singular value is at or below `rtol` times `scale`, by default the largest
-    singular value, or that are no more than `rounding`, are beyond the numerical rank
-    (`numerical_rank`); they are arbitrary and never kept. Of singular
-    values that equal the k-th all are kept: which of their directions come first would be arbitrary.
-    Without `equals` k is a bound.
+    Directions whose singular value is at or below `rtol` times `scale` (by default the largest singular
+    value), or that are no more than `rounding`, are beyond the numerical rank (`numerical_rank`). They are
+    arbitrary and never kept. All singular values that equal the k-th are kept, because the order of their
+    directions is arbitrary. With `equals=False`, k is an upper bound.
 
-    Float64 goes through an SVD. Float32 goes through the float64 eigenproblem of the smaller Gram
+    Float64 is computed by an SVD. Float32 is computed by the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
 
     Example:
@@ -277,20 +276,20 @@ def leading_svd(
     rounding: Rounding = EXACT,
     shape: Sequence[int] | None = None,
 ) -> TruncatedSvd:
-    """Return the triplets that `truncated_svd` returns, where of the others nothing is asked.
+    """Return the triplets that `truncated_svd` returns, for callers that need no other singular values.
 
-    `sigma` may end soon after those that are kept, and `rank` is then no more than what is known: it is at
-    least as large. In return a float32 matrix of some size takes little more than an eigenproblem in
-    float32, whose leading pairs are refined (`covmerge.maths.linalg.refined`); where the spectrum does
-    not let it, or its end may be rounding, all is computed as there.
+    `sigma` may end soon after the kept values; `rank` is then only a lower bound. In return, a large
+    float32 matrix costs little more than an eigenproblem in float32, whose leading pairs are refined
+    (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
+    everything is computed as in `truncated_svd`.
 
     Args:
         matrix: F `(d_out, d_in)`.
-        k: how many, but for equals of the last.
-        rtol: as in `truncated_svd`,
-        scale: and this,
-        rounding: and this.
-        shape: of the matrix that `rounding` is of, where F is that in the coordinates of some directions.
+        k: the number of triplets; those that equal the last are added.
+        rtol: as in `truncated_svd`.
+        scale: as in `truncated_svd`.
+        rounding: as in `truncated_svd`.
+        shape: shape of the matrix that has the `rounding`, if F is that matrix in other coordinates.
 
     Example:
         >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
@@ -313,13 +312,13 @@ def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
         return _of_gram(matrix, float64_gram(wide_of(matrix)), wanted)
     left, sigma, right = svd(matrix)
     k, rank, end = wanted.of(sigma)
-    # Copies, so that the full factors are gone.
+    # Copies, so that the memory of the full factors is freed.
     left, right = left[:, :k].clone(), right[:k].clone()
     return TruncatedSvd(left, right, sigma, rank, end, wanted.edge(end))
 
 
 def _of_gram(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd:
-    """By all eigenpairs of the smaller Gram matrix."""
+    """Compute the triplets from all eigenpairs of the smaller Gram matrix."""
     values, vectors = eigh(gram)
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     k, rank, end = wanted.of(sigma)
@@ -328,9 +327,9 @@ def _of_gram(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd:
 
 
 def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | None:
-    """By the leading eigenpairs of the smaller Gram matrix; None where all values decide."""
+    """Compute the triplets from the Gram matrix's leading eigenpairs; None if all values are needed."""
     noise = wanted.rounding.edge**2
-    # Weights that were stored in half precision: much of the spectrum is below the edge.
+    # For weights stored in half precision, much of the spectrum lies below the edge.
     if noise > _FINE * float(gram.diagonal().sum()):
         return None
 
@@ -344,7 +343,7 @@ def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | No
     whole = float(sigma[0]) if wanted.scale is None else wanted.scale
     end = max(wanted.rtol * whole, wanted.rounding.floor)
     if end < wanted.rounding.edge:
-        # As in `numerical_rank` where nothing is below the edge; else it takes all values to tell.
+        # As `numerical_rank` decides if nothing lies below the edge; else all values are needed.
         if pairs.least <= noise and not all_above(gram, noise):
             return None
         end = wanted.rounding.edge
@@ -355,7 +354,7 @@ def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | No
 
 
 def _sides(matrix: Tensor, short: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """U_k and V_kᵀ = Σ_k⁻¹U_kᵀF, or the other way round, of those of the shorter side in float64."""
+    """Return U_k and V_kᵀ = Σ_k⁻¹U_kᵀF, or vice versa, from the shorter side's vectors in float64."""
     wide, k = wide_of(matrix), short.shape[1]
     whiten = (short / sigma[:k]).mT
     long = matrix.new_empty(k, wide.shape[1])
@@ -366,24 +365,23 @@ def _sides(matrix: Tensor, short: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor
 
 
 def wide_of(matrix: Tensor) -> Tensor:
-    """The matrix or its transpose, oriented so that the small side is the rows."""
+    """Return the matrix or its transpose, so that it has no more rows than columns."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 def leading_directions(
     matrix: Tensor, k: int, *, rtol: float, errors: Tensor | None = None
 ) -> LeadingDirections:
-    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`.
+    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` are as in `truncated_svd`.
 
-    With `errors` `(d_in,)`, how far each column is off, directions that these have made are beyond the
+    `errors` `(d_in,)` are the errors of the columns. Directions that such errors can make are beyond the
     numerical rank too (`LeadingDirections.within`).
 
-    Each direction counts alike here, the weakest as much as the first. Where an eigenproblem has
-    not resolved them all (an `rtol` far below the dtype's rounding), an SVD in float64 does, at
-    several times the cost.
+    All directions count alike here, the weakest as much as the first. If an eigenproblem has not resolved
+    all of them (an `rtol` far below the dtype's rounding), a float64 SVD does, at several times the cost.
     """
     top = truncated_svd(matrix, k, rtol=rtol)
-    if not residual(top) <= ORTHONORMAL:  # NaN is not
+    if not residual(top) <= ORTHONORMAL:  # NaN fails this comparison too
         top = truncated_svd(matrix.double(), k, rtol=rtol)
     left, right, sigma, rank = top.left, top.right, top.leading, top.rank
     if errors is not None:
@@ -395,7 +393,7 @@ def leading_directions(
 
 
 def _made(right: Tensor, errors: Tensor) -> Tensor:
-    """Σ_j v_ij² errors_j², float64."""
+    """Return Σ_j v_ij² errors_j², float64."""
     return right.double().square() @ errors.square()
 
 
@@ -410,7 +408,7 @@ def nuclear_norm(matrix: Tensor) -> float:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Return the singular values of a matrix `(d_out, d_in)` in float64, in no order that is promised.
+    """Return the singular values of a matrix `(d_out, d_in)` in float64, in no particular order.
 
     Those of a float32 matrix are resolved down to 1e-8 of the largest.
 
@@ -424,10 +422,10 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def has_above(matrix: Tensor, count: int, floor: float) -> bool:
-    """Whether so many singular values of a matrix `(d_out, d_in)` are above `floor`.
+    """Return whether `count` singular values of a matrix `(d_out, d_in)` are above `floor`.
 
-    It has them if so many of its rows, or columns of a high one, have: theirs are no larger than its own.
-    Where a Cholesky factor shows that, no spectrum is asked for.
+    They are if `count` singular values of its first rows (or columns of a high matrix) are, because these
+    are no larger than the matrix's. If a Cholesky factor shows that, no spectrum is computed.
 
     Example:
         >>> diagonal = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
@@ -443,7 +441,7 @@ def has_above(matrix: Tensor, count: int, floor: float) -> bool:
 
 
 def residual(top: TruncatedSvd) -> float:
-    """Return max |WᵀW − I|, W `(max(d_out, d_in), k)` the singular vectors that follow from the others.
+    """Return max |WᵀW − I|, W `(max(d_out, d_in), k)` the singular vectors computed from the other side's.
 
     Example:
         >>> residual(truncated_svd(torch.diag(torch.tensor([3.0, 2.0])), 2, rtol=1e-6))
@@ -458,7 +456,7 @@ def residual(top: TruncatedSvd) -> float:
 
 
 def float64_gram(wide: Tensor) -> Tensor:
-    """FFᵀ in float64, without a float64 copy of F."""
+    """Return FFᵀ in float64, without a float64 copy of F."""
     total = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
     for _, block in float64_blocks(wide):
         add_gram_(total, block.mT)
@@ -466,7 +464,7 @@ def float64_gram(wide: Tensor) -> Tensor:
 
 
 def float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some columns after the other, in float64, and which they are."""
+    """Yield blocks of columns in float64, each with its slice."""
     for start in range(0, wide.shape[1], _BLOCK):
         columns = slice(start, start + _BLOCK)
         yield columns, wide[:, columns].to(torch.float64)

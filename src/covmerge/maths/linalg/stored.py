@@ -1,4 +1,4 @@
-"""Finite numbers, and numbers in the dtype that they are stored in."""
+"""Checks for finite numbers, and rounding to the dtype in which numbers are stored."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def all_finite(values: Tensor) -> bool:
-    """Return whether no value is NaN or Inf, of a tensor of any dtype and shape.
+    """Return whether no value of a tensor of any dtype and shape is NaN or Inf.
 
-    Least and most tell, in one pass and without temporaries; torch.isfinite takes several.
+    The least and the largest value show it, in one pass without temporaries; torch.isfinite takes several.
 
     Example:
         >>> all_finite(torch.tensor([1.0, float("-inf")]))
@@ -20,23 +20,24 @@ def all_finite(values: Tensor) -> bool:
     """
     if not values.is_floating_point() or not values.numel():
         return True
-    if values.dtype.itemsize == 1:  # torch has no order for these
+    if values.dtype.itemsize == 1:  # torch cannot compare float8 values
         values = values.float()
     return all(isfinite(float(end)) for end in torch.aminmax(values))
 
 
-# Integers of the same width, in which neighbouring numbers of a dtype are neighbours.
+# Integers of the same width: neighbouring numbers of a dtype have neighbouring integers.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a narrower dtype, or return the values as they are.
 
-    A cast to float8_e4m3fn gives the largest number of the dtype where others give Inf, so that its result
-    does not tell of an overflow. What rounds to the largest number is none: it ends halfway to the next.
+    A cast to float8_e4m3fn gives the largest number of the dtype where other dtypes give Inf, so the
+    result does not show an overflow. A number overflows if it is further than half a step beyond the
+    largest number.
 
     Raises:
-        OverflowError: a number is too large for the dtype.
+        OverflowError: a number is too large for the dtype, or NaN or Inf where the dtype is narrower.
 
     Example:
         >>> stored_as(torch.tensor([460.0]), torch.float8_e4m3fn)
@@ -67,7 +68,7 @@ def _most(values: Tensor) -> float:
 
 @cache
 def _end(dtype: torch.dtype) -> float:
-    """The largest number, and half of what it is above the one before."""
+    """Return the largest number of the dtype plus half the step from the number before it."""
     most = torch.full((1,), torch.finfo(dtype).max, dtype=dtype)
     before = most.view(_BITS[dtype.itemsize]).sub(1).view(dtype)
     return float(most.double() + (most.double() - before.double()) / 2)

@@ -11,13 +11,13 @@ from covmerge.maths.linalg.auto import triangle_block
 
 
 def add_gram_(lower: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
-    """Add alpha · RᵀR to the lower block triangle of a matrix `(n, n)`; what is above is arbitrary.
+    """Add alpha · RᵀR to the lower block triangle of a matrix `(n, n)`; the rest stays undefined.
 
-    torch has no symmetric product. One product for each strip of rows, up to its diagonal block,
-    takes (1 + 1/blocks)/2 of the work of the whole, and runs wherever torch does.
+    torch has no symmetric product. One product per strip of rows, up to the strip's diagonal block, takes
+    (1 + 1/blocks)/2 of the full product's work, and runs wherever torch does.
 
     Args:
-        lower: the sum so far; `mirror_` fills what is above once all is added.
+        lower: the sum so far; `mirror_` fills its upper part once everything is added.
         rows: R `(m, n)`, of the same dtype and device.
         alpha: factor of the product.
 
@@ -33,7 +33,7 @@ def add_gram_(lower: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def mirror_(lower: Tensor) -> Tensor:
-    """Copy the lower block triangle of `(n, n)` above the diagonal."""
+    """Copy the lower block triangle of `(n, n)` to the part above the diagonal."""
     for strip in _strips(lower):
         lower[: strip.start, strip] = lower[strip, : strip.start].mT
     return lower

@@ -1,13 +1,13 @@
-"""What a merged update keeps of each expert, predicted without data.
+"""The share of each expert that a merged update keeps, predicted without data.
 
-On its own inputs z an expert adds Δ_t z to its layer's output, and the merged model W̄ z. With the
-covariance that the update itself reveals, Ĉ_t = Δ_tᵀΔ_t ∝ E[z zᵀ] (ACTMat, Theorem 3.1; ACE, Theorem
-1), the share of the expert's contribution that survives is
+On its own inputs z an expert adds Δ_t z to its layer's output, and the merged model adds W̄ z. With the
+covariance estimate from the update itself, Ĉ_t = Δ_tᵀΔ_t ∝ E[z zᵀ] (ACTMat, Theorem 3.1; ACE, Theorem
+1), the kept share of the expert's contribution is
 
     1 − Tr[(W̄ − Δ_t) Ĉ_t (W̄ − Δ_t)ᵀ] / Tr[Δ_t Ĉ_t Δ_tᵀ]
       = 1 − ‖(W̄ − Δ_t) Δ_tᵀ‖²_F / ‖Δ_t Δ_tᵀ‖²_F
 
-1: all of it. 0: as much is wrong as the base without the expert. Below 0: more is.
+1 means all of it. 0 means an error as large as that of the base alone; below 0, the error is larger.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from covmerge.maths.linalg.lapack import norm
 
-# Whether a merged update is longer than all that it was merged from.
+# A merged update that is longer than all experts' updates together.
 
-_ROUNDING = 1e-3  # of norms that were rounded with the weights
+_ROUNDING = 1e-3  # relative rounding error of norms, which are rounded with the weights
 
 
 def times_as_long(merged: float, experts: Iterable[float]) -> float:
-    """Return ‖W̄ − W_0‖ over Σ ‖Δ_t‖ where it is above 1 by more than rounding, and else 1.
+    """Return ‖W̄ − W_0‖ / Σ ‖Δ_t‖ if it is above 1 by more than rounding, and else 1.
 
-    Means and sums of updates never are: whatever is has blown something up.
+    It is never above 1 for means and sums of updates; another method has then amplified something.
 
     Example:
         >>> times_as_long(3.0, [1.0, 0.5]), times_as_long(1.0, [1.0, 0.5])
@@ -37,25 +37,27 @@ def times_as_long(merged: float, experts: Iterable[float]) -> float:
     return merged / together if merged > (1.0 + _ROUNDING) * together > 0.0 else 1.0
 
 
-# What a merged update keeps of an expert along the expert's own update, predicted from weights alone.
+# The share of an expert that a merged update keeps along the expert's own update, predicted from weights
+# alone.
 #
-# Of W̄ − W_0 only what lies in the direction of Δ_t counts:
+# Only the part of W̄ − W_0 in the direction of Δ_t counts:
 #
 #     1 − (1 − ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖²)²
 #
-# 1: the update is there at its full length. 0: nothing of it is, or twice as much. What the others put
-# beside it does not count: there are d_out · d_in directions, and a network bears more in others than
-# its own than an update that came short. `retention` counts it, on the inputs that the update reveals.
-# How far either agrees with accuracy is measured by `covmerge study retention`.
+# 1: the update is there at its full length. 0: it is missing, or there at twice its length. Other
+# experts' updates in other directions do not count: there are d_out · d_in directions, and a network
+# bears a change in directions that are not its own better than an update that is too short. `retention`
+# counts them, on the inputs that the update reveals. `covmerge study retention` measures how well both
+# agree with accuracy.
 
 
 def along(share: float) -> float:
-    """Return what is kept, at most 1.
+    """Return the kept share along the expert's own update, which is at most 1.
 
     Args:
         share: ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖².
 
-    Departs from the paper: it has none; how it was found is in docs/auto-log.md, experiment 13.
+    Departs from the paper: there is no paper; docs/auto-log.md, experiment 13, says how it was found.
 
     Example:
         >>> along(1.0), along(0.5), along(0.0), along(2.0)
@@ -65,9 +67,9 @@ def along(share: float) -> float:
 
 
 def energy_gram(update: Tensor) -> Tensor:
-    """Return the smaller of ΔΔᵀ and ΔᵀΔ for an update `(d_out, d_in)`, brought to norm 1.
+    """Return the smaller of ΔΔᵀ and ΔᵀΔ for an update `(d_out, d_in)` scaled to norm 1.
 
-    It is what `retention` needs of an expert, whatever it is merged to.
+    `retention` needs it for an expert, whatever the merged update is.
     """
     unit = _unit(update)
     return unit @ unit.mT if _wide(update) else unit.mT @ unit
@@ -79,12 +81,12 @@ def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> flo
     Args:
         merged: W̄ − W_0 `(d_out, d_in)`.
         update: Δ_t `(d_out, d_in)`.
-        gram: `energy_gram(update)`, where it is known.
+        gram: `energy_gram(update)`, if it is known already.
 
     Returns:
-        At most 1; None where the expert did not change the layer.
+        At most 1; None if the expert did not change the layer.
 
-    Departs from the paper: it has none; Ĉ_t is the papers' estimate.
+    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
 
     Example:
         >>> import torch
@@ -97,7 +99,7 @@ def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> flo
         return None
     gram = energy_gram(update) if gram is None else gram
     whole = norm(gram) ** 2
-    # Of updates of norm 1: products of four small numbers would leave float32.
+    # Scaled to norm 1, because products of four small numbers would underflow float32.
     if _wide(update):
         lost = norm((merged / size) @ _unit(update).mT - gram) ** 2
     else:
@@ -107,7 +109,7 @@ def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> flo
 
 
 def overall(layers: Iterable[float | None]) -> float | None:
-    """Return the mean over the layers that an expert changed; harm beyond its absence counts as 0.
+    """Return the mean over the layers that an expert changed; a negative share counts as 0.
 
     Example:
         >>> overall([0.5, -7.0, None, 1.0]), overall([None])

@@ -1,29 +1,28 @@
-r"""What rounding of stored weights gives to an update.
+r"""The error that rounding of stored weights adds to an update.
 
-A weight w that is stored with its last place worth u is off by up to ±u/2, evenly spread and
-independent of its neighbours: an error of variance u²/12, so that ‖E‖²_F = Σ u²/12. Of a matrix of such
-errors the largest singular value is about the largest row norm plus the largest column norm of the
-standard deviations (Bandeira and van Handel, Annals of Probability 2016, Theorem 1.1), which are at
-most eps·|w|/√12:
+A weight w whose last place is worth u has an error of up to ±u/2, evenly distributed and independent of
+its neighbours. The error has variance u²/12, so ‖E‖²_F = Σ u²/12. The largest singular value of a matrix
+of such errors is about the largest row norm plus the largest column norm of the standard deviations
+(Bandeira and van Handel, Annals of Probability 2016, Theorem 1.1), which are at most eps·|w|/√12:
 
     σ₁(E) ≈ eps/√12 · ( max_i ‖W_i:‖ + max_j ‖W_:j‖ )
 
-A weight is the sum of a base's and of an update, W = W_0 + Δ, and Δ was rounded before. Factors BA in the
-dtype of the file are rounded as a product and as they are scaled: two more errors, of variance
-(eps δ)²/12 at most in each entry. A row of the error then has the squared norm (eps²/12)(‖w‖² + 2‖δ‖²),
-where w = w_0 + δ. With ‖·‖ for the sum of the largest row and column norm
+A weight is the sum of the base's and an update, W = W_0 + Δ, and Δ itself was rounded before. Factors BA
+in the file's dtype are rounded when they are multiplied and when they are scaled: two more errors, each of
+variance at most (eps δ)²/12 per entry. A row of the error then has the squared norm
+(eps²/12)(‖w‖² + 2‖δ‖²), where w = w_0 + δ. With ‖·‖ for the sum of the largest row and column norm
 
     σ₁(E) ≲ eps/√12 · √( (‖W_0‖ + ‖Δ‖)² + 2‖Δ‖² ),    ‖E‖²_F ≲ Σ u²/12 + eps²/6 ‖Δ‖²_F
 
-The r terms of an entry of BA are summed in float32 at least. Each addition is off by eps/√12 of what is
-summed by then, all r by √(r/2) · eps/√12 · |δ|. The largest singular value of these errors is at most
-√(r/2) · eps/√12 · 2 σ₁(Δ) ≤ 0.41 √d eps σ₁(Δ), as r ≤ d: less than √d · eps of float32, the tolerance of a
-computation in float32. `Rounding.eps` says that this tolerance holds in float64 too.
+The r terms of an entry of BA are summed in float32 at least. Each addition has an error of eps/√12 of the
+sum so far, all r together √(r/2) · eps/√12 · |δ|. The largest singular value of these errors is at most
+√(r/2) · eps/√12 · 2 σ₁(Δ) ≤ 0.41 √d eps σ₁(Δ), as r ≤ d. That is less than √d · eps of float32, the
+tolerance of a computation in float32. `Rounding.eps` says that this tolerance holds in float64 too.
 
-What is below this edge in an update W_t − W_0 may be the file's rounding and not the expert.
+Below this edge, the content of an update W_t − W_0 may be the file's rounding and not the expert.
 
-A weight that an update moves by less than u/2 stays where it was, and the update is lost there: ‖E‖² of a
-whole update is estimated apart, by `lost_when_stored`.
+A weight that an update moves by less than u/2 stays as it was, and the update is lost there.
+`lost_when_stored` estimates the ‖E‖² of a whole update separately.
 """
 
 from __future__ import annotations
@@ -41,27 +40,27 @@ from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.measures.sums import numbers
 
 _linalg: Any = torch.linalg
-# Looked at together: what is made of them meanwhile stays in the cache, and in no memory plan.
+# Elements that are read at once: temporaries stay in the cache, and memory plans need not count them.
 _PART_ELEMENTS = 2**18
 _HALVINGS = 40
-# How often an update is rounded before it is added to the base: as a product, and as it is scaled.
+# How often an update is rounded before it is added to the base: when multiplied and when scaled.
 _BEFORE = 2
-_SUMS = torch.finfo(torch.float32).eps  # products of half precision are summed in float32
+_SUMS = torch.finfo(torch.float32).eps  # eps of sums: half-precision products are summed in float32
 _LAST_DIGITS = 2**16 - 1
 _NEARLY_ALL = 0.99
-# Dtypes that files may have been written from in a wider one; the coarsest first.
+# Dtypes, coarsest first, to which weights may have been rounded before they were stored in a wider one.
 _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a floating number lies in its bits: sign, exponent, digits.
+    """The bit layout of a floating-point number: sign, exponent, digits.
 
     Attributes:
-        bits: integers of its size.
-        digits: how many digits are stored.
-        exponents: how many there are.
-        bias: of the exponent.
+        bits: the integer dtype of the same size.
+        digits: the number of stored digits.
+        exponents: the number of possible exponents.
+        bias: the exponent's bias.
     """
 
     bits: torch.dtype
@@ -78,11 +77,11 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Lost:
-    """What an update lost; adds up over tensors.
+    """The part of an update that rounding lost. It adds up over tensors.
 
     Attributes:
-        energy: ‖E‖²_F.
-        whole: ‖Δ‖²_F of the update that was.
+        energy: ‖E‖²_F of the loss.
+        whole: ‖Δ‖²_F of the update before rounding.
     """
 
     energy: float = 0.0
@@ -100,16 +99,16 @@ class Lost:
 def rounding_of(
     updates: Sequence[Tensor], stored: Sequence[torch.dtype | None], base: Tensor | None = None
 ) -> tuple[Rounding, ...]:
-    """Return for each update what rounding gave to it.
+    """Return the rounding error in each update.
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
-        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not. Weights of more digits than the
-            updates' dtype were rounded to this one as they were read.
+        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not rounded. Weights with more digits
+            than the updates' dtype were rounded to the latter when read.
         base: W_0 `(d_out, d_in)`; None: Δ_t itself was rounded.
 
-    An entry that is 0 has no error of its own: it is stored as the base's. So the error of an update
-    that changed a share of the entries is that much shorter.
+    An entry that is 0 has no error of its own, because it is stored as the base's. The error of an update
+    that changed only a share of the entries is smaller accordingly.
 
     Example:
         >>> w = torch.ones(100, 100)
@@ -125,7 +124,7 @@ def rounding_of(
 
 
 def holds(dtype: torch.dtype, weights: Tensor) -> bool:
-    """Whether all weights are numbers of a dtype.
+    """Return whether a dtype represents all weights exactly.
 
     Example:
         >>> holds(torch.bfloat16, torch.tensor([[0.5, 1.0]])), holds(torch.bfloat16, torch.tensor([[0.1]]))
@@ -138,9 +137,9 @@ def holds(dtype: torch.dtype, weights: Tensor) -> bool:
 
 
 def rounded_to(weights: Tensor) -> torch.dtype:
-    """The dtype that stored weights `(d_out, d_in)` were rounded to: the coarsest that holds them all.
+    """Return the dtype that weights `(d_out, d_in)` were rounded to: the coarsest that represents them.
 
-    A file in float32 may have been written from weights in bfloat16, and one in float64 from float32.
+    A float32 file may hold weights that were bfloat16 before, and a float64 file float32 weights.
 
     Example:
         >>> rounded_to(torch.tensor([[0.1]]).bfloat16().double()), rounded_to(torch.tensor([[0.1]]))
@@ -151,10 +150,10 @@ def rounded_to(weights: Tensor) -> torch.dtype:
 
 
 def has_few_digits(update: Tensor) -> bool:
-    """Whether an update in float64 was made of numbers of a narrower dtype.
+    """Return whether an update in float64 was made of numbers of a narrower dtype.
 
-    Of float32 numbers and of their differences the last 16 of 52 digits are 0, unless one number is 2¹³
-    times shorter than the difference. Of numbers in float64 that is one entry in 2¹⁶.
+    The last 16 of 52 digits are 0 for float32 numbers and their differences, unless one number is 2¹³
+    times smaller than the difference. For float64 numbers this holds for one entry in 2¹⁶.
 
     Example:
         >>> a, b = (torch.randn(9, 9, generator=torch.Generator().manual_seed(s)).double() for s in (0, 1))
@@ -181,18 +180,18 @@ def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, of_base: 
 
 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
-    """Estimate what an update lost when W_0 + Δ was rounded to a dtype that W_0 has too.
+    """Estimate what an update lost when W_0 + Δ was rounded to the base's dtype.
 
-    A weight differs from the base's if it was moved by more than u/2. If moves are normal, all of one
-    deviation s, so many differ as Σ erfc(u / 2√2 s), which gives s; and each lost u²/12, or all it had, s².
-    Rows without a change were not trained, and lost nothing. The update that was is what is left, or s² of
-    every weight where that is more. Where few weights were trained, or each in proportion to itself, more
-    was lost than this says.
+    A weight differs from the base's if it was moved by more than u/2. If moves are normal with one
+    standard deviation s, the expected number of changed weights is Σ erfc(u / 2√2 s), which gives s. Each
+    weight then lost u²/12, or s² where that is less. Rows without a change were not trained, and lost
+    nothing. The update before rounding is the stored one, or has s² per weight if that is more. The loss
+    is underestimated if few weights were trained, or if each moved in proportion to itself.
 
     Args:
         update: Δ of the stored weights, of any shape, or some of its rows; float32 or float64.
         base: W_0 of the same shape.
-        dtype: of the stored weights.
+        dtype: the dtype of the stored weights.
 
     Example:
         >>> w, d = (torch.randn(200, 200, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
@@ -212,18 +211,18 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
     left = float(_linalg.vector_norm(flat, dtype=torch.float64)) ** 2
     return Lost(
         energy=sum(count * min(u * u / 12.0, most) for u, count in counts.items()),
-        # s tells little where nearly all were moved; then what is left is what was.
+        # s is unreliable if nearly all weights moved; then the stored update is used.
         whole=max(left, sum(count * min(u * u, most) for u, count in counts.items())),
     )
 
 
 def _deviation(last: Mapping[float, int], moved: int) -> float:
-    """Return s of normal moves, so many of which are longer than u/2; of counts by u."""
+    """Return s for normal moves of which `moved` exceed u/2; `last` has the number of weights by u."""
     if moved == sum(last.values()):
         return inf
     if not moved:
         return 0.0
-    # None is longer than 32 s, and hardly one is shorter than s/128.
+    # s is searched between least u / 64 and 64 times the largest u.
     low, high = min(last) / 64.0, 64.0 * max(last)
     for _ in range(_HALVINGS):
         middle = sqrt(low * high)
@@ -233,7 +232,7 @@ def _deviation(last: Mapping[float, int], moved: int) -> float:
 
 
 def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
-    """Σ u²/12 over the entries that changed, u what the last place of a stored weight is worth."""
+    """Return Σ u²/12 over the entries that changed, u the worth of a stored weight's last place."""
     last = _by_last_place(update, base, dtype)
     return sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
 
@@ -241,13 +240,13 @@ def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
 def _by_last_place(
     update: Tensor, base: Tensor | None, dtype: torch.dtype, *, whole: bool = True
 ) -> dict[float, tuple[int, int]]:
-    """How many weights stayed and how many changed, by u; 0 is stored as it is, and not among them.
+    """Return how many weights stayed and how many changed, by u. Zeros, which are exact, are left out.
 
     Args:
         update: Δ `(d_out, d_in)`.
         base: W_0 of the same shape; None: Δ itself was rounded.
-        dtype: of the stored weights.
-        whole: count rows without a change too.
+        dtype: the dtype of the stored weights.
+        whole: whether rows without a change are counted too.
     """
     layout = _LAYOUTS[update.dtype]
     size = 2 * layout.exponents
@@ -272,14 +271,14 @@ def _by_last_place(
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:
-    """Some rows at a time."""
+    """Yield slices of rows, each of about `_PART_ELEMENTS` elements."""
     rows = max(1, _PART_ELEMENTS // max(1, matrix.shape[1]))
     for start in range(0, len(matrix), rows):
         yield slice(start, start + rows)
 
 
 def _width(matrix: Tensor) -> float:
-    """max_i ‖M_i:‖ + max_j ‖M_:j‖: a norm, so that of W_0 + Δ it is at most the sum of both."""
+    """Return max_i ‖M_i:‖ + max_j ‖M_:j‖. It is a norm: that of W_0 + Δ is at most the sum of both."""
     if not matrix.numel():
         return 0.0
     rows, columns = (cast("Tensor", _linalg.vector_norm(matrix, dim=axis)).max() for axis in (1, 0))

@@ -1,4 +1,4 @@
-"""Singular values of an update, its ranks, and the input directions that it acts on."""
+"""Singular values of an update, its ranks, and the input directions on which it acts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ITERATIONS = 16
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What an update Δ `(d_out, d_in)` is made of.
+    """The singular values and leading input directions of an update Δ `(d_out, d_in)`.
 
     Attributes:
         sigma: all singular values, float64, descending.
@@ -54,7 +54,7 @@ class Spectrum:
         return int((self.sigma > floor).sum())
 
     def overlap(self, other: Spectrum) -> float:
-        """‖V_kᵀV'_k‖²_F / k: 1 where two updates act on the same inputs, k/d_in by chance."""
+        """Return ‖V_kᵀV'_k‖²_F / k: 1 if two updates act on the same inputs, k/d_in by chance."""
         k = min(len(self.inputs), len(other.inputs))
         if k == 0:
             return 0.0
@@ -62,12 +62,12 @@ class Spectrum:
 
 
 def leading(count: int) -> int:
-    """How many of so many directions are the leading ones."""
+    """Return how many of `count` directions are the leading ones."""
     return ceil(TOP * count)
 
 
 def spectrum_of(update: Tensor | LowRank) -> Spectrum:
-    """Take the spectrum of an update, of an adapter's by its factors.
+    """Return the spectrum of an update; an adapter's is computed from its factors.
 
     Example:
         >>> found = spectrum_of(torch.diag(torch.tensor([2.0, 2.0, 0.0])))
@@ -85,10 +85,10 @@ def spectrum_of(update: Tensor | LowRank) -> Spectrum:
 
 
 def stable_rank(matrix: Tensor) -> float:
-    """‖M‖²_F / σ₁² without a decomposition.
+    """Return ‖M‖²_F / σ₁² without a decomposition.
 
-    σ₁ comes from a few power iterations: where they have not converged, σ₂ is so near σ₁ that
-    their Rayleigh quotient is too.
+    σ₁ comes from a few power iterations. If they have not converged, σ₂ is so close to σ₁ that their
+    Rayleigh quotient is close to it too.
 
     Example:
         >>> stable_rank(torch.eye(5)), stable_rank(torch.ones(3, 4)), stable_rank(torch.zeros(2, 2))
@@ -97,7 +97,7 @@ def stable_rank(matrix: Tensor) -> float:
     square = norm(matrix) ** 2
     if square == 0.0:
         return 0.0
-    # Any fixed start will do that is orthogonal to nothing in particular.
+    # Any fixed start vector without a special structure will do.
     start = torch.arange(1, matrix.shape[1] + 1, dtype=torch.float32) * 0.754877666 % 1 + 0.5
     vector = start.to(matrix)
     top = 0.0

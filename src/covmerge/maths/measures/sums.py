@@ -1,4 +1,4 @@
-"""Sums over the elements of a tensor, which add up over its row blocks and over tensors."""
+"""Sums over the elements of a tensor, which can be added over row blocks and over tensors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from covmerge.base.types import Json, LowRank
 from covmerge.maths.linalg.lapack import dot, lengths, norm
 
-# Elements that are read together: what is made of all experts' rows stays in the cache of a core,
-# and counts of so many are exact in float32.
+# Elements that are read together: the temporaries of all experts' rows stay in a core's cache, and counts
+# of so many are exact in float32.
 _BLOCK = 2**13
-_SMALLEST = 1e-28  # float32 has squares to 1e-38: of what is 1e-5 of the usual
-_BLOCK_OF_DEVICE = 2**16  # every call costs an accelerator time
+_SMALLEST = 1e-28  # so that squares of entries 1e-5 of the usual are above float32's 1e-38
+_BLOCK_OF_DEVICE = 2**16  # larger on an accelerator, where every call costs time
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the base and the updates of T experts, in float64.
+    """Sums over the elements of the base and of T experts' updates, in float64.
 
     Attributes:
-        elements: how many there are.
+        elements: the number of elements.
         base: ‖W_0‖² `()`.
         along_base: ⟨Δ_t, W_0⟩ `(T,)`.
         dots: ⟨Δ_a, Δ_b⟩ `(T, T)`.
-        touched: elements that both a and b changed `(T, T)`.
+        touched: the number of elements that both a and b changed `(T, T)`.
         agreed: Σ sign Δ_a · sign Δ_b `(T, T)`.
         lost_as_update: ‖bf16(Δ_t) − Δ_t‖² `(T,)`.
         lost_as_weights: ‖bf16(W_0 + Δ_t) − (W_0 + Δ_t)‖² `(T,)`.
@@ -55,12 +55,12 @@ class Sums:
 
     @property
     def norms(self) -> list[float]:
-        """‖Δ_t‖_F."""
+        """‖Δ_t‖_F of each expert."""
         return numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
 
     @property
     def along(self) -> list[float]:
-        """⟨Δ_t, W_0⟩."""
+        """⟨Δ_t, W_0⟩ of each expert."""
         return numbers(self.along_base)
 
     @property
@@ -70,25 +70,25 @@ class Sums:
 
     @property
     def cosines(self) -> list[list[float]]:
-        """Cosine between the updates of each two experts; 0 where one has none."""
+        """Cosine between the updates of each two experts; 0 if one of them is zero."""
         size = self.dots.diagonal().clamp_min(0.0).sqrt()
         return numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
 
     @property
     def cosines_with_base(self) -> list[float]:
-        """Cosine between the weights W_t and W_0."""
+        """Cosine between the weights W_t and W_0 of each expert."""
         base, squares = float(self.base), numbers(self.dots.diagonal())
         pairs = zip(self.along, squares, strict=True)
         return [cosine_with_base(base, along, square) for along, square in pairs]
 
     @property
     def untouched(self) -> list[float]:
-        """Share of the elements that an expert left as they are in the base."""
+        """Share of the elements that each expert left as they are in the base."""
         return [1.0 - count / self.elements for count in numbers(self.touched.diagonal())]
 
     @property
     def sign_conflict(self) -> list[list[float]]:
-        """Of what two experts both changed, the share that they pull apart; 0.5 is chance."""
+        """Share of the elements changed by two experts on which their signs differ; 0.5 by chance."""
         return numbers(_over(self.touched - self.agreed, 2.0 * self.touched))
 
     @property
@@ -102,7 +102,7 @@ class Sums:
         return numbers(_over(self.lost_as_weights, self.dots.diagonal()).sqrt())
 
     def as_json(self) -> dict[str, Json]:
-        """The sums themselves."""
+        """Return the sums as plain numbers."""
         return {
             name: numbers(value) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
@@ -110,7 +110,7 @@ class Sums:
 
 
 def cosine_with_base(base: float, along: float, square: float) -> float:
-    """Return the cosine between W_t and W_0: near 1 for a fine-tune, 0 for a stranger.
+    """Return the cosine between W_t and W_0: near 1 for a fine-tune, 0 for an unrelated model.
 
     Args:
         base: ‖W_0‖².
@@ -128,7 +128,7 @@ def cosine_with_base(base: float, along: float, square: float) -> float:
 
 
 def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
-    """Look at every element once, or in float64 once more where squares overflow float32, or vanish in it.
+    """Return the sums over all elements; in float64 if squares overflow or underflow float32.
 
     Args:
         base: W_0, or some of its rows.
@@ -145,7 +145,7 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
 
 
 def _exact_enough(found: Sums, base: Tensor) -> bool:
-    """Whether nothing overflowed, and no mean square is so small that float32 may have lost some."""
+    """Return whether nothing overflowed, and no mean square is so small that it may have underflowed."""
     squares = torch.cat([found.base.reshape(1), found.dots.diagonal()])
     if not torch.cat([squares, found.lost_as_update, found.lost_as_weights]).isfinite().all():
         return False
@@ -175,7 +175,7 @@ def _sums_of(base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype) -> Sum
 
 
 def sums_from_json(values: Mapping[str, Any]) -> Sums:
-    """Undo `Sums.as_json`."""
+    """Return the sums that `Sums.as_json` wrote."""
     tensors = {
         name: torch.tensor(value, dtype=torch.float64)
         for name, value in values.items()
@@ -187,7 +187,7 @@ def sums_from_json(values: Mapping[str, Any]) -> Sums:
 def _blocks(
     base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The base's elements `(n,)` and the updates' `(T, n)`, some at a time."""
+    """Yield the base's elements `(n,)` and the updates' `(T, n)`, block by block."""
     flat = [update.reshape(-1) for update in updates]
     weights = base.reshape(-1)
     size = _BLOCK if flat[0].device.type == "cpu" else _BLOCK_OF_DEVICE
@@ -200,39 +200,39 @@ def _blocks(
 
 
 def _over(part: Tensor, whole: Tensor) -> Tensor:
-    """Divide, with 0 where the whole is 0."""
+    """Return part / whole, and 0 where the whole is 0."""
     return torch.where(whole > 0, part / whole.clamp_min(torch.finfo(whole.dtype).tiny), 0.0)
 
 
 def numbers(values: Any) -> Any:
-    """A tensor as plain numbers; torch's own annotation of it is partial."""
+    """Return a tensor as plain numbers; torch's own annotation of `tolist` is incomplete."""
     return values.tolist()
 
 
-# What any weighted sum of updates keeps of an expert: retention as a quadratic form in the weights.
+# The share of an expert that a weighted sum of updates keeps: retention as a quadratic form in the weights.
 #
-# For W̄ − W_0 = Σ_t w_t Δ_t the share that is kept of expert s (`covmerge.maths.measures.retention`) is
+# For W̄ − W_0 = Σ_t w_t Δ_t the kept share of expert s (`covmerge.maths.measures.retention`) is
 #
 #     1 − Tr[(Σ w_tΔ_t − Δ_s) Ĉ_s (Σ w_tΔ_t − Δ_s)ᵀ] / Tr[Δ_s Ĉ_s Δ_sᵀ]  =  2 (Q_s w)_s − wᵀ Q_s w
 #
 #     Q_s[t, u] = Tr[Δ_t Ĉ_s Δ_uᵀ] / Tr[Δ_s Ĉ_s Δ_sᵀ],      Ĉ_s = Δ_sᵀΔ_s
 #
-# A merged model's update may be one of the Δ_t: with w its own unit vector, the retention is that model's.
+# One of the Δ_t may be a merged model's update: with w its unit vector, the share is that model's.
 
 Update = Tensor | LowRank
 
 
 def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
-    """Return Q_s of the first so many updates, each `(T, T)` in float64.
+    """Return Q_s of the first `experts` updates, each `(T, T)` in float64.
 
     Args:
-        updates: Δ_t `(d_out, d_in)` of one dtype and device; adapters by their factors.
-        experts: of how many of them retention is asked.
+        updates: Δ_t `(d_out, d_in)` of one dtype and device; adapters as their factors.
+        experts: the number of experts for which Q_s is computed.
 
     Returns:
-        Of each expert its Q_s; None where it did not change the layer.
+        Q_s of each expert; None for an expert that did not change the layer.
 
-    Departs from the paper: it has none; Ĉ_t is the papers' estimate.
+    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
 
     Example:
         >>> one, two = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]])
@@ -241,7 +241,7 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
         [[1.0, 0.5], [0.5, 0.25]]
     """
     sizes = [_size(update) for update in updates]
-    # Of updates of norm 1: products of four small numbers would leave float32.
+    # Scaled to norm 1, because products of four small numbers would underflow float32.
     units = [
         _times(update, 1.0 / (size or 1.0)) for update, size in zip(updates, sizes, strict=True)
     ]
@@ -263,7 +263,7 @@ def kept(form: Tensor, expert: int, weights: Tensor) -> float:
 
     Args:
         form: Q_s `(T, T)`.
-        expert: s.
+        expert: s, an index.
         weights: w `(T,)`, of the dtype of Q_s.
 
     Example:
@@ -275,7 +275,7 @@ def kept(form: Tensor, expert: int, weights: Tensor) -> float:
 
 
 def _form(units: Sequence[Update], expert: Update) -> Tensor:
-    """Return Tr[Δ_t Ĉ_s Δ_uᵀ] of all t and u, through the smaller side of Δ_s."""
+    """Return Tr[Δ_t Ĉ_s Δ_uᵀ] for all t and u, computed on the smaller side of Δ_s."""
     if isinstance(expert, LowRank):  # Ĉ = Aᵀ(BᵀB)A
         plain = [_product(unit, expert.right.mT) for unit in units]
         weighed = [left @ (expert.left.mT @ expert.left) for left in plain]

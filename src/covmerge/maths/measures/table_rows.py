@@ -1,4 +1,4 @@
-"""Which rows of a table an expert moved: of tokens or places in a text, they say what it was trained on."""
+"""Counts of table rows (tokens or positions) that an expert changed: they show what it was trained on."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from covmerge.base.types import Json
 
 _BLOCK = 2**18  # elements that are read together, in float64
-# Weight decay is applied step by step, each rounded; so many roundings in float32 are taken for its own.
+# Weight decay is rounded at each step. Changes up to this many roundings in float32 count as decay.
 _STEPS = 64
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table that an expert changed.
+    """Counts of the rows of a table that an expert changed.
 
     Attributes:
-        rows: how many there are.
-        changed: those in which anything differs from the base.
-        turned: those that differ by more than a factor and rounding. An optimiser that is given no gradient
-            leaves a row as it is, or shrinks it by weight decay: w ← (1 − ηλ) w.
-        last: one more than the last row that turned; 0: none did.
+        rows: the number of rows.
+        changed: the number of rows that differ from the base's.
+        turned: the number of rows that differ by more than a factor and rounding. An optimiser that gets no
+            gradient for a row leaves it as it is, or shrinks it by weight decay: w ← (1 − ηλ) w.
+        last: the place behind the last row that turned; 0: none did.
 
     Example:
         >>> base = torch.eye(3)
@@ -40,7 +40,7 @@ class TableRows:
     last: int
 
     def __add__(self, after: TableRows) -> TableRows:
-        """The rows of both, those of `after` below."""
+        """Return the counts of two tables, the rows of `after` below those of this one."""
         return TableRows(
             self.rows + after.rows,
             self.changed + after.changed,
@@ -49,17 +49,17 @@ class TableRows:
         )
 
     def as_json(self) -> dict[str, Json]:
-        """Plain JSON."""
+        """Return the counts as plain JSON."""
         return asdict(self)
 
 
 def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
-    """Count the rows of an update that differ from a multiple of the base's, w_i + δ_i ≠ c_i w_i.
+    """Count the rows of an update that are not a multiple of the base's row, w_i + δ_i ≠ c_i w_i.
 
     Args:
         base: W_0 `(rows, d)`.
         update: Δ `(rows, d)`.
-        stored: in which dtype the expert stores its weights; None: it stores updates.
+        stored: the dtype in which the expert stores its weights; None: it stores updates.
     """
     step = max(1, _BLOCK // max(1, base.shape[1]))
     found = TableRows(0, 0, 0, 0)

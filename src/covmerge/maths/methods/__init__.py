@@ -1,7 +1,7 @@
-"""Merging methods: one file per paper, each a short composition of the shared parts.
+"""Merging methods: one file per paper, each composed of the shared parts.
 
-To add one: a file here with a kernel decorated by `@register(...)`, and its tests. Every module of this
-folder is imported, and registers what it has.
+To add a method, write a file in this folder with a kernel decorated by `@register(...)`, and its tests.
+All modules of this folder are imported here, and register their methods.
 """
 
 from importlib import import_module
@@ -15,8 +15,8 @@ _MODULES = [found.name for found in iter_modules(__path__) if found.name != "reg
 for _name in _MODULES:
     import_module(f"{__name__}.{_name}")
 
-# The summaries of covmerge's own methods, in the order in which they are printed. Their totals are in every
-# covmerge.json, whatever the method; those of others where they were used.
+# Summaries common to covmerge's methods, in the order of printing. Their totals are in every covmerge.json,
+# whatever the method; totals of other summaries are there only if their method was used.
 COMMON_SUMMARIES = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
 
 registry.reserve(

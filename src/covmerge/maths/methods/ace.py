@@ -41,28 +41,28 @@ from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import BOUND, Reference, register
 
-# What ACE-Merging goes by, of one layer and of several at once: its constants and where a rank ends.
+# Constants of ACE-Merging, and the rules for the ranks, for one layer or several at once.
 
-# Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
+# Least share of an update's energy that centring must leave. The mean of random rows has 1/d_out of it.
 BLIND = 1e-2
-# An expert with so much ridge for its whole energy leaves the sums. The published code's own outputs
-# that covmerge is held to go up to 125 (`golden/ace_eps0.04`).
+# An expert whose ridge is this many times its energy is left out of the sums. The published code's outputs
+# to which covmerge is compared go up to 125 (`golden/ace_eps0.04`).
 DROWNED = 200.0
-# The condition number up to which sums and solve in float32 agree with float64's to 2e-3: in d_in axes
-# the error is 1.5 eps times it, in the row space of the updates a hundredth of that
+# The condition number up to which sums and solve in float32 agree with float64's to 2e-3. In d_in axes the
+# error is 1.5 eps times the condition number, in the row space of the updates a hundredth of that
 # (tests/methods/test_precision.py).
 FLOAT32_CONDITION = 1e4
-# A solve may make rounding of stored weights so many times as long; beyond that it leaves it out. It is an
-# order of magnitude, and was compared with no other value.
+# The largest factor by which a solve may amplify the rounding of stored weights; beyond it the solve leaves
+# that rounding out. The value is an order of magnitude, and was compared with no other.
 AMPLIFIED = 10.0
-# σ/σ₁ of a direction that the rounding of a well-conditioned solve cannot have made.
+# σ/σ₁ of a direction that cannot be rounding of a well-conditioned solve.
 _CLEAR = 1e-2
 
 
 def ridge_share(covariances: Sequence[Covariance], energies: Sequence[float], d_in: int) -> float:
-    """The most that a ridge has in an expert's covariance: ε d_in over Tr Δ̃_tᵀΔ̃_t, the experts' energies.
+    """Return the largest share of the ridge in an expert's covariance: ε d_in / Tr Δ̃_tᵀΔ̃_t, by `energies`.
 
-    From about 1 on ACE follows the ridge in place of that expert.
+    From about 1 on, ACE follows the ridge instead of that expert.
     """
     pairs = zip(covariances, energies, strict=True)
     return max(c.ridge * d_in / (c.scale * energy + TRACE_FLOOR) for c, energy in pairs)
@@ -71,25 +71,25 @@ def ridge_share(covariances: Sequence[Covariance], energies: Sequence[float], d_
 def wanted_directions(
     shape: Sequence[int], dtype: torch.dtype, k_frac: float, rank_rtol: float | None
 ) -> tuple[int, float]:
-    """Return k of Eq. 18, and where the numerical rank of W̄_fused ends."""
+    """Return k of Eq. 18, and the relative cut-off of W̄_fused's numerical rank."""
     rtol = max(shape) * torch.finfo(dtype).eps if rank_rtol is None else rank_rtol
     return max(1, int(k_frac * min(shape))), rtol
 
 
 def stands_clear(sigma: Tensor, k: int) -> bool:
-    """Whether the k-th singular value, of descending ones, is above what a solve's rounding may make."""
+    """Return whether the k-th singular value (they are descending) is larger than a solve's rounding."""
     return float(sigma[k - 1]) > _CLEAR * float(sigma[0])
 
 
 def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough: int) -> int:
-    """The numerical rank of the updates' row space, each of norm 1: none is lost beside another.
+    """Return the numerical rank of the updates' row space, all scaled to norm 1 so that none is lost.
 
-    Where one update alone has `enough` directions of it, and more is not asked, that is the answer: of
-    updates below one another no singular value is less than of one of them.
+    If the longest update alone has `enough` directions, `enough` is returned: the singular values of
+    updates stacked below each other are no smaller than those of one of them.
     """
     rtol = rank_tolerance(shape, dtype, None, active.rounding)
     errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
-    # Updates of norm 1 have no singular value together that is more than √T.
+    # Stacked updates of norm 1 have no singular value above √T.
     floor = max(rtol * sqrt(len(errors)), Rounding.together(errors).edge)
     longest = max(range(len(errors)), key=active.norms.__getitem__)
     if has_above(active.updates[longest], enough, floor * active.norms[longest]):
@@ -105,14 +105,15 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     route = system_choice(d_out, d_in, count, itemsize).taken
     sums = sums_cost(route, d_out, d_in, count, itemsize)
     solve = solve_cost(route, d_out, d_in, count, itemsize)
-    # Badly conditioned systems are formed and solved again in float64: in space, not in the usual time.
+    # Badly conditioned systems are formed and solved again in float64: memory counts that, the usual time
+    # does not.
     exact = sums_cost(route, d_out, d_in, count, 8), solve_cost(route, d_out, d_in, count, 8)
     spectrum = eigh_cost(side)
     residual_flops = 2.0 * d_out * d_in * d_in
-    # What a solve makes of rounding, which is asked of experts from files.
+    # The test for amplified rounding, which is done for experts from files.
     rounding_flops = 2.0 * count * side * d_out * d_in
     spectrum_flops = 4.0 * side * d_out * d_in
-    # The sums live through the solve but not through the spectrum; residual and W̄_pre through all.
+    # The sums are held during the solve but not during the spectrum; residual and W̄_pre during both.
     return Cost(
         sums.flops
         + residual_flops
@@ -197,13 +198,13 @@ def ace(
     refine=False`; E3 `refine=False`; E4 the defaults.
 
     An expert that hardly changed a layer, ‖Δ_t‖² below ε d_in, is a danger where the gate fires: its
-    ε over its trace is in Σ̄ of Eq. 16 but not in Σ̃_t, so that Δ_res turns against all experts, in
-    the published code as here. `ridge_share` in the statistics, ε d_in over the least trace, says
-    how near a layer is to that: from about 1 on take a smaller `eps`, or `refine: false`.
+    ε over its trace is in Σ̄ of Eq. 16 but not in Σ̃_t, so that Δ_res turns against all experts. The
+    published code does so too. `ridge_share` in the diagnostics, ε d_in over the least trace, shows how
+    near a layer is to that. From about 1 on, take a smaller `eps`, or `refine: false`.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance (weights are
-            brought to mean 1 first).
+            scaled to mean 1 first).
         eps: ε in squared units of the updates; 4e-2 for GPT-2 and 2e-4 for RoBERTa-base in the
             paper, 1e-5 for everything else.
         tau: τ.
@@ -218,16 +219,16 @@ def ace(
     Raises:
         TensorError: the system is singular beyond repair by jitter (only with a tiny `eps`).
 
-    Departs from the paper: an expert that did not change the layer leaves the sums. So does one of
-    which the estimate tells nothing: centring leaves less than a hundredth of its energy (one output
+    Departs from the paper: an expert that did not change the layer is left out of the sums. So is an
+    expert whose estimate tells nothing: centring leaves less than a hundredth of its energy (one output
     row, rows that are nearly alike), or where γ > τ its ε is more than 200 times its energy. ACE would
-    lose the first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times
-    the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
-    Where the solve would make rounding of stored weights more than ten times as long, it is done within
-    the inputs Q `(d_in, k)` of which more than rounding tells, the eigenvectors of Σ C_t above it:
-    W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and S the two sums of Eq. 14; `below_rounding` counts the other
-    directions. 1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms that agree to rounding. The
-    variance of Eq. 7 is the unbiased one, as in the published code.
+    lose the first, and would let the ridge of the second, divided by its trace, turn Δ_res into thousands
+    of times the updates. Here they are averaged, Δ_t/T, and `averaged` in the diagnostics counts them.
+    If the solve would amplify rounding of stored weights more than ten times, it is done within the inputs
+    Q `(d_in, k)` that are above this rounding, eigenvectors of Σ C_t: W̄ = W₀ + N Q (QᵀSQ)⁻¹Qᵀ, with N and
+    S the two sums of Eq. 14; `below_rounding` counts the other directions. 1 ≤ k ≤ rank, which is at most
+    that of the updates; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one,
+    as in the published code.
 
     Example:
         >>> import torch
@@ -288,7 +289,7 @@ def _estimated(
     gate: Statistic,
     normalize: bool,
 ) -> tuple[Active, Gate]:
-    """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
+    """Return the experts whose updates tell of their inputs, and the gate over them (ACE, Eq. 7)."""
     energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
     pairs = zip(energies, changed.norms, strict=True)
     informative = [t for t, (energy, size) in enumerate(pairs) if energy > BLIND * size**2]
@@ -300,7 +301,7 @@ def _estimated(
 
 
 def _average_of_the_rest(changed: Active, active: Active) -> Tensor | None:
-    """Σ w_tΔ_t / T over the experts that are in no sum, T of all that changed the layer."""
+    """Return Σ w_tΔ_t / T over the experts that are in no sum, T the number that changed the layer."""
     summed = {id(update) for update in active.updates}
     rest = [
         (update, weight / len(changed.updates))
@@ -334,7 +335,7 @@ def _solve(
 ) -> _Preliminary:
     """Form the sums and solve them, in the dtype of the covariances' roots (ACE, Eqs. 11–17).
 
-    With `above_rounding` within the inputs of which more than the rounding of stored weights tells.
+    With `above_rounding`, solve within the inputs that are above the rounding of stored weights.
     """
     ones_in = None if group.frame is None else group.frame.ones_in
     normal = normal_equations(covariances)
@@ -348,7 +349,7 @@ def _solve(
     prior_row = None
     if prior:
         prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
-    # Before the solve, so that the system and its factor are gone when the spectrum is taken.
+    # Before the solve, so that the system and its factor are freed when the spectrum is computed.
     residual = _structural_residual(active, covariances, normal) if refine else None
     largest = largest_eigenvalue(normal.gram)
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
@@ -359,10 +360,10 @@ def _solve(
 def _amplifies_rounding(
     active: Active, covariances: Sequence[Covariance], pre: _Preliminary
 ) -> bool:
-    """Whether W̄_pre has many times as much of the rounding E_t of stored weights as the updates.
+    """Return whether the solve amplifies the rounding E_t of stored weights by more than `AMPLIFIED`.
 
-    It has Σ s_t(Δ_t − W̄_pre)Δ_tᵀE_t(Σ C_t)⁻¹ of it, to first order: where experts disagree, on inputs of
-    which rounding alone tells, σ₁(Δ_t)²/ε times as much.
+    To first order W̄_pre has Σ s_t(Δ_t − W̄_pre)Δ_tᵀE_t(Σ C_t)⁻¹ of it: where experts disagree, that is
+    σ₁(Δ_t)²/ε times as much, on inputs that only rounding shows.
     """
     energies = [error.energy for error in active.rounding]
     if not any(energies):
@@ -375,7 +376,7 @@ def _amplifies_rounding(
 
 
 def _square_norm_of_product(one: Tensor, other: Tensor) -> float:
-    """‖ABᵀ‖²_F, by way of the shorter side."""
+    """Return ‖ABᵀ‖²_F, computed on the shorter side."""
     if len(one) <= one.shape[1]:
         return square_norm(one @ other.mT)
     return float(gram(one).mul_(gram(other)).sum(dtype=torch.float64))
@@ -384,7 +385,7 @@ def _square_norm_of_product(one: Tensor, other: Tensor) -> float:
 def _covariances(
     active: Active, frame: Frame | None, *, eps: float, normalize: bool
 ) -> list[Covariance]:
-    """Σ̂_t,reg of every expert (ACE, Eqs. 5–10)."""
+    """Return Σ̂_t,reg of every expert (ACE, Eqs. 5–10)."""
     estimates = [centered_gram(update, eps=eps, frame=frame) for update in active.updates]
     if normalize:
         estimates = [trace_normalized(estimate) for estimate in estimates]
@@ -394,9 +395,9 @@ def _covariances(
 def _structural_residual(
     active: Active, covariances: Sequence[Covariance], normal: NormalEquations
 ) -> Tensor:
-    r"""Δ_res = Σ_t Δ_t (Σ̃_t − Σ̄_reg) `(d_out, d_in)` (ACE, Eqs. 15–17).
+    r"""Return Δ_res = Σ_t Δ_t (Σ̃_t − Σ̄_reg) `(d_out, d_in)` (ACE, Eqs. 15–17).
 
-    Formed without any Σ̃_t: with R_t = Δ_t − 𝟏μ_tᵀ,
+    It is formed without any Σ̃_t: with R_t = Δ_t − 𝟏μ_tᵀ,
     Σ Δ_tΣ̃_t = (Σ R_tC_t − Σ ε_tR_t) + 𝟏 Σ s_t (μ_tᵀR_tᵀ)R_t  and  Σ Δ_tΣ̄ = (Σ Δ_t)(Σ C_t)/T.
     """
     count = len(covariances)
@@ -421,10 +422,10 @@ def _refinement_directions(
     k_frac: float,
     rank_rtol: float | None,
 ) -> LeadingDirections:
-    """U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k within the numerical rank.
+    """Return U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k at most the numerical rank.
 
-    W̄_fused has the updates' row space and no more. Its own spectrum shows that only where it stands
-    above the rounding of the solve, of which each direction kept would become as long as the first.
+    W̄_fused has the row space of the updates. Its own spectrum shows the rank only if it is above the
+    rounding of the solve: each kept direction of rounding would become as long as the first.
     """
     k, rtol = wanted_directions(shape, fused.dtype, k_frac, rank_rtol)
     top = leading_directions(fused, k, rtol=rtol)

@@ -16,12 +16,12 @@ from covmerge.base.types import Json
 from covmerge.maths.covariance.estimate import DEFAULT_TAU
 from covmerge.maths.methods.summaries import JITTER, UNCHANGED, Counted
 
-_SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
-_LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
+_SHARE = 0.1  # share that a ridge may have in an expert's covariance
+_LEAST_EPS = 1e-10  # float32 cannot solve systems with a smaller ε
 
 
 class _Gate(Summary):
-    """Where the gate fired, and whether the pole of the paper's γ was all that made it."""
+    """Summary of where the gate fired, and where it fired only at the pole of the paper's γ."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"gate_fired": _names(diagnostics, lambda m: m.fired)}
@@ -43,7 +43,7 @@ class _Gate(Summary):
 
 
 class _Ridge(Summary):
-    """Where ε has more of an expert's covariance than the expert."""
+    """Summary of where ε outweighs an expert in the expert's covariance."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"ridge_dominates": _names(diagnostics, lambda m: m.outweighed)}
@@ -70,7 +70,7 @@ class _Ridge(Summary):
 
 
 class _LeftOut(Summary):
-    """Where directions of the inputs were left out, as rounding of stored weights."""
+    """Summary of where directions of the inputs were left out as rounding of stored weights."""
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         names = _names(diagnostics, lambda m: m.below_rounding > 0)
@@ -95,20 +95,20 @@ class AceDiagnostics(Diagnostics):
     """ACE's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that did not change it.
-        averaged: experts of which the estimate tells nothing.
+        unchanged: the number of experts that did not change the matrix.
+        averaged: the number of experts whose estimate tells nothing.
         gamma: γ (Eq. 7); infinite at its pole, which is null in JSON.
         gate_fired: whether γ > τ put the experts on one scale.
-        route: primal or dual sums; None from here on: no expert was left for them.
+        route: primal or dual sums; this and the following fields are None if no expert was in the sums.
         spread: the scale-free γ.
-        ridge_share: the most that ε has in an expert's covariance, beside the expert.
-        rcond: of the system.
-        precision: dtype of sums and solve.
-        jitter: what the factorisation needed on the diagonal.
-        below_rounding: directions of the inputs that were left out, as rounding of stored weights.
-        k: directions that were refined; None from here on: none were.
-        rank: the numerical rank of what was refined.
-        sigma_iso: their new singular value (Eq. 19).
+        ridge_share: the largest ratio of ε to an expert in the expert's covariance.
+        rcond: reciprocal condition number of the system.
+        precision: dtype of the sums and the solve.
+        jitter: what the factorisation added to the diagonal.
+        below_rounding: the number of directions of the inputs left out as rounding of stored weights.
+        k: the number of refined directions; this and the following fields are None if none were refined.
+        rank: the numerical rank of the refined matrix.
+        sigma_iso: the new singular value of the refined directions (Eq. 19).
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (GATE, RIDGE, LEFT_OUT, JITTER, UNCHANGED, AVERAGED)
@@ -135,25 +135,25 @@ class AceDiagnostics(Diagnostics):
 
     @property
     def outweighed(self) -> bool:
-        """Whether ε has more of an expert's covariance than the expert, where that does harm."""
+        """Whether the gate fired and ε outweighs an expert in the expert's covariance."""
         return self.gate_fired and self.ridge_share is not None and self.ridge_share >= 1.0
 
     @property
     def at_pole(self) -> bool:
-        """Whether the gate fired for γ's denominator alone: the scale-free γ would not have."""
+        """Whether the gate fired only because of γ's denominator: the scale-free γ would not have fired."""
         if not self.gate_fired or self.spread is None or self.spread > DEFAULT_TAU["scale_free"]:
             return False
-        # A γ that is no larger than the default fired by a τ that was given.
+        # A γ at or below the default fired because of a τ that the user set.
         return self.gamma > DEFAULT_TAU["paper"]
 
     def as_json(self) -> dict[str, Json]:
-        """The facts, as they are in covmerge.json."""
+        """Return the facts as they stand in covmerge.json; an infinite γ is null."""
         facts = super().as_json()
         return facts | {"gamma": self.gamma if isfinite(self.gamma) else None}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Read them back."""
+        """Read the diagnostics from covmerge.json."""
         pole = {"gamma": inf} if facts.get("gamma", 0.0) is None else {}
         return super().from_json({**facts, **pole})
 
@@ -163,12 +163,12 @@ def _of(one: TensorDiagnostics) -> tuple[AceDiagnostics, ...]:
 
 
 def _names(stats: Sequence[TensorDiagnostics], has: Callable[[AceDiagnostics], bool]) -> list[str]:
-    """The tensors with a matrix that is so."""
+    """Return the tensors with a matrix for which `has` is true."""
     return [one.tensor for one in stats if any(map(has, _of(one)))]
 
 
 def _rounded_down(value: float) -> float:
-    """To one digit."""
+    """Round down to one digit."""
     if value <= 0.0:
         return 0.0
     unit = 10.0 ** floor(log10(value))

@@ -1,4 +1,4 @@
-"""ACTMat: RegMean's solution with the Gram matrices of the updates in place of data."""
+"""ACTMat: RegMean's solution with the Gram matrices of the updates instead of those of data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # Of layers where the cut-off takes something off; the others take a part of it.
-    del itemsize  # float64 there
+    # The cost of layers where the cut-off removes eigenvalues; the other layers cost less.
+    del itemsize  # always float64
     return pinv_cost(d_out, d_in, count)
 
 
 def _covariances(active: Active) -> list[Covariance]:
-    """w_t Δ_tᵀΔ_t of every expert."""
+    """Return w_t Δ_tᵀΔ_t of every expert."""
     pairs = zip(active.updates, active.weights, strict=True)
     return [gram(update).times(weight) for update, weight in pairs]
 
@@ -61,19 +61,19 @@ def actmat(
         ),
     ] = None,
 ) -> Merged:
-    """Merge one linear layer by least interference under covariances read off the updates.
+    """Merge one linear layer by least interference, with covariances estimated from the updates.
 
     W̄ = W₀ + (Σ w_t Δ_t C_t)(Σ w_t C_t)†,  C_t = Δ_tᵀΔ_t  (ACTMat, Eq. 3)
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance.
-        rtol: eigenvalues of ΣC_t at or below `rtol` times the largest count as zero. This constant
-            decides the answer: directions of tiny joint energy are divided by their eigenvalue.
+        rtol: eigenvalues of ΣC_t at or below `rtol` times the largest count as zero. This constant decides
+            the result, because directions of tiny joint energy are divided by their eigenvalue.
 
     Departs from the paper: Eq. 3 has W_t in the numerator, which loses W₀ outside the span of the
-    updates; as in the published code, differences are merged and added to W₀. Where the cut-off takes
-    something off, sums and eigenproblem are computed in float64; elsewhere the pseudo-inverse is the
-    inverse, by Cholesky, in float32 where that agrees with float64 to 1e-5.
+    updates; as in the published code, differences are merged and added to W₀. Where the cut-off removes
+    eigenvalues, sums and eigenproblem are computed in float64. Elsewhere the pseudo-inverse is the inverse,
+    computed by Cholesky, in float32 if that agrees with float64 to 1e-5.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Arcee Fusion: the expert's most important changes alone."""
+"""Arcee Fusion: only the expert's most important changes are added to the base."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from covmerge.maths.methods.registry import (
 )
 
 _EPS = 1e-8
-_OUTLYING = 1.5  # interquartile ranges above the median
+_OUTLYING = 1.5  # threshold in interquartile ranges above the median
 
 
 def _tensor_pass_bytes(parameters: Parameters) -> float:
-    """Importances, and a copy that is partitioned."""
+    """Return the bytes per entry of the importances and of their copy that is partitioned."""
     return 8.0 if parameters["arithmetic"] in ("float32", "float16", "bfloat16") else 16.0
 
 
@@ -55,18 +55,19 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     experts=(1, 1),
 )
 def arcee_fusion(group: LinearGroup, *, arithmetic: ArithmeticParameter = "float32") -> Tensor:
-    """Take over the entries whose importance is far above that of the tensor's median.
+    """Take over the expert's entries whose importance is far above the tensor's median.
 
     I = |W_1 − W₀| · Σ p log(p/q) along the last axis, p = softmax W_1 + 1e-8, q = softmax W₀ + 1e-8;
     W̄ = W₀ + (W_1 − W₀) ⊙ [I ≥ median + 1.5 (Q₃ − Q₁)], quartiles by rank, rounded down
 
     Args:
         group: one model of any shape beside the base; a scalar is a row of one entry.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to. Rows that
-            changed little have a divergence that is rounding, so that it is named whatever computes.
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to. The divergence
+            of rows that changed little is rounding, so the result depends on this dtype.
 
-    Departs from the paper: there is none; it is mergekit's result up to a million entries. Of more
-    it takes quartiles of a million random ones, which change from run to run; here of all.
+    Departs from the paper: there is none; this is mergekit's result for up to a million entries. For more
+    entries mergekit takes quartiles of a million random ones, which change from run to run; here they are
+    the quartiles of all entries.
 
     Example:
         >>> import torch
@@ -82,13 +83,13 @@ def arcee_fusion(group: LinearGroup, *, arithmetic: ArithmeticParameter = "float
     (least,) = group.known or (_least(important),)
     change = model - base
     taken = important >= least
-    # In float32 at least, where mergekit's mask of ones is.
+    # At least float32, the dtype of mergekit's mask.
     wide = torch.promote_types(base.dtype, torch.float32)
     return (base + change * taken.to(wide)).to(group.models[0].dtype)
 
 
 def _importance(base: Tensor, model: Tensor) -> Tensor:
-    """I of every entry; of a row it hangs on that row alone."""
+    """Return I of every entry; it depends on the entry's row alone."""
     rows, start = (x if x.dim() else x.view(1) for x in (model, base))
     p, q = (torch.softmax(x, dim=-1) + _EPS for x in (rows, start))
     apart = (p * torch.log(p / q)).sum(dim=-1, keepdim=True)
@@ -96,7 +97,7 @@ def _importance(base: Tensor, model: Tensor) -> Tensor:
 
 
 def _least(important: Tensor) -> Tensor:
-    """Find what an entry's importance is to reach, of all of them; of their dtype."""
+    """Return the threshold of an entry's importance, from the importances of all, in their dtype."""
     shares = torch.tensor([0.25, 0.5, 0.75])
     places = [int(share) for share in shares * (important.numel() - 1)]
     exact = torch.promote_types(important.dtype, torch.float32)  # NumPy has no bfloat16

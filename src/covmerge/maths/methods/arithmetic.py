@@ -1,4 +1,4 @@
-"""Methods on the models' weights: in which dtype they compute, and one value for each expert."""
+"""Parameters of methods on the models' weights: the dtype of computation, and values per expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.registry import Parameters, PerExpert
 
-STORED = "stored"  # of `arithmetic`: the plan knows of each tensor which dtype that is
+STORED = "stored"  # value of `arithmetic`: the plan inserts each tensor's stored dtype
 
 _T = TypeVar("_T", int, float)
 
@@ -38,7 +38,7 @@ Around = Annotated[
 
 
 def around_zero(parameters: Parameters) -> bool:
-    """Whether a merge on a sphere needs no base: its centre is zero."""
+    """Return whether the centre of the sphere is zero, so that a merge needs no base."""
     return parameters["around"] == "zero"
 
 
@@ -53,9 +53,9 @@ def weights_of(weight: float | list[float], group: LinearGroup) -> list[float]:
 
 
 def inputs_of(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return W_0 and the W_t in the dtype that they are merged in.
+    """Return W_0 and the W_t in the dtype in which they are merged.
 
-    Half-precision numbers are float32 numbers, so that a file's bits come through a group in float32.
+    Float32 represents half-precision numbers exactly, so a file's bits survive a group in float32.
     """
     assert group.base is not None
     dtype = group.base.dtype if arithmetic in (None, STORED) else getattr(torch, arithmetic)
@@ -63,11 +63,11 @@ def inputs_of(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, Seque
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and angles over numbers of a dtype: float32 at least."""
+    """Return the dtype for sums and angles over numbers of a dtype: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-# Updates brought to one norm, as the step `norm_balance` does.
+# Updates scaled towards one norm, as in the step `norm_balance`.
 
 Strength = Annotated[
     float,
@@ -80,9 +80,9 @@ Strength = Annotated[
 
 
 def balanced(group: LinearGroup, strength: float) -> LinearGroup:
-    """Return the group with the norm of every update so far on its way to the experts' mean norm.
+    """Return the group with the norm of every update moved towards the experts' mean norm.
 
-    The mean is over the experts that changed the layer; one that did not stays as it is.
+    The mean is over the experts that changed the layer; the updates of the others stay as they are.
 
     Example:
         >>> import torch

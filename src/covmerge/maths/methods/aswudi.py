@@ -1,4 +1,4 @@
-"""ASWUDI and SWUDI: WUDI's minimum along the inputs that matter most, the start along the others."""
+"""ASWUDI and SWUDI: WUDI's minimum along the most important inputs, the start along the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covmerge.maths.methods.closed_form import active_experts, stack_weighted
 from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register
 from covmerge.maths.methods.summaries import UNCHANGED
 
-# Rounding of a count that is a whole number must not make it the next one.
+# Rounding must not turn a count that is a whole number into the next one.
 _WHOLE = 1e-9
 
 Start = Annotated[
@@ -42,13 +42,13 @@ CutOffAt = Annotated[
 
 @dataclass(frozen=True)
 class FilterDiagnostics(Diagnostics):
-    """Diagnostics of one matrix.
+    """ASWUDI's and SWUDI's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that left the sums.
-        route: primal or dual sums; None from here on: nothing changed the matrix.
-        rank: eigenvalues of ΣĈ_t above the cut-off.
-        k: directions along which the minimum is taken.
+        unchanged: the number of experts that did not change the matrix.
+        route: primal or dual sums; this and the following fields are None if no expert changed the matrix.
+        rank: the number of eigenvalues of ΣĈ_t above the cut-off.
+        k: the number of directions along which the minimum is taken.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
@@ -61,7 +61,7 @@ class FilterDiagnostics(Diagnostics):
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve, matrix = pinv_cost(d_out, d_in, count), d_out * d_in * 8
-    # Θ₀, what it lacks, and one update in float64, unless it is that as it comes.
+    # Θ₀, its residual, and one update in float64, which is a copy if the update is float32.
     copies = 3 if itemsize == 8 else 4
     return Cost(solve.flops, solve.workspace + copies * matrix, solve.eigen)
 
@@ -97,25 +97,25 @@ _REFERENCE = Reference(
 def aswudi(
     group: LinearGroup, *, start: Start = "sum", scale: Scale = 1.0, rtol: CutOffAt = None
 ) -> Merged:
-    """Merge one linear layer by WUDI's minimum along as many directions as the spectrum has of weight.
+    """Merge one linear layer by WUDI's minimum along as many directions as the spectrum's weight fills.
 
     W̄ = W₀ + λ (Θ₀(I − Q_KQ_Kᵀ) + D Q_KΛ_K⁻¹Q_Kᵀ),  D = Σ w_t Δ_tĈ_t,  Σ w_t Ĉ_t = QΛQᵀ,
     Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F,  K = ⌈(Σ√λ_i)² / Σλ_i⌉  (ASWUDI, rule `participation_sqrt`)
 
-    With Θ₀ = 0 and every direction it is `wudi`. K is the number of equal singular values that
-    would have the same ratio of ℓ₁ and ℓ₂ norm.
+    With Θ₀ = 0 and all directions this is `wudi`. K is the number of equal singular values that would
+    have the same ratio of ℓ₁ and ℓ₂ norm.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its part of Θ₀
-            (weights are brought to mean 1 first).
-        start: Θ₀, the sum of the updates, as the published code has it by default, or their mean.
+            (weights are scaled to mean 1 first).
+        start: Θ₀, the sum of the updates (the default of the published code), or their mean.
         scale: factor on the merged update.
-        rtol: where the spectrum of ΣĈ_t ends.
+        rtol: the relative cut-off of ΣĈ_t's spectrum.
 
-    Departs from the paper: eigenvalues below the cut-off are no directions, and count nothing in K
-    (published: they are 1e-8 each, so that K grows with the width of the layer, and adapters would
-    not be merged on their factors alike); of eigenvalues that equal the K-th all are kept; an
-    expert that did not change the layer leaves the sums.
+    Departs from the paper: eigenvalues below the cut-off are no directions, and do not count in K
+    (published: each counts as 1e-8, so K grows with the layer's width, and adapters would not merge alike
+    on their factors). All eigenvalues that equal the K-th are kept. An expert that did not change the
+    layer is left out of the sums.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -157,19 +157,19 @@ def swudi(
 ) -> Merged:
     """Merge one linear layer by following WUDI's gradient for a time along the leading directions.
 
-    W̄ = W₀ + λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ),  h_k = 1[k ≤ K](1 − e^(−tλ_k))  (SWUDI), D, Q and Λ as in
-    `aswudi`: what gradient flow has reached at time t from Θ₀.
+    W̄ = W₀ + λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ),  h_k = 1[k ≤ K](1 − e^(−tλ_k))  (SWUDI), with D, Q and Λ as in
+    `aswudi`: the point that gradient flow from Θ₀ reaches at time t.
 
     Args:
         group: updates `(d_out, d_in)`; weights as in `aswudi`.
-        time: t; by default, as the ratio, the published code's.
+        time: t; the default is that of the published code, as is that of the ratio.
         rank_ratio: K = ⌈ratio · d_in⌉.
         start: Θ₀.
         scale: factor on the merged update.
-        rtol: where the spectrum of ΣĈ_t ends.
+        rtol: the relative cut-off of ΣĈ_t's spectrum.
 
-    Departs from the paper: eigenvalues below the cut-off are no directions; of eigenvalues that equal
-    the K-th all are kept; an expert that did not change the layer leaves the sums.
+    Departs from the paper: eigenvalues below the cut-off are no directions. All eigenvalues that equal
+    the K-th are kept. An expert that did not change the layer is left out of the sums.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -193,7 +193,7 @@ def _filtered(
     scale: float,
     rtol: float | None,
 ) -> Merged:
-    """Θ₀ + (D − Θ₀ΣĈ_t) Q (h/Λ) Qᵀ; `choose` gives K and h of the eigenvalues, descending."""
+    """Return Θ₀ + (D − Θ₀ΣĈ_t) Q (h/Λ) Qᵀ; `choose` gives K and h for the eigenvalues, descending."""
     first = group.updates[0]
     active = active_experts(group)
     diagnostics = FilterDiagnostics(active.unchanged)
@@ -211,7 +211,7 @@ def _filtered(
     theta = stack_weighted(active.updates, active.weights, dtype=torch.float64)
     if start == "mean":
         theta /= len(active.updates)
-    # Coordinates of D − Θ₀ΣĈ_t: what the normal equations lack at Θ₀.
+    # Coordinates of D − Θ₀ΣĈ_t, the residual of the normal equations at Θ₀.
     residual = normal.numerator.sub_(normal.image(theta))
     along = vectors[:, :k]
     coordinates = (residual @ along).mul_(filtered / values[:k])

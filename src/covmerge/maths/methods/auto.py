@@ -1,4 +1,4 @@
-"""covmerge's own method: the mean of a regression and of a flat spectrum. `docs/auto.md` says why."""
+"""covmerge's own method: the mean of a regression and of a flat spectrum; see `docs/auto.md`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from covmerge.maths.methods.summaries import UNCHANGED, Median
 
 @dataclass(frozen=True)
 class Constants:
-    """The numbers in `auto`; docs/auto.md has what happens with others.
+    """The constants of `auto`; docs/auto.md says what happens with other values.
 
     Attributes:
-        ridge: of the regression, as a share of the mean eigenvalue of ΣC_t, in which each eigenvalue counts
-            by its size.
-        faint: a direction of so much of the mean singular value, likewise counted, is raised to 0.7 of the
-            others. Weaker ones are raised less, so that noise is not made as long as they are.
+        ridge: ridge of the regression, as a share of the mean eigenvalue of ΣC_t, where the mean weighs
+            each eigenvalue by its size.
+        faint: a direction of this share of the mean singular value, weighed likewise, is raised to 0.7 of
+            the others' length. Weaker directions are raised less, so that noise does not become as long.
     """
 
     ridge: float = 0.1
@@ -49,10 +49,10 @@ class AutoDiagnostics(Diagnostics):
     """`auto`'s diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts whose update is zero.
-        unlike_experts: N, as how many experts without a common direction they count.
+        unchanged: the number of experts whose update is zero.
+        unlike_experts: N, the number of experts without a common direction that are equivalent to these.
         flat_share: h, the share of the flat spectrum in the merge.
-        length_share: s, how much of its length the merge has.
+        length_share: s, the factor on the length of the merge.
         agreement: cosine between the updates of the regression and of the flat spectrum.
     """
 
@@ -65,7 +65,7 @@ class AutoDiagnostics(Diagnostics):
     agreement: float | None = None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """The same by headings."""
+        """Return the diagnostics by headings."""
         return {
             "N, unlike experts": self.unlike_experts,
             "h, flat share": self.flat_share,
@@ -114,16 +114,17 @@ def auto(group: LinearGroup) -> Merged:
     s = e + (1 − e) ½ (1 + q),  e = Σ σ/√(σ² + τ²) / min(d_out, d_in),
     q = min(1, (Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖) / κ‖Σ w_tΔ_t‖)
 
-    R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
-    direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
-    which, so they are averaged. Outside the inputs that updates tell of, R is their sum. κ shortens that
-    sum, and F, as far as the updates are alike. N counts experts by how unlike they are: one expert, or
-    copies of it, have N = 1 and come back whole. An update that vanishes leaves both parts without a jump.
-    e is the share of directions that F raises. Where these are few, the merge could be as long as the sum,
-    or as long as one expert, which is q of it. s is the mean of both there.
+    R disturbs the experts' outputs least if the updates tell of their inputs. F makes room for every
+    direction that some expert needs. Each is good where the other is not, and nothing in the updates
+    tells which, so they are averaged. Outside the inputs that the updates tell of, R is the sum of the
+    updates. κ shortens that sum, and F, the more alike the updates are. N counts experts by how unlike
+    they are: for one expert, or copies of it, N = 1, and the result is the expert. As an update goes to
+    zero, both parts change continuously. e is the share of directions that F raises. If it is small, the
+    merge could be as long as the sum or as long as one expert, which is q times the sum; s is the mean of
+    both then.
 
     Args:
-        group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance, and its update in the
             sum. All w_t are scaled so that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖.
 
     Returns:
@@ -132,10 +133,10 @@ def auto(group: LinearGroup) -> Merged:
     Raises:
         OverflowError: Σ w_tC_t is not finite in the updates' dtype.
 
-    Departs from the paper: ACTMat has Δ_tᵀΔ_t, which counts a long update by its square, and a
-        pseudo-inverse. Here ρ keeps the condition number of the system below 10 √d_in + 1, so float32
-        solves it. Iso-C raises all directions alike; here faint ones are raised less.
-        Neither paper has h and s, which are plain means of what could be right.
+    Departs from the paper: ACTMat uses Δ_tᵀΔ_t, in which a long update counts by its square, and a
+        pseudo-inverse. Here ρ keeps the condition number of the system below 10 √d_in + 1, so float32 can
+        solve it. Iso-C raises all directions alike; here faint ones are raised less. Neither paper has h
+        and s, which are plain means of the possible values.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -160,13 +161,13 @@ def auto(group: LinearGroup) -> Merged:
 
 @dataclass(frozen=True)
 class _Alike:
-    """How alike the updates are.
+    """The likeness of the updates, and numbers that depend on it.
 
     Attributes:
-        weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. One of an update that vanishes changes no other.
+        weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. The weight of a zero update changes no other weight.
         experts: N.
         shortening: κ.
-        one: length of one expert, Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖.
+        one: the length of one expert, Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖.
     """
 
     weights: tuple[float, ...]
@@ -198,7 +199,7 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
 
 
 def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, float]:
-    """Return F `(d_out, d_in)`, of the updates' dtype, and s; 0 and 1 where the updates cancel."""
+    """Return F `(d_out, d_in)`, in the updates' dtype, and s; 0 and 1 where the updates cancel."""
     total = stack_weighted(active.updates, alike.weights)
     pairs = zip(active.rounding, alike.weights, strict=True)
     weighted = [error.times(weight) for error, weight in pairs]
@@ -218,10 +219,10 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, fl
 
 
 def _cosines(matrices: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
-    """cos(X_t, X_u) `(T, T)`, float64, row block by row block; exactly alike matrices have 1."""
+    """Return cos(X_t, X_u) `(T, T)`, float64, by blocks of rows; exactly 1 for equal matrices."""
     total = torch.zeros(len(sizes), len(sizes), dtype=torch.float64, device=matrices[0].device)
     for rows in row_blocks(matrices):
-        # Each is brought to length 1 first, so that no product of small ones leaves the dtype.
+        # Scaled to length 1 first, so that no product of small numbers underflows.
         each = zip(matrices, sizes, strict=True)
         block = torch.stack([matrix[rows].flatten() / size for matrix, size in each])
         total += block @ block.mT

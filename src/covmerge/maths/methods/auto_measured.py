@@ -1,4 +1,4 @@
-"""Least squares on the experts' measured inputs, whose outputs' spectrum is made flatter."""
+"""auto_measured: least squares on the experts' measured inputs, with a flatter spectrum of the outputs."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from covmerge.maths.methods.closed_form import (
 )
 from covmerge.maths.methods.registry import AXIS_BOUND, register
 
-# The second half of `auto_measured`: the spectrum of what least squares gave, brought nearer to flat.
+# The second half of `auto_measured`: the spectrum of the least-squares result is made flatter.
 #
 #     W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R C₀ Rᵀ
 #
-# R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. `docs/auto-measured.md`
-# derives it.
+# R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` weighs the inputs. `docs/auto-measured.md` derives
+# the formula.
 
-# An expert of so much of the others' energy counts half, one of less for less.
+# An expert with this share of the others' energy counts half, one with less energy counts less.
 _SMALL = 0.01
-# An update of so many times the usual length is felt as long, beyond that more and more: it ends there.
+# Updates longer than this many times the usual length are shortened towards that length.
 _LONG = 2.0
-# A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
+# A direction of this share of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
-# Updates that are together so many times as long as the base's weights are half way to least squares.
+# Updates whose joint length is this share of the base's weights go half way to least squares.
 _OF_WEIGHTS = 1.0 / 3.0
-_FAR = 1e60  # times as long: there is no difference any more
+_FAR = 1e60  # largest length ratio; larger ones make no difference
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The experts that changed a layer, and by how much each counts.
+    """The experts that changed a layer, and the weight of each.
 
     Attributes:
-        group: all of them.
-        active: those that changed it.
+        group: the group with all experts.
+        active: the experts that changed the layer.
         bounds: b_t.
         shares: s_t, float64.
         used: ω_t `(T,)`, float64, the share of the layer's directions that each update uses.
@@ -70,7 +70,7 @@ class Counted:
 
     @classmethod
     def of(cls, group: LinearGroup) -> Counted | None:
-        """How the experts of a group count; None where none changed the layer."""
+        """Return how the experts of a group count; None if none changed the layer."""
         active = active_experts(group)
         if not active.updates:
             return None
@@ -80,7 +80,7 @@ class Counted:
 
     @classmethod
     def of_active(cls, group: LinearGroup, active: Active, used: Sequence[float]) -> Counted:
-        """The same where those that changed the layer are known, one at least, and ω_t."""
+        """Return how experts count, given those that changed the layer (at least one) and their ω_t."""
         bounds = _bounds(active)
         sizes = [size * bound for size, bound in zip(active.norms, bounds, strict=True)]
         share_of_each = torch.tensor(used, dtype=torch.float64)
@@ -88,18 +88,18 @@ class Counted:
 
     @cached_property
     def weights(self) -> Tensor:
-        """w_t, float64, of mean 1 among those that count, so that one that vanishes makes no jump."""
+        """w_t, float64, of mean 1 by the shares s_t, so that it is continuous as an update vanishes."""
         weights = torch.tensor(self.active.weights, dtype=torch.float64)
         return weights * float(self.shares.sum() / (self.shares * weights).sum())
 
     @cached_property
     def in_sum(self) -> list[float]:
-        """w_tb_t."""
+        """w_tb_t of each expert."""
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * bound for weight, bound in pairs]
 
     def towards_safest(self) -> float | None:
-        """Return a, how far a merged update goes to R; None where the base is not known.
+        """Return a, how far a merged update goes towards R; None if the base's norm is not known.
 
         1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖².
         """
@@ -118,9 +118,10 @@ class Counted:
 
     @cached_property
     def uneven(self) -> float:
-        """η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)): 0 where all use equally many of the layer's directions.
+        """η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)), from 0 to 1.
 
-        It is 1 where some use all and the others none.
+        It is 0 if all experts use equally many of the layer's directions, and 1 if some use all and the
+        others none.
         """
         apart = (self.used - self.mean_used).square()
         variance = float((self.shares * apart).sum() / self.shares.sum())
@@ -128,12 +129,12 @@ class Counted:
         return min(1.0, variance / most) if most > 0.0 else 0.0
 
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
-        """A number of every expert, 0 of those that left the sums."""
+        """Return a number per expert of the group, 0 for those that did not change the layer."""
         of_active = dict(zip(map(id, self.active.updates), values, strict=True))
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
 
     def diagnostics(self, before: EqualisedMeasured, alike: Likeness) -> EqualisedMeasured:
-        """What there is to say of how they count."""
+        """Return the diagnostics with the facts about how the experts count."""
         return replace(
             before,
             shares=self.of_all([float(share) for share in self.shares]),
@@ -145,12 +146,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike the experts' updates are, as the inputs see them.
+    """The likeness of the experts' updates on the inputs.
 
     Attributes:
         lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
-        experts: N, as how many of no common direction they count.
-        agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), 1 at most.
+        experts: N, the number of experts without a common direction that are equivalent to these.
+        agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), at most 1.
     """
 
     lengths: Tensor
@@ -159,12 +160,12 @@ class Likeness:
 
     @classmethod
     def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
-        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
+        """Return the likeness from ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
 
-        Two updates without outputs have nothing in common.
+        Two updates that give no outputs have nothing in common.
         """
         squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-        lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
+        lengths = squares.sqrt()  # the product of two lengths; that of two squares may underflow
         cosines = (dots / torch.outer(lengths, lengths)).square()
         cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
         alike = float((shares * (cosines @ shares)).sum())
@@ -177,13 +178,13 @@ class Likeness:
 
 @dataclass(frozen=True)
 class Flattening:
-    """What λ (K + τ²I)^(−q/2) makes of the directions of the outputs.
+    """The factors of λ (K + τ²I)^(−q/2) on the directions of the outputs.
 
     Attributes:
-        lift: of those of R `(k,)`, without λ.
+        lift: the factors of R's directions `(k,)`, without λ.
         scale: λ.
-        unseen: of what C₀ does not see, with λ.
-        diagnostics: and what there is to say of it.
+        unseen: the factor of directions outside C₀'s range, with λ.
+        diagnostics: the facts about this step.
     """
 
     lift: Tensor
@@ -195,14 +196,14 @@ class Flattening:
 def flattening(
     counted: Counted, alike: Likeness, sigma: Tensor, whole: float, diagnostics: EqualisedMeasured
 ) -> Flattening:
-    """How far the spectrum of RC₀^½ is brought to flat, and how long it becomes.
+    """Return how far the spectrum of RC₀^½ is flattened, and how long the result becomes.
 
     Args:
         counted: the experts.
-        alike: how alike they are.
+        alike: their likeness.
         sigma: the singular values of RC₀^½ within the numerical rank `(k,)`, float64, k > 0.
         whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
-        diagnostics: what is known before.
+        diagnostics: the facts known before this step.
     """
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
@@ -230,17 +231,17 @@ def equalise(
     *,
     rtol: float,
 ) -> Merged | None:
-    """Return (1 − a) λ (K + τ²I)^(−q/2) R + a R; a = 0 where the base is not known.
+    """Return (1 − a) λ (K + τ²I)^(−q/2) R + a R; a = 0 if the base's norm is not known.
 
     Args:
-        counted: the experts, each of which lends λ, q and a its part.
+        counted: the experts; λ, q and a depend on all of them.
         fused: R `(d_out, d_in)`, of the updates' dtype.
         metric: C₀.
-        diagnostics: what is known before.
-        rtol: where the numerical rank of R ends.
+        diagnostics: the facts known before this step.
+        rtol: the relative cut-off of R's numerical rank.
 
     Returns:
-        None where C₀ sees nothing of R.
+        The merged update and its diagnostics; None if C₀R is zero.
     """
     active = counted.active
     alike = Likeness.of(metric.dots(active.updates), counted.shares)
@@ -259,20 +260,20 @@ def equalise(
 
 
 def _times(length: float, base: float) -> float:
-    """Return how many times as long as the base; as good as endless beside nothing."""
+    """Return length / base, at most `_FAR`, which stands for a base of zero too."""
     return min(_FAR, length / base) if base else _FAR
 
 
 def _shares(norms: Sequence[float]) -> Tensor:
-    """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
+    """Return s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed a layer."""
     energies = torch.tensor(norms, dtype=torch.float64).square()
     return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
 
 
 def _bounds(active: Active) -> list[float]:
-    """b_t: 1 for an expert as long as the others, near 2g/‖Δ_t‖ for one that is many times as long.
+    """Return b_t: 1 for an expert as long as the others, near 2g/‖Δ_t‖ for one many times as long.
 
-    In g an expert counts by how long it is beside each of the others, and not beside the longest.
+    In g an expert counts by its length relative to each of the others, not relative to the longest.
     """
     if len(active.norms) == 1:
         return [1.0]
@@ -289,8 +290,8 @@ _OFF_DIAGONAL = 0.9  # RegMean's default
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # As RegMean's, with a Gram matrix of each update's inputs; then two spectra with what is left beside
-    # them, and how many directions each update uses.
+    # As for RegMean, plus a Gram matrix of each update's inputs; then two spectra with what is still
+    # held, and how many directions each update uses.
     least, most = sorted((d_out, d_in))
     sums = measured_equations_cost(d_out, d_in, count, itemsize)
     solve = (
@@ -323,7 +324,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = G̃_t + s_tψ_t Tr(G̃_t) Δ_tᵀΔ_t/‖Δ_t‖²,  G̃_t = 0.9 E[z zᵀ] + 0.1 diag E[z zᵀ],  "
     "λ, τ, q, a, b_t, s_t and ψ_t of docs/auto-measured.md",
-    # The diagonal belongs to the axes.
+    # The diagonal depends on the axes.
     laws=AXIS_BOUND.copies_give(1.0, "the expert, whatever the inputs of each copy"),
     cost=_cost,
     data="gram",
@@ -331,7 +332,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     base_norm=True,
 )
 def auto_measured(group: LinearGroup) -> Merged:
-    """Merge one linear layer by least squares on measured inputs, whose outputs' spectrum is made flatter.
+    """Merge one layer by least squares on measured inputs, with a flatter spectrum of the outputs.
 
     W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R C₀ Rᵀ,  with
 
@@ -339,17 +340,17 @@ def auto_measured(group: LinearGroup) -> Merged:
     C₀ = Σ w_tG̃_t,  G̃_t = 0.9 G_t + 0.1 diag G_t  (RegMean, §3),
     ψ_t = log det(I + 10⁴ d_in Δ_tᵀΔ_t / ‖Δ_t‖²) / (d_in log(1 + 10⁴))
 
-    and b_t, s_t, N, φ, τ, q, λ and a as docs/auto-measured.md has them. G_t = E[z zᵀ] over expert t's
-    inputs of this layer stands beside what its update tells of them, which counts as much where the update
-    uses all directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together say
-    which outputs are long. Where updates are long beside the base's weights the merge goes to R.
-    Equalising makes up for most of what inputs lack that the experts write themselves, and for what RegMean
-    averages of experts that share it (docs/auto-measured.md). Where no data reached what was changed,
-    updates are averaged.
+    and b_t, s_t, N, φ, τ, q, λ and a as in docs/auto-measured.md. G_t = E[z zᵀ] over expert t's inputs of
+    this layer is combined with the estimate from its update. The estimate counts as much as G_t if the
+    update uses all directions of its inputs, and next to nothing if the update is an adapter. All G̃_t
+    together show which outputs are long. If the updates are long relative to the base's weights, the
+    merge goes towards R. Equalising makes up for most of what inputs lack if the experts write them
+    themselves, and for what RegMean averages away between experts that share it (docs/auto-measured.md).
+    If no data reached the changed inputs, updates are averaged.
 
-    An expert whose data did not reach the layer has no part in it. One that did not change it keeps its
-    Gram matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates
-    that cancel each other no more than a R is left.
+    An expert whose data did not reach the layer has no part in the merge. One that did not change the
+    layer keeps its Gram matrix in the sums, as in `regmean`. The length is still that of the sum of the
+    updates; of updates that cancel each other only a R is left.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
@@ -359,7 +360,7 @@ def auto_measured(group: LinearGroup) -> Merged:
         RecipeError: an expert has no Gram matrix.
         TensorError: a Gram matrix has another shape, or the system stays indefinite.
 
-    Departs from the paper: RegMean's, in C_t, which is G̃_t there, and in what is made of R; in G̃_t as
+    Departs from the paper: from RegMean in C_t, which is G̃_t there, and in the steps after R; in G̃_t as
         `regmean` does.
 
     Example:
@@ -380,7 +381,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     unchanged = changed.count(False)
     unheard = sum(update and not data for update, data in zip(changed, heard, strict=True))
     counted = Counted.of(known)
-    if counted is None:  # data says nothing of what was changed, if anything was
+    if counted is None:  # the data tell nothing of what was changed
         diagnostics = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
         return Merged(stack_average(group), diagnostics)
     used_shares: list[float] = []
@@ -396,7 +397,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(known.updates, covariances(), group.weights, lengths=bounds)
     fused = solve_ridge(normal)[0]
-    del normal  # the sums are not held beside the spectra
+    del normal  # frees the sums before the spectra are computed
     inputs = fused.new_zeros(grams[0].shape)
     for measured, weight in zip(grams, group.weights, strict=True):
         inputs.add_(measured, alpha=weight)
@@ -411,7 +412,7 @@ def auto_measured(group: LinearGroup) -> Merged:
 def _covariance(
     update: Tensor, size: float, measured: Tensor, share: float
 ) -> tuple[Tensor, float]:
-    """C_t = G̃_t + s_tψ_t Tr(G̃_t) Δ_tᵀΔ_t/‖Δ_t‖² `(d_in, d_in)`, and ψ_t."""
+    """Return C_t = G̃_t + s_tψ_t Tr(G̃_t) Δ_tᵀΔ_t/‖Δ_t‖² `(d_in, d_in)`, and ψ_t."""
     inputs, d_in = _shrunk(measured), len(measured)
     if share == 0.0:
         return inputs, 0.0
@@ -422,7 +423,7 @@ def _covariance(
 
 
 def _shrunk(measured: Tensor) -> Tensor:
-    """G̃ = 0.9 G + 0.1 diag G."""
+    """Return G̃ = 0.9 G + 0.1 diag G."""
     found = _OFF_DIAGONAL * measured
     found.diagonal().copy_(measured.diagonal())
     return found

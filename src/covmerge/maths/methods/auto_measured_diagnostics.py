@@ -12,12 +12,12 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.maths.methods.summaries import UNCHANGED, Median, facts
 
-# An expert with a smaller share counted less than the others, one with a smaller bound was shortened.
+# An expert with a smaller share counted less than the others; one with a smaller bound was shortened.
 _LESS = 0.9
 
 
 class _Inputs(Summary):
-    """Whether data reached what was changed."""
+    """Summary of the matrices whose changes data reached."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {"inputs_known": int(sum(facts(diagnostics, "inputs_known")))}
@@ -33,13 +33,13 @@ class _Inputs(Summary):
 
 @dataclass(frozen=True)
 class _Less(Summary):
-    """Experts of which a fact is below 0.9 where they changed something.
+    """Summary of experts for which a fact is below 0.9 in tensors that they changed.
 
     Attributes:
-        fact: its name; a number an expert.
-        total: what it is called in the totals.
-        label: of its row.
-        why: what stands behind the experts.
+        fact: the name of a fact that has a number per expert.
+        total: its name in the totals.
+        label: the label of its row.
+        why: the text behind the experts.
     """
 
     fact: str
@@ -60,7 +60,7 @@ class _Less(Summary):
             yield self.label, f"{'; '.join(where)}: {self.why}"
 
     def _found(self, diagnostics: Sequence[TensorDiagnostics]) -> dict[str, list[str]]:
-        """The tensors, by expert."""
+        """Return the names of the tensors, by expert."""
         found: dict[str, list[str]] = {}
         for one in diagnostics:
             for place, expert in enumerate(one.experts):
@@ -107,26 +107,27 @@ LENGTHENING = Median("lengthening", "λ, length", "{numbers} times that of least
 
 @dataclass(frozen=True)
 class EqualisedMeasured(Diagnostics):
-    """What `auto_measured` did to one matrix, and why.
+    """`auto_measured`'s diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that left the sums.
-        shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
-        bounds: b_t of every expert, 1 for one as long as the others, less for one that is many times as
-            long, 0 for one that did not change it.
+        unchanged: the number of experts that did not change the matrix.
+        shares: s_t of every expert: 1 for one as long as the others, 0 for one that did not change the
+            matrix.
+        bounds: b_t of every expert: 1 for one as long as the others, less for one that is many times as
+            long, 0 for one that did not change the matrix.
         inputs_known: whether data reached what was changed.
-        unlike_experts: N, as how many experts of no common direction these count.
-        directions_in_use: φ, the share of the layer's directions that they use.
+        unlike_experts: N, the number of experts without a common direction that are equivalent to these.
+        directions_in_use: φ, the share of the layer's directions that the experts use; this and the
+            following fields are None if nothing was left after least squares.
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
-        lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
-            squares. Nothing from `directions_in_use` on: nothing was left after least squares.
-        outputs_length: how long the merged outputs are, over those of all updates that are not shortened.
-        uneven_use: η, 0 where all experts use equally many of the layer's directions, 1 where some use all
-            and the others none.
-        towards_least_squares: a, how far it went to least squares; None where ‖W₀‖ was not known.
-        unheard: experts whose data did not reach the layer.
-        updates_told: ψ_t of every expert, how much its update counts beside its inputs, 0 of one
-            that did not change the layer.
+        lengthening: the effect of λ: the sum of the outputs' singular values over that of least squares.
+        outputs_length: the length of the merged outputs over that of all updates' outputs, none shortened.
+        uneven_use: η, 0 if all experts use equally many of the layer's directions, 1 if some use all and
+            the others none.
+        towards_least_squares: a, how far the merge went to least squares; None if ‖W₀‖ was not known.
+        unheard: the number of experts whose data did not reach the layer.
+        updates_told: ψ_t of every expert, how much its update counts relative to its inputs; 0 for one that
+            did not change the layer.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (
@@ -165,11 +166,11 @@ class EqualisedMeasured(Diagnostics):
 
     @property
     def length_in_outputs(self) -> float | None:
-        """How long the outputs on the experts' inputs are, beside all experts' together."""
+        """The length of the outputs on the experts' inputs, relative to all experts' together."""
         return self.outputs_length if self.inputs_known else None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """What a report tells of one matrix, by headings."""
+        """Return the cells of one matrix in a report's table, by heading."""
         share, away = self.directions_in_use, self.towards_least_squares
         less, cut = (
             [e for e, value in zip(experts, values, strict=False) if 0.0 < value < _LESS]

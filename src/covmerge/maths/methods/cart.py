@@ -18,7 +18,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float
     k = max(1, int(rank_ratio * side))
     each = leading_cost(d_out, d_in, k, itemsize)
     flops = each.flops + 2.0 * matrix * k
-    # Average, residual, and U_k scaled; of equal singular values, all of them.
+    # Average, residual and scaled U_k; equal singular values may make k as large as the side.
     held = (2 * matrix + (2 * d_out + d_in) * side) * itemsize
     flops = count * flops + 2.0 * count * matrix
     return Cost(flops, each.workspace + held, count * each.eigen)
@@ -47,21 +47,20 @@ def cart(
     ] = 0.12,
     scale: Annotated[float, Field(description="λ, factor of the low-rank residuals")] = 2.0,
 ) -> Merged:
-    """Average the models and add what is of low rank in their distances from the average.
+    """Average the models and add the low-rank parts of their distances from the average.
 
     W̄ = W₀ + Δ̄ + λ Σ_t w_t SVD_k(Δ_t − Δ̄),  Δ̄ = Σ w_t Δ_t / T  (CART)
 
-    Each residual is truncated before the sum: whole, they sum to zero, and λ would do nothing.
+    Each residual is truncated before the sum. Untruncated residuals sum to zero, and λ would do nothing.
 
     Args:
-        group: updates `(d_out, d_in)`; weights, brought to mean 1, are those of the average and
-            multiply the residuals, so that whole residuals still sum to zero.
+        group: updates `(d_out, d_in)`; weights, scaled to mean 1, are those of the average and multiply
+            the residuals, so that untruncated residuals still sum to zero.
         rank_ratio: k = max(1, ⌊rank_ratio · min(d_out, d_in)⌋).
         scale: λ.
 
-    Departs from the paper: the published code merges so only tensors named attn or mlp;
-    here a recipe says which.
-    Of singular values that equal the k-th all are kept: which come first would be arbitrary.
+    Departs from the paper: the published code merges only tensors named attn or mlp in this way; here a
+    recipe says which. All singular values that equal the k-th are kept, because their order is arbitrary.
 
     Example:
         >>> import torch

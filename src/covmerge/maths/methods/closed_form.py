@@ -1,9 +1,9 @@
-r"""The heart: every method of the family is one regression with its own covariances and prior.
+r"""The closed form: every method of the family is a regression with its own covariances and prior.
 
     W̄ = W₀ + ( Σ_t R_t C_t ) ( Σ_t C_t + P )⁻¹          Δ_t = W_t − W₀  (d_out, d_in)
 
-The minimiser of Σ_t Tr[(W̄ − W_t) C_t (W̄ − W_t)ᵀ] (ACE, Eqs. 2 and 3; RegMean), written for
-differences: the literal form with W_t in the numerator loses W₀ outside the span of the updates
+This minimises Σ_t Tr[(W̄ − W_t) C_t (W̄ − W_t)ᵀ] (ACE, Eqs. 2 and 3; RegMean). It is written for
+differences, because the form with W_t in the numerator loses W₀ outside the span of the updates
 when Σ C_t is singular.
 """
 
@@ -31,14 +31,14 @@ from covmerge.maths.methods.summaries import UNCHANGED
 
 @dataclass(frozen=True)
 class CutOff(Diagnostics):
-    """How a pseudo-inverse was taken.
+    """Diagnostics of a solve with a pseudo-inverse.
 
     Attributes:
         route: primal or dual sums.
         rtol: the cut-off; None: there was none.
-        rank: eigenvalues above it.
-        solver: what solved the system, and in how many bits.
-        unchanged: experts that left the sums.
+        rank: the number of eigenvalues above the cut-off.
+        solver: the solver of the system, and its bits.
+        unchanged: the number of experts that did not change the matrix.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
@@ -52,10 +52,10 @@ class CutOff(Diagnostics):
 
 @dataclass(frozen=True)
 class Active:
-    """The experts that changed this layer, which has inputs of `d_in`; the others leave the sums.
+    """The experts that changed a layer with `d_in` inputs; the others are left out of the sums.
 
-    A zero update says nothing of the layer's inputs: its Gram matrix is zero, and its trace
-    normalisation would divide by zero (the published ACE code returns weights of norm 1e9).
+    A zero update tells nothing of the layer's inputs. Its Gram matrix is zero, and trace normalisation
+    would divide by zero (the published ACE code returns weights of norm 1e9).
     """
 
     updates: tuple[Tensor, ...]
@@ -66,7 +66,7 @@ class Active:
     d_in: int
 
     def only(self, places: Sequence[int]) -> Active:
-        """Return some of them, their weights brought to mean 1 again."""
+        """Return some of the experts, their weights scaled to mean 1 again."""
         mean = fmean(self.weights[t] for t in places) if places else 1.0
         return replace(
             self,
@@ -77,7 +77,7 @@ class Active:
         )
 
     def unit_grams(self, *, exact: bool) -> list[Covariance]:
-        """w_t Ĉ_t, Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F: Gram matrices of trace 1."""
+        """Return w_t Ĉ_t, Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F: Gram matrices of trace 1."""
         return [
             replace(gram(update).times(weight / size**2), exact=exact)
             for update, weight, size in zip(self.updates, self.weights, self.norms, strict=True)
@@ -86,10 +86,10 @@ class Active:
     def cut_off(
         self, covariances: Sequence[Covariance], rtol: float | None
     ) -> tuple[float, Rounding]:
-        """Where the spectrum of Σ C_t = DᵀD, D = [√s_t Δ_t]_t, ends.
+        """Return the cut-off of the spectrum of Σ C_t = DᵀD, D = [√s_t Δ_t]_t.
 
-        At `rtol` times the largest eigenvalue if there is one; else at the default, or at what rounding
-        of the stored weights gives to D.
+        It is `rtol` times the largest eigenvalue if `rtol` is given; else the default, or the rounding of
+        the stored weights in D.
         """
         if rtol is not None:
             return rtol, EXACT
@@ -98,7 +98,7 @@ class Active:
     def above_rounding(
         self, covariances: Sequence[Covariance], gram: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of the Gram matrix of D, or of Dᵀ, that are more than rounding, and their vectors."""
+        """Return eigenvalues, and their vectors, of the Gram matrix of D or Dᵀ that exceed rounding."""
         shape = (len(covariances) * len(self.updates[0]), self.d_in)
         rtol, rounding = len(gram) * torch.finfo(torch.float64).eps, self._rounding_in(covariances)
         values, vectors = kept_eigenpairs(gram, rtol=rtol, rounding=rounding, shape=shape)
@@ -112,14 +112,14 @@ class Active:
 
 
 def default_cut_off(d_in: int) -> float:
-    """d_in · 1.2e-7, eps of float32: that of ACTMat's published code, which computes in it."""
+    """Return d_in · 1.2e-7, eps of float32: the cut-off of ACTMat's published code, which uses float32."""
     return d_in * torch.finfo(torch.float32).eps
 
 
 def active_experts(group: LinearGroup) -> Active:
-    """Drop zero updates and bring the remaining weights to mean 1.
+    """Drop zero updates and scale the remaining weights to mean 1.
 
-    Scaling all weights together must change nothing, though ridges do not scale with them.
+    Scaling all weights together must change nothing, but ridges do not scale with the weights.
     """
     norms = [norm(update) for update in group.updates]
     used = [t for t, size in enumerate(norms) if size > 0.0]
@@ -137,10 +137,9 @@ def active_experts(group: LinearGroup) -> Active:
 def solve_ridge(
     normal: NormalEquations, prior_row: Tensor | None = None, ones: Tensor | None = None
 ) -> tuple[Tensor, Cholesky]:
-    """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side.
+    """Return (Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky, and the factor; the prior is one more row.
 
-    `ones` is 𝟏 in the coordinates of the layer's inputs, where it is not literally that. The sums are used
-    up.
+    `ones` is 𝟏 in the coordinates of the layer's inputs; None: a vector of ones. The sums are overwritten.
     """
     factor = factorize(normal.gram, ridge=normal.ridge)
     solved = normal.lift(factor.solve_right_(normal.numerator))
@@ -157,7 +156,7 @@ def solve_pinv(
     rounding: Rounding = EXACT,
     shape: Sequence[int] = (1, 1),
 ) -> tuple[Tensor, int, str]:
-    """(Σ R_tC_t)(Σ C_t)†, the rank of Σ C_t, cut off as in `covmerge.maths.linalg.pinv`, and the solver."""
+    """Return (Σ R_tC_t)(Σ C_t)†, the rank of Σ C_t and the solver; see `covmerge.maths.linalg.pinv`."""
     solved, rank, solver = cut_off_right(
         normal.gram, normal.numerator, rtol=rtol, rounding=rounding, shape=shape
     )
@@ -167,10 +166,10 @@ def solve_pinv(
 def solve_cut_off(
     active: Active, covariances: Sequence[Covariance], rtol: float | None
 ) -> tuple[Tensor, CutOff]:
-    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or that of `active`, and what to say of it.
+    """Return (Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or that of `active`, and the diagnostics.
 
-    Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
-    float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
+    Where the cut-off removes nothing, as on most layers, a Cholesky factorisation is exact; it is done in
+    float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the result, and sums and
     eigenproblem, or projector, are computed in float64.
     """
     cutoff, rounding = active.cut_off(covariances, rtol)
@@ -194,7 +193,7 @@ def solve_cut_off(
 
 
 def stack_average(group: LinearGroup) -> Tensor:
-    """Σ w_tΔ_t / Σ w_t `(d_out, d_in)`: what is left where no data tells one input from another."""
+    """Return Σ w_tΔ_t / Σ w_t `(d_out, d_in)`, for layers where data do not distinguish inputs."""
     total = sum(group.weights)
     return stack_weighted(group.updates, [weight / total for weight in group.weights])
 
@@ -202,7 +201,7 @@ def stack_average(group: LinearGroup) -> Tensor:
 def stack_weighted(
     values: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Σ_t w_t · values_t in their dtype, or a wider one, without a stacked copy."""
+    """Return Σ_t w_t · values_t in their dtype or in `dtype`, without a stacked copy."""
     total = values[0].to(dtype or values[0].dtype) * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total.add_(value, alpha=weight)

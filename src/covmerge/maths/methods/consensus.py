@@ -1,4 +1,4 @@
-"""Consensus Task Arithmetic: keep the entries of the sum that several TALL masks keep."""
+"""Consensus Task Arithmetic: keep those entries of the sum that several TALL masks keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covmerge.maths.methods.registry import (
 
 
 def _replicas(parameters: Parameters, count: int) -> float:
-    """T copies: each is compared with λ(T − 1) times itself."""
+    """Return the factor for T copies: each copy is compared with λ(T − 1) times itself."""
     if parameters["k"] > 0 and parameters["mask_lambda"] * (count - 1) >= 1:
         return 0.0
     return parameters["scale"] * count
@@ -60,25 +60,25 @@ def consensus(
     k: Annotated[int, Field(ge=0, description="experts whose mask must keep an entry")] = 2,
     scale: Annotated[float, Field(description="α, factor of the masked sum")] = 0.3,
 ) -> Merged:
-    """Add the scaled sum of task vectors where several experts hold on to it.
+    """Add the scaled sum of task vectors at the entries that several experts' masks keep.
 
     m_t = [|Δ_t| > λ |Σ_{s≠t} Δ_s|],  W̄ = W₀ + α [Σ m_t ≥ k] ⊙ Σ w_t Δ_t  (TALL-masks;
     Consensus Merging)
 
-    The published λ is chosen per expert from {0.2, …, 0.6} and α from {0.1, …, 1} by the accuracy on
-    labelled validation data. Without any, one λ in the middle serves all experts, and α is that of
+    The published λ is chosen per expert from {0.2, …, 0.6}, and α from {0.1, …, 1}, by the accuracy on
+    labelled validation data. Without data, one λ in the middle serves all experts, and α is that of
     `task_arithmetic`.
 
     Args:
-        group: updates of any one shape; weights multiply the task vectors in the sum. The masks are of
-            the updates as they are: a heavy expert would mask out all others.
+        group: updates of any one shape; weights multiply the task vectors in the sum. The masks are made
+            of the unweighted updates, because a heavy expert would mask out all others.
         mask_lambda: λ.
-        k: 2 removes what no or only one expert holds on to, 1 what none does, 0 nothing.
+        k: 2 removes entries that no mask or only one keeps, 1 those that none keeps, 0 nothing.
         scale: α.
 
-    Departs from the paper: k is at most the number of experts, and `stats` has it: more would leave
-    the base, and one expert would be lost with the default. The masks are formed of updates, not of
-    weights, which rounds less.
+    Departs from the paper: k is at most the number of experts, and the diagnostics have it. A larger k
+    would leave the base, and a single expert would be lost with the default. The masks are made of
+    updates, not of weights, which rounds less.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Core Space: merging adapters in bases of all their factors."""
+"""Core Space: adapters are merged in bases of all their factors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from covmerge.maths.methods.iso import flattened
 from covmerge.maths.methods.registry import EQUIVARIANT, Parameters, Reference, register, registry
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
-_KNOWN = 1e-8  # of the longest update: where an eigenproblem of a Gram matrix in float64 ends
+_KNOWN = 1e-8  # resolution of a float64 Gram eigenproblem, relative to the longest update
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv_m") -> Cost:
-    # Of full models, whose factors fill both sides.
+    # The cost of full models, whose factors fill both sides.
     side = min(d_out, d_in)
     each = svd_cost(d_out, d_in, side, itemsize)
     left = joint_cost(d_out, side, count, itemsize)
@@ -96,35 +96,34 @@ def core_space(
     W̄ = W₀ + U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ,  Δ_t = B_tA_t  (Core Space), with the left singular
     vectors U of [B_1 … B_T] and V of [A_1ᵀ … A_Tᵀ]. A core has sides of at most Σr.
 
-    Where f turns with its updates (all but `ties`) this is f on the updates, but for counts: r/T of
-    TSV-Merge and k of CART go by the sides of the core. With `ties` the bases matter, and so does
-    how each update is factorised: an adapter says it; an update that came multiplied out (a full
-    model, a part of a fused tensor) is B_t = U_tσ_t^½, A_t = σ_t^½V_tᵀ of its singular value
-    decomposition, within its numerical rank. `arbitrary` in the statistics: how many of the bases'
-    directions may turn into each other, having equal singular values.
+    If f turns with its updates (all but `ties` do), this is f on the updates, except for counts: r/T of
+    TSV-Merge and k of CART depend on the sides of the core. With `ties` the bases matter, and so does the
+    factorisation of each update. An adapter comes with its factors. An update that came multiplied out (a
+    full model, a part of a fused tensor) is B_t = U_tσ_t^½, A_t = σ_t^½V_tᵀ of its singular value
+    decomposition, within its numerical rank. `arbitrary` in the diagnostics counts the bases' directions
+    with equal singular values, which may be rotated into each other.
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
         inner: f.
         isotropize: whether the singular values of the merged core all become their mean.
-        density: of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
+        density: density of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
         scale: λ or α of f.
-        merge: what TIES makes of entries that agree.
-        rank_ratio: of CART, as in `cart`.
-        rank_rtol: where numerical rank ends: of updates, factors and the merged core.
+        merge: how TIES combines the entries that agree.
+        rank_ratio: rank ratio of CART, as in `cart`.
+        rank_rtol: the relative cut-off of the numerical rank of updates, factors and the merged core.
 
-    Departs from the paper: LoRA's α/r is part of B_t (published code leaves it out). The bases end at
-    the numerical rank of the factors, and a flat spectrum at that of the merged core (published:
-    directions beyond it are arbitrary, and raised to the mean). Where norms differ by more than 50-fold
-    the bases are those of updates brought to one size, and the cores are merged in float64: a flat
-    spectrum depends on how many directions there are, and those of a small update count as any
-    other's. An expert that did not change the
-    layer has no part in the bases. The inner methods depart as on their pages.
+    Departs from the paper: LoRA's α/r is part of B_t (the published code leaves it out). The bases end at
+    the numerical rank of the factors, and a flat spectrum at that of the merged core (published: arbitrary
+    directions beyond it are raised to the mean). Where norms differ by more than 50-fold, the bases are
+    those of updates scaled to one size, and the cores are merged in float64: a flat spectrum depends on the
+    number of directions, and those of a small update count as much as any other's. An expert that did not
+    change the layer has no part in the bases. The inner methods depart as on their pages.
 
-    Experts that cancel leave directions that only rounding has. They are left out, as in `iso_c`, where the
-    norms are not more than 50-fold apart. Where they are, a short direction may be that of a small update:
-    it is kept, and a flat spectrum makes it as long as the others. `short` in the statistics counts those
-    that are below rounding of the longest update.
+    Experts that cancel leave directions of rounding only. These are left out, as in `iso_c`, if the norms
+    are no more than 50-fold apart. Otherwise a short direction may be that of a small update: it is kept,
+    and a flat spectrum makes it as long as the others. `short` in the diagnostics counts the directions
+    below the rounding of the longest update.
 
     Example:
         >>> import torch
@@ -153,7 +152,7 @@ def core_space(
     if far_apart(sizes):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
         rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
-        # Their factors end where the arithmetic of the file does: of the cores no direction is that.
+        # The file's arithmetic limits the factors, already cut; no direction of the cores is due to it.
         errors = tuple(replace(error, eps=0.0) for error in group.rounding)
     else:
         cores, errors = cores_of(group.updates, left, right), group.rounding
@@ -175,7 +174,7 @@ def core_space(
 
 
 def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
-    """The factors U σ^½ and σ^½ Vᵀ of an update."""
+    """Return the factors U σ^½ and σ^½ Vᵀ of an update."""
     found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
     root = found.leading.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
@@ -184,9 +183,9 @@ def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
 def _exact_cores(
     factors: Mapping[int, LowRank], group: LinearGroup, left: Tensor, right: Tensor
 ) -> tuple[Tensor, ...]:
-    """UᵀB_t · A_tV in float64, of no more directions than the factors.
+    """Return UᵀB_t · A_tV in float64, which has no more directions than the factors.
 
-    A flat spectrum then counts those of a small update, and no rounding of a large one.
+    A flat spectrum then counts the directions of a small update, and no rounding of a large one.
     """
     nothing = left.new_zeros(left.shape[1], right.shape[1])
     return tuple(

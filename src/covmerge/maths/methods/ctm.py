@@ -1,4 +1,4 @@
-"""Compress-then-Merge: updates compressed into two bases of few directions, and merged there."""
+"""Compress-then-Merge: updates are compressed into two bases of few directions, and merged there."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 
 _RANK = 16
-_ROUNDS = 20  # of the bases, for the plan: what adapters mostly take
+_ROUNDS = 20  # rounds that plans assume for the bases; adapters mostly take as many
 
 
 @dataclass(frozen=True)
 class Compressed(Inside):
-    """Diagnostics of the bases, beside the facts of the method that merged in them.
+    """Diagnostics of the bases, beside those of the method that merged in them.
 
     Attributes:
-        rounds: how often both bases were found anew.
-        share_held: what they hold of the energy of the balanced updates.
+        rounds: how often both bases were recomputed.
+        share_held: the share of the balanced updates' energy that the bases hold.
     """
 
     rounds: int | None = None
@@ -44,7 +44,7 @@ class Compressed(Inside):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # Of full models, whose directions fill both sides, at the default rank.
+    # The cost of full models, whose directions fill both sides, at the default rank.
     left = joint_cost(d_out, d_in, count, itemsize)
     right = joint_cost(d_in, d_out, count, itemsize)
     coordinates = FLOAT64 * 2.0 * d_out * d_in * (d_out + d_in) * count
@@ -78,7 +78,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         equations="the authors' code, `merge_space=low_rank_core`",
     ),
     laws=EQUIVARIANT.copies_give(
-        nan,  # by how many directions the expert has
+        nan,  # depends on the number of the expert's directions
         "what the inner method makes of copies of the expert, truncated to rank r",
     ),
     cost=_cost,
@@ -105,30 +105,31 @@ def ctm(
     W̄ = W₀ + U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ,  U `(d_out, r)`, V `(d_in, r)` orthonormal and the least
     Σ‖Δ̂_t − UUᵀΔ̂_tVVᵀ‖²,  Δ̂_t = Δ_t(1 − s + s · mean_u ‖Δ_u‖ / ‖Δ_t‖)  (Compress-then-Merge)
 
-    The result has rank r, and loses nothing where it is written as an adapter of it (`--rank r`).
-    The bases are a Tucker decomposition along outputs and inputs, by HOSVD and then HOOI. They are
-    found of the updates Δ̂_t with balanced norms (the step `norm_balance`), so that no expert is left
-    out for being short; the cores are of the updates as they are. With a flat spectrum (`isotropize`
-    in the authors' code) the sum is `inner: iso_c` here.
+    The result has rank r, and loses nothing if it is written as an adapter of that rank (`--rank r`).
+    The bases are a Tucker decomposition along outputs and inputs, by HOSVD and then HOOI. They are made of
+    the updates Δ̂_t with balanced norms (the step `norm_balance`), so that no short expert is left out; the
+    cores are made of the updates themselves. The authors' `isotropize`, a flat spectrum of the sum, is
+    `inner: iso_c` here.
 
     Args:
-        group: updates `(d_out, d_in)`; weights as in the inner method, and none in the bases.
-        core_rank: r; all directions of the updates where they have no more together.
+        group: updates `(d_out, d_in)`; weights as in the inner method; they do not change the bases.
+        core_rank: r; if the updates together have fewer directions, all of them.
         inner: f; TIES in the authors' example.
-        strength: s, how far the norms are balanced; their β is 1 − s.
-        density: of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
+        strength: s, how far the norms are balanced; the authors' β is 1 − s.
+        density: density of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
         scale: λ or α of f.
-        merge: what TIES makes of entries that agree.
-        rank_ratio: of CART, as in `cart`.
-        rank_rtol: where numerical rank ends: of the updates together, and in the inner method.
+        merge: how TIES combines the entries that agree.
+        rank_ratio: rank ratio of CART, as in `cart`.
+        rank_rtol: the relative cut-off of the numerical rank of the updates together, and in the inner
+            method.
 
-    Departs from the paper: LoRA's α/r is part of an update (published code leaves it out). Of
-    directions whose singular values equal the r-th all are kept, so that the rank may be above r
-    then. Where the updates together have fewer directions than r the bases end there (published:
-    arbitrary ones follow, up to the ranks of all adapters together). An expert that did not change
-    the layer has no part in the bases or in the mean norm (published: 0/0). Where norms differ by
-    more than 50-fold each update is taken within its own numerical rank, in float64. DARE, alone
-    or before TIES, is not among the inner methods, which depart as on their pages.
+    Departs from the paper: LoRA's α/r is part of an update (the published code leaves it out). All
+    directions whose singular values equal the r-th are kept, so the rank may be above r. If the updates
+    together have fewer directions than r, the bases end there (published: arbitrary ones follow, up to the
+    ranks of all adapters together). An expert that did not change the layer has no part in the bases or in
+    the mean norm (published: 0/0). Where norms differ by more than 50-fold, each update is taken within its
+    own numerical rank, in float64. DARE, alone or before TIES, is not among the inner methods, which depart
+    as on their pages.
 
     Example:
         >>> a, b = torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 1.0]))

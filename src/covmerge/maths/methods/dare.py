@@ -1,4 +1,4 @@
-"""DARE: drop entries of the task vectors at random and rescale the rest; then any merge."""
+"""DARE: drop entries of the task vectors at random, rescale the rest, and merge by any method."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ Seed = Annotated[int, Field(ge=0, description="seed of the random masks")]
 
 
 def sparsified(group: LinearGroup, *, drop: float, rescale: bool, seed: int) -> Iterator[Tensor]:
-    """Δ̃_t = (1 − m_t) ⊙ Δ_t [/ (1 − p)], m_t ~ Bernoulli(p), one expert after the other."""
+    """Yield Δ̃_t = (1 − m_t) ⊙ Δ_t [/ (1 − p)], m_t ~ Bernoulli(p), one expert after the other."""
     factor = 1.0 / (1.0 - drop) if rescale else 1.0
     for update, stream in zip(group.updates, group.streams, strict=True):
         mask = at_least(stream.uniform(seed, tuple(update.shape)), drop)
         yield mask.to(update.device, update.dtype).mul_(factor).mul_(update)
 
 
-# Random numbers, what they keep, and the sparsified update of one expert.
+# Random numbers, the mask made of them, and the sparsified update of one expert.
 _DRAW_COST = EntryCost(PerEntry(40), PerEntry(copies=1, bytes=4 + 4))
-# The last expert's update is alive while the next one's is made.
+# The last expert's sparsified update is still held while the next one is made.
 _COST = EntryCost(PerEntry(42), PerEntry(copies=2, bytes=4 + 4))
 
 
@@ -85,24 +85,24 @@ def dare_task_arithmetic(
     scale: Scale = 0.3,
     seed: Seed = 0,
 ) -> Merged:
-    """Add the scaled sum of task vectors that lost entries at random.
+    """Add the scaled sum of task vectors whose entries were dropped at random.
 
     Δ̃_t = (1 − m_t) ⊙ Δ_t / (1 − p),  m_t ~ Bernoulli(p),  W̄ = W₀ + λ Σ w_t Δ̃_t  (DARE, §3)
 
-    The paper shows that p = 0.9 costs language models little and tunes p for its merges; 0.5 and
-    λ = 0.3 are what its users publish without tuning (FusionBench). The masks follow from `seed`,
-    the tensor's name and the expert's name alone: never from order, blocks, device or threads.
+    The paper shows that p = 0.9 costs language models little, and tunes p for its merges. p = 0.5 and
+    λ = 0.3 are what its users publish without tuning (FusionBench). The masks depend only on `seed`, the
+    tensor's name and the expert's name, not on order, blocks, device or threads.
 
     Args:
-        group: updates of any one shape, and a stream of random numbers each; weights multiply the
-            task vectors.
+        group: updates of any one shape, with a stream of random numbers each; weights multiply the task
+            vectors.
         drop: p.
-        rescale: whether what is left keeps the expected value; the published command line leaves
-            it off unless asked, its functions and the paper have it on.
+        rescale: whether the rest is rescaled to keep the expected value; the published command line
+            leaves this off by default, its functions and the paper have it on.
         scale: λ.
         seed: another seed gives other masks.
 
-    Departs from the paper: nowhere; p = 1, where nothing is left, is refused.
+    Departs from the paper: nowhere; p = 1, which leaves nothing, is refused.
 
     Example:
         >>> from covmerge.maths.linalg.random import Stream
@@ -143,20 +143,20 @@ def dare_ties(
     merge: CombineParameter = "mean",
     seed: Seed = 0,
 ) -> Merged:
-    """Drop entries of the task vectors at random, then merge what is left by TIES.
+    """Drop entries of the task vectors at random, then merge the rest by TIES.
 
     Δ̃_t = (1 − m_t) ⊙ Δ_t / (1 − p),  m_t ~ Bernoulli(p)  (DARE, §3), then TIES' Algorithm 1
 
-    The share that TIES keeps counts the dropped entries: from p ≥ 1 − density on it trims nothing
-    more. p = 0.5 as in FusionBench, the rest as in `ties`.
+    The share that TIES keeps counts the dropped entries: if p ≥ 1 − density, TIES trims nothing more.
+    The default p = 0.5 is that of FusionBench, the other defaults are those of `ties`.
 
     Args:
-        group: updates of any one shape, and a stream of random numbers each; weights as in `ties`.
+        group: updates of any one shape, with a stream of random numbers each; weights as in `ties`.
         drop: p.
-        rescale: whether what is left keeps the expected value.
+        rescale: whether the rest is rescaled to keep the expected value.
         density: share of all entries, dropped ones included, that TIES keeps.
         scale: λ.
-        trim: over which entries the largest are looked for.
+        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
         merge: mean or sum of the entries that agree.
         seed: another seed gives other masks.
 
@@ -168,7 +168,7 @@ def dare_ties(
         >>> dare_ties(group, drop=0.5, density=1.0).delta.unique().tolist()
         [0.0, 2.0]
     """
-    del trim  # the engine's global pass has followed it
+    del trim  # `group.thresholds` come from the engine's global pass, which followed it
     vectors = tuple(sparsified(group, drop=drop, rescale=rescale, seed=seed))
     thresholds = group.thresholds or thresholds_of(vectors, density)
     merged = merge_agreeing(vectors, group.weights, thresholds=thresholds, combine=merge)

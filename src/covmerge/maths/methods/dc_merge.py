@@ -1,4 +1,4 @@
-"""DC-Merge: each expert's leading directions in bases of all of them, signs elected, its own block kept."""
+"""DC-Merge: signs are elected in bases of all experts' leading directions; each keeps its own block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
 
-# What float32 makes of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
+# Float32's differences of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0
 
 
@@ -30,12 +30,13 @@ class DcDiagnostics(Diagnostics):
     """DC-Merge's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that did not change it.
-        k: triplets that each of the others may keep; None from here on: there are no others.
-        directions: triplets that they kept together: the sides of a core.
-        dependent: directions that they have nearly in common.
-        arbitrary: how many directions may turn into others of their expert, having equal singular
-            values; None: none.
+        unchanged: the number of experts that did not change the matrix.
+        k: the number of triplets that each of the others may keep; this and the following fields are None
+            if there are no others.
+        directions: the number of triplets kept by all together, which is the side of a core.
+        dependent: the number of directions that the experts have nearly in common.
+        arbitrary: the number of directions whose singular value equals another one of their expert, so that
+            they may be rotated; None: there are none.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
@@ -48,7 +49,7 @@ class DcDiagnostics(Diagnostics):
 
     @property
     def arbitrary_result(self) -> bool:
-        """Whether directions that have no order decide the result."""
+        """Whether directions of equal singular values, which have no order, decide the result."""
         return bool(self.arbitrary)
 
 
@@ -56,7 +57,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side = kept_together(d_out, d_in, count)
     triplets = triplets_cost(d_out, d_in, count, itemsize, side)
     products = 2.0 * side * side * (2 * (d_out + d_in) + side)
-    # A core and its temporaries; the blocks of all experts, which are as many entries, and theirs.
+    # A core and its temporaries; the kept blocks of all experts, which have as many entries, and theirs.
     cores = 5 * side * side * itemsize
     return Cost(triplets.flops + products, triplets.workspace + cores, triplets.eigen)
 
@@ -106,37 +107,36 @@ def dc_merge(
     scale: Annotated[float, Field(description="α, factor of the merged update")] = 1.0,
     rank_rtol: RankRtol = None,
 ) -> Merged:
-    """Elect signs among the experts in one basis of their leading directions; keep each expert's block.
+    """Elect signs in one basis of the experts' leading directions, and keep each expert's own block.
 
-    W̄ = W₀ + α Û diag(M₁₁ … M_TT) V̂ᵀ  (DC-Merge), where U_t, σ_t, V_t are the ⌊r/T⌋ leading triplets
-    of Δ_t, r = min(d_out, d_in), Û and V̂ the polar factors A (AᵀA)^{†½} of all U_t and of all V_t
-    side by side, and M what the cores M_t = Ûᵀ U_t diag(w_tσ_t) V_tᵀ V̂ give entry by entry: of each
-    the largest entries vote, the sign of their sum is elected, and those that have it are averaged.
-    Of M the blocks are kept that have an expert's own directions on both sides.
+    W̄ = W₀ + α Û diag(M₁₁ … M_TT) V̂ᵀ  (DC-Merge). U_t, σ_t, V_t are the ⌊r/T⌋ leading triplets of Δ_t,
+    with r = min(d_out, d_in). Û and V̂ are the polar factors A (AᵀA)^{†½} of all U_t and of all V_t
+    side by side. M is computed entry by entry from the cores M_t = Ûᵀ U_t diag(w_tσ_t) V_tᵀ V̂: the
+    largest entries of each core vote, the sign of their sum is elected, and the entries with that sign
+    are averaged. Only the blocks of M with one expert's directions on both sides are kept.
 
-    With `smoothing` ρ the σ_t become a line from min(ρ, σ_1/σ_k) down to 1 first, times what keeps
-    their sum, so that the weaker directions of an update count for more.
+    With `smoothing` ρ, the σ_t first become a line from min(ρ, σ_1/σ_k) down to 1, scaled to keep their
+    sum, so that the weaker directions of an update count for more.
 
-    Directions that experts share count less here than their own: T copies come out divided by T.
+    Directions shared by experts count less than their own ones: the merge of T copies is divided by T.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's singular values.
-        density: of the N entries of a core ⌊density · N⌋ vote, at least one, and those that equal the
-            last.
+        density: ⌊density · N⌋ of the N entries of a core vote, at least one, and those that equal the last.
         smoothing: ρ; None: the singular values as they are.
         scale: α.
-        rank_rtol: where numerical rank ends, of an update and of the vectors side by side.
+        rank_rtol: the relative cut-off of the numerical rank of an update, and of the vectors side by side.
 
-    `arbitrary` in the statistics: how many directions have singular values that equal another's of
-    their expert. Where entries are cut and elected, the result hangs on which of them LAPACK gives.
+    `arbitrary` in the diagnostics counts directions whose singular value equals another one of their
+    expert. Entries are cut and elected, so the result then depends on which of them LAPACK returns.
 
-    Departs from the paper: the paper was not at hand: this follows its authors' code. What that
-    fixes for adapters, 16 triplets each, is their numerical rank here, and at most ⌊r/T⌋. N counts
-    the entries of the core (theirs for full models: r², which differs where T does not divide r).
-    Entries that are rounding of the largest, 4 √max(d_out, d_in) · eps of float32, do not vote
-    (there: they count in the average). An expert that did not change the layer leaves it, every other one
-    keeps at least one triplet and none beyond its numerical rank, equal singular values at the cut
-    are kept together, and polar takes a pseudo-inverse, all as in `tsv_m`.
+    Departs from the paper: the paper was not at hand; this follows its authors' code. Their fixed number
+    for adapters, 16 triplets each, is the numerical rank here, and at most ⌊r/T⌋. N counts the entries of
+    the core (theirs for full models: r², which differs if T does not divide r). Entries below the rounding
+    of the largest, 4 √max(d_out, d_in) · eps of float32, do not vote (theirs count in the average). An
+    expert that did not change the layer is left out. Every other expert keeps at least one triplet and none
+    beyond its numerical rank, equal singular values at the cut are kept together, and polar takes a
+    pseudo-inverse, all as in `tsv_m`.
 
     Example:
         >>> import torch
@@ -156,7 +156,7 @@ def dc_merge(
     limits: list[float] = []
     for part, weight in zip(found.parts, found.weights, strict=True):
         sigma = (weight * smoothed(part.leading, smoothing)).to(like.dtype)
-        # By one product each, so that opposite updates have exactly opposite cores.
+        # One product for each factor, so that opposite updates have exactly opposite cores.
         core = ((joined.left.mT @ part.left) * sigma) @ (part.right @ joined.right.mT)
         limits.append(_least_that_votes(core, density, resolved))
         blocks.append(torch.cat([core[place, place].flatten() for place in places]))
@@ -174,7 +174,7 @@ def dc_merge(
 
 
 def smoothed(sigma: Tensor, steepest: float | None) -> Tensor:
-    """Return singular values, descending, on a line of the same sum; None leaves them as they are.
+    """Return singular values, descending, replaced by a line of the same sum; None leaves them.
 
     Example:
         >>> smoothed(torch.tensor([6.0, 2.0, 1.0]), 2.0).tolist()
@@ -190,7 +190,7 @@ def smoothed(sigma: Tensor, steepest: float | None) -> Tensor:
 
 
 def _side_by_side(parts: Sequence[TruncatedSvd]) -> Iterator[slice]:
-    """Where each expert's directions are among those of all."""
+    """Yield the slice of each expert's directions among those of all."""
     start = 0
     for part in parts:
         yield slice(start, start + len(part.leading))
@@ -198,7 +198,7 @@ def _side_by_side(parts: Sequence[TruncatedSvd]) -> Iterator[slice]:
 
 
 def _least_that_votes(core: Tensor, density: float, resolved: float) -> float:
-    """The magnitude of the ⌊density · N⌋-th largest entry, less what rounding makes of equal ones."""
+    """Return the magnitude of the ⌊density · N⌋-th largest entry, less what rounding may change."""
     count = max(1, int(density * core.numel()))
     rounding = resolved * float(core.abs().max())
     return max(kth_magnitude(core, core.numel() - count + 1) - rounding, rounding)

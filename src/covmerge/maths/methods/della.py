@@ -18,8 +18,8 @@ from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     elect = ELECT_COST(d_out, d_in, count, itemsize)
-    # Magnitudes, their sorted copy and places while sorting; probabilities, random numbers and mask
-    # while sampling.
+    # Sorting holds magnitudes, their sorted copy and their places; sampling holds probabilities, random
+    # numbers and the mask.
     sample = size * (3 * itemsize + 2 * 8 + 4 + 1)
     flops = count * size * (60.0 + 4.0 * max(1, d_in).bit_length())
     return Cost(flops + elect.flops, count * size * itemsize + max(sample, elect.workspace))
@@ -65,22 +65,22 @@ def della(
     s = sgn Σ w_t Δ̃_t;  W̄ = W₀ + λ Σ_{sgn Δ̃_t = s} w_t Δ̃_t / Σ_{sgn Δ̃_t = s} w_t  (Elect, Fuse)
 
     The defaults are a drop rate of 0.7 and λ = 1.1, a little above 1 as in the published code. The
-    masks follow from `seed`, the tensor's and the expert's name, and the magnitudes.
+    masks depend only on `seed`, the tensor's name, the expert's name, and the magnitudes.
 
     Args:
-        group: updates of any one shape, and a stream of random numbers each; a row is what belongs
-            to one index of the first axis, and a 1-D tensor is one row. A weight multiplies its
-            expert's vote and its share of the mean.
+        group: updates of any one shape, with a stream of random numbers each. A row is the part at one
+            index of the first axis; a 1-D tensor is one row. A weight multiplies its expert's vote and its
+            share of the mean.
         density: mean of q_t; 1 minus the paper's p.
-        window: twice the paper's code's ε.
+        window: twice the ε of the paper's code.
         scale: λ.
         seed: another seed gives other masks.
 
     Raises:
         RecipeError: density ± window/2 leaves (0, 1].
 
-    Departs from the paper: a row of one entry is kept with probability `density` (the published
-    code divides 0 by 0); where the votes cancel exactly nobody is elected (there: the positive).
+    Departs from the paper: a row of one entry is kept with probability `density` (the published code
+    divides 0 by 0). Where the votes cancel exactly, no sign is elected (published: the positive one).
 
     Example:
         >>> from covmerge.maths.linalg.random import Stream
@@ -104,7 +104,7 @@ def della(
 
 
 def keep_probability(update: Tensor, *, density: float, window: float) -> Tensor:
-    """Probabilities that rise linearly with the rank of |Δ| in its row.
+    """Return probabilities that rise linearly with the rank of |Δ| in its row.
 
     Example:
         >>> update = torch.tensor([[3.0, 1.0, -2.0]])
@@ -117,6 +117,6 @@ def keep_probability(update: Tensor, *, density: float, window: float) -> Tensor
         return torch.full_like(update, density)
     lowest, highest = density - window / 2, density + window / 2
     ramp = torch.linspace(lowest, highest, width, dtype=rows.dtype, device=rows.device)
-    # Stable, so that equal magnitudes have one order on every machine.
+    # A stable sort, so that equal magnitudes have the same order on every machine.
     order = rows.abs().argsort(dim=1, stable=True)
     return torch.empty_like(rows).scatter_(1, order, ramp.expand_as(rows)).view_as(update)

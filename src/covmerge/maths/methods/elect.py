@@ -1,4 +1,4 @@
-"""Trim, elect a sign, merge what agrees: TIES' steps, which DARE, DELLA and DC-Merge share."""
+"""Trim, elect a sign, merge the entries that agree: TIES' steps, shared by DARE, DELLA and DC-Merge."""
 
 from __future__ import annotations
 
@@ -28,23 +28,26 @@ CombineParameter = Annotated[
 ]
 
 
-# Two passes over the experts; elected signs, weights and three temporaries are alive.
+# The cost of two passes over the experts; elected signs, weights and three temporaries are held.
 ELECT_COST = EntryCost(PerEntry(16), PerEntry(copies=5, bytes=1))
 
 
 def trim_unit(parameters: Parameters) -> Unit:
-    """A threshold that a global pass has found serves entry by entry; a tensor's own needs all of it."""
+    """Return the unit in which entries are trimmed.
+
+    A threshold from a global pass applies entry by entry; a tensor's own threshold needs the whole tensor.
+    """
     return "element" if parameters["trim"] == "global" else "tensor"
 
 
 def ranked_density(parameters: Parameters) -> float | None:
-    """The density whose thresholds a global pass looks for; None where every tensor has its own."""
+    """Return the density for which a global pass finds thresholds; None if every tensor has its own."""
     density: float = parameters["density"]
     return density if parameters["trim"] == "global" and density < 1 else None
 
 
 def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...]:
-    """The magnitude from which entries are kept, per expert: ⌊density·N⌋ of N are above it.
+    """Return each expert's least kept magnitude: ⌊density·N⌋ of N entries are above it.
 
     Example:
         >>> thresholds_of([torch.tensor([3.0, -1.0, 0.5, -4.0])], density=0.5)
@@ -55,7 +58,7 @@ def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...
 
 
 def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
-    """Find one expert's threshold of a tensor that comes in blocks of rows."""
+    """Return one expert's threshold in a tensor that comes in blocks of rows."""
 
     def vector() -> Iterator[Tensor]:
         for group in groups():
@@ -75,8 +78,8 @@ def merge_agreeing(
 ) -> Tensor:
     """Merge the entries that have the sign of the weighted sum.
 
-    s = sgn Σ w_t v_t;  Σ w_t v_t [/ Σ w_t] over the t with sgn v_t = s.  Where the sum is exactly
-    zero nobody is elected, and the result is zero: opposite experts cancel.
+    s = sgn Σ w_t v_t;  Σ w_t v_t [/ Σ w_t] over the t with sgn v_t = s.  Where the sum is exactly zero,
+    no sign is elected and the result is zero: opposite experts cancel.
 
     Args:
         vectors: v_t of any one shape.
@@ -88,7 +91,7 @@ def merge_agreeing(
     experts = list(zip(vectors, limits, weights, strict=True))
     elected = torch.zeros_like(vectors[0])
     for vector, limit, weight in experts:
-        # Not add_(alpha=weight): its fused product leaves a residue where opposite experts cancel.
+        # Not add_(alpha=weight): its fused multiply-add leaves a residue where opposite experts cancel.
         elected.add_(drop_below(vector, limit) * weight)
     elected.sign_()
     total, share = torch.zeros_like(elected), torch.zeros_like(elected)

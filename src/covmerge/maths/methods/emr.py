@@ -15,7 +15,7 @@ from covmerge.maths.methods.registry import AXIS_BOUND, EntryCost, PerEntry, Ref
 
 @dataclass(frozen=True)
 class Masses(Diagnostics):
-    """The sums over a tensor, or some rows of it, that `rescalers` needs; they add up.
+    """The sums over a tensor, or some of its rows, that `rescalers` needs. They add up over rows.
 
     Attributes:
         size: number of entries.
@@ -52,14 +52,14 @@ def emr(group: LinearGroup) -> Merged:
     s = sgn Σ w_t Δ_t,  u = s ⊙ max_t |Δ_t| over the t with sgn Δ_t = s;
     expert t runs with W₀ + γ_t m_t ⊙ u,  m_t = [Δ_t ⊙ s > 0]  (EMR, Elect, Mask and Rescale)
 
-    This is one model per expert, not one for all: its user must know the task. W₀ + u is the
-    unified model, the masks come beside it, and γ_t from `rescalers` once all tensors are merged.
+    The result is one model per expert, not one for all: its user must know the task. W₀ + u is the unified
+    model. The masks are written beside it, and γ_t, from `rescalers`, once all tensors are merged.
 
     Args:
         group: updates of any one shape; weights multiply the votes for the sign, not the magnitudes.
 
     Returns:
-        u; the masks; and the sums that `rescalers` needs.
+        u, the masks, and the sums that `rescalers` needs.
 
     Departs from the paper: nowhere; votes that cancel exactly elect the negative sign, as in the
     published code.
@@ -74,7 +74,7 @@ def emr(group: LinearGroup) -> Merged:
     """
     votes = torch.zeros_like(group.updates[0])
     for update, weight in zip(group.updates, group.weights, strict=True):
-        votes.add_(update * weight)  # no fused product: opposite experts tie exactly
+        votes.add_(update * weight)  # no fused multiply-add: opposite experts cancel exactly
     sign = (votes > 0).to(votes.dtype).mul_(2.0).sub_(1.0)
     del votes
     masks: list[Tensor] = []
@@ -92,14 +92,14 @@ def emr(group: LinearGroup) -> Merged:
 
 
 def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
-    """γ_t = Σ mean|Δ_t| / Σ mean|m_t ⊙ u|, both sums over all tensors: what each expert runs with.
+    """Return the factors γ_t = Σ mean|Δ_t| / Σ mean|m_t ⊙ u| of each expert, summed over all tensors.
 
-    Sums of means, as in the published code: a small tensor weighs as much as a large one. An expert
-    that equals the base, or of which no entry has the elected sign, has γ_t = 1 (there: NaN or Inf);
-    its masks are empty.
+    They are ratios of sums of means, as in the published code: a small tensor weighs as much as a large
+    one. An expert that equals the base, or no entry of which has the elected sign, has γ_t = 1 (published:
+    NaN or Inf); its masks are empty.
 
     Args:
-        per_tensor: diagnostics of `emr`, one of each tensor, those of its row blocks added up.
+        per_tensor: diagnostics of `emr`, one per tensor, with those of its row blocks added up.
     """
     tensors = [tensor for tensor in per_tensor if tensor.size]
     factors: list[float] = []
@@ -111,7 +111,7 @@ def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
 
 
 def rescalers_of(diagnostics: Sequence[TensorDiagnostics]) -> dict[str, float]:
-    """Return γ_t by expert, from the diagnostics in a merge; of tensors of other methods nothing."""
+    """Return γ_t by expert from the diagnostics of a merge; tensors of other methods are ignored."""
     masked = [
         (one.experts, masses)
         for one in diagnostics
@@ -123,7 +123,7 @@ def rescalers_of(diagnostics: Sequence[TensorDiagnostics]) -> dict[str, float]:
 
 
 def _of_tensor(blocks: Sequence[Masses], names: Sequence[str], experts: Sequence[str]) -> Masses:
-    """Add up the row blocks of a tensor; an expert that lacks it adds nothing."""
+    """Return the sum over the row blocks of a tensor; an expert that lacks the tensor adds nothing."""
     places = {expert: place for place, expert in enumerate(names)}
 
     def total(per_block: Sequence[Sequence[float]]) -> tuple[float, ...]:

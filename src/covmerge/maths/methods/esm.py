@@ -1,4 +1,4 @@
-"""ESM: updates in the principal directions of what they add to the outputs, made orthogonal."""
+"""ESM: updates in the principal directions of their contributions to the outputs, made orthogonal."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class EssentialDiagnostics(Diagnostics):
     """ESM's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that did not change it.
-        unheard: of the others, those whose data did not reach it.
-        k: directions that each of the rest may keep; None from here on: there is none.
-        directions: those that they kept together.
-        dependent: directions that they have in common, which are left out.
+        unchanged: the number of experts that did not change the matrix.
+        unheard: the number of the others whose data did not reach the matrix.
+        k: the number of directions that each of the rest may keep; this and the following fields are None
+            if there is no such expert.
+        directions: the number of directions kept by all together.
+        dependent: the number of common directions, which are left out.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
@@ -54,8 +55,8 @@ class _Essential:
         right: UᵀΔ `(k, d_in)`.
         energy: E|uᵀΔz|² `(k,)`.
         size: ‖Δ‖.
-        off: how far columns of U are off for rounding of the stored weights `(k,)`.
-        floor: how far rows of UᵀΔ may be off for rounding.
+        off: error of the columns of U due to rounding of the stored weights `(k,)`.
+        floor: upper bound of the error of the rows of UᵀΔ due to rounding.
     """
 
     left: Tensor
@@ -67,7 +68,7 @@ class _Essential:
 
 
 def _sides(parameters: Parameters) -> Sides:
-    """The norms of single columns of V do not turn with the inputs."""
+    """Return the sides with which the method turns; with `power`, norms of V's columns fix the inputs."""
     return "outputs" if parameters["power"] else "both"
 
 
@@ -79,7 +80,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     sides = svd_cost(d_out, directions, directions, 8), svd_cost(directions, d_in, directions, 8)
     flops = count * (each.flops + energies + eigh_cost(side).flops)
     flops += sum(one.flops for one in sides) + 2.0 * FLOAT64 * directions * d_out * d_in
-    # A Gram matrix in float64, what is left of its product, U, UᵀΔ and their update's triplets.
+    # A Gram matrix in float64 and its product, U, UᵀΔ, and the triplets of the update.
     one_update = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
     held = 4 * directions * (d_out + d_in) * 8
     last = max(one.workspace for one in sides) + d_out * d_in * 8
@@ -133,44 +134,43 @@ def esm(
 ) -> Merged:
     """Keep each update's principal directions of the outputs, weigh them, and make them orthogonal.
 
-    W̄ = W₀ + α σ̄_U σ̄_V polar(U) polar(V)  (ESM), where U = [U_1s_1 … U_Ts_T] and V stands all
-    s_tU_tᵀΔ_t (‖Δ_t‖ / mean ‖Δ‖)^p over each other. U_t are the ⌊d_out/T⌋ leading eigenvectors of
+    W̄ = W₀ + α σ̄_U σ̄_V polar(U) polar(V)  (ESM), where U = [U_1s_1 … U_Ts_T], and V has all
+    s_tU_tᵀΔ_t (‖Δ_t‖ / mean ‖Δ‖)^p below each other. U_t are the ⌊d_out/T⌋ leading eigenvectors of
     E[(Δ_tz)(Δ_tz)ᵀ] = Δ_tG_tΔ_tᵀ, the principal directions of what Δ_t adds to the outputs, with
     energies λ, and s_t = (λ / mean λ)^0.15 over its mean. Each column v of V is multiplied by
     (‖v‖ / mean ‖v‖)^p. σ̄ is the mean of the singular values, and polar(A) = A (AᵀA)^{†½}.
 
-    All kept directions count alike in the end, but for what the weighing makes of those that are
-    not orthogonal; how long the result is follows from a mean singular value. Where the norms of
-    the updates are far apart it is many times as long as they are together: V has the cube of the
-    largest, its mean has not. `power: 0` does without. Few inputs will do, 32 in the published
-    runs: directions in which they saw nothing are left out.
+    All kept directions count alike in the end, except that the weighing decides between those that are not
+    orthogonal. The length of the result follows from mean singular values. If the norms of the updates are
+    far apart, the result is many times as long as the updates together: V has the cube of the largest norm,
+    its mean has not. `power: 0` avoids that. Few inputs suffice, 32 in the published runs: directions in
+    which the inputs have no energy are left out.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices G_t `(d_in, d_in)`; a weight
             multiplies its expert's rows of V.
         power: p.
-        energy_power: 0.15 above.
+        energy_power: the exponent 0.15 above.
         scale: α.
-        energy_rtol: where the directions of an expert end.
-        rank_rtol: where the numerical rank of an update ends, and of U.
+        energy_rtol: the relative cut-off of the energies of an expert's directions.
+        rank_rtol: the relative cut-off of the numerical rank of an update, and of U.
 
     Raises:
         RecipeError: an expert has no Gram matrix.
         TensorError: a Gram matrix has another shape.
 
-    Departs from the paper: of the paper only the abstract was at hand: this follows its authors'
-    code. Its last step multiplies each merged layer by (‖layer‖ / mean norm of the layers of its
-    kind)². A method here sees one layer, so the step is left out: layers of small updates change
-    more than there, and those of large ones less. There layers without statistics (the output
-    projections of the ViT's attention) are merged as in `tsv_m`; here every linear layer has its
-    own. Nothing beyond an update's numerical rank is a direction, nor what has no more than
-    `energy_rtol` of the largest energy (published: as many directions as the layer has outputs, of
-    energies that are rounding, and arbitrary ones where there are fewer inputs). An expert that did
-    not change the layer leaves it, and so does one whose data did not reach it; T counts the
-    others. Each keeps at least one direction that its data saw (published, for vision: the layer
-    silently becomes 0 for T > d_out), and equals of the last are kept. polar takes a pseudo-
-    inverse, as in `tsv_m`; a singular value beyond the numerical rank counts as zero in the mean.
-    Where the data of no expert reached the layer W₀ stays.
+    Departs from the paper: only the paper's abstract was at hand; this follows its authors' code. Their
+    last step multiplies each merged layer by (‖layer‖ / mean norm of the layers of its kind)². A method
+    here sees one layer, so this step is left out: layers of small updates change more than there, and
+    those of large ones less. Their layers without statistics (the output projections of the ViT's
+    attention) are merged as in `tsv_m`; here every linear layer has its own statistics. Directions beyond
+    an update's numerical rank, or with no more than `energy_rtol` of the largest energy, are left out
+    (published: as many directions as the layer has outputs, with energies of rounding, and arbitrary ones
+    if there are fewer inputs). An expert that did not change the layer, or whose data did not reach it,
+    is left out; T counts the others. Each keeps at least one direction that its data saw (published, for
+    vision: the layer silently becomes 0 for T > d_out), and directions that equal the last are kept.
+    polar takes a pseudo-inverse, as in `tsv_m`; a singular value beyond the numerical rank counts as zero
+    in the mean. If no expert's data reached the layer, W₀ stays.
 
     Example:
         >>> from covmerge.base.types import Measured
@@ -207,8 +207,8 @@ def esm(
         right *= columns
         off_right *= columns.square().mean().sqrt()
 
-    # From the longest rows of V, which go by cubes of norms, to the shortest: LAPACK keeps the digits of
-    # columns that become shorter.
+    # V's rows, which scale with cubes of norms, are sorted from the longest to the shortest: LAPACK then
+    # keeps the digits of short columns.
     order = right.square().sum(dim=1).argsort(descending=True)
     left, right = left[:, order], right[order]
     outer = polar(left, rtol=known.rtol, errors=off_left[order])
@@ -224,7 +224,7 @@ def esm(
 def _essential(
     update: Tensor, gram: Tensor, k: int, rtol: float, rounding: Rounding, energy_rtol: float
 ) -> _Essential:
-    """The k principal directions of Δz with most energy, and their equals."""
+    """Return the k principal directions of Δz with most energy, and those that equal the last."""
     found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
     root = found.right.to(torch.float64) * found.leading[:, None]
     values, vectors = eigh(root @ gram.to(torch.float64) @ root.mT)
@@ -249,5 +249,5 @@ def _over_mean(values: Tensor) -> Tensor:
 
 
 def _mean_of(found: Polar, matrix: Tensor) -> float:
-    """The mean singular value of a matrix, where those beyond its numerical rank are zero."""
+    """Return the mean singular value of a matrix; those beyond its numerical rank count as zero."""
     return found.nuclear / min(matrix.shape)

@@ -1,12 +1,12 @@
-r"""Methods on adapters: exact, and without ever forming a `(d_out, d_in)` matrix.
+r"""Methods on adapters: exact, and without forming a `(d_out, d_in)` matrix.
 
 All updates Δ_t = B_tA_t of a layer lie in the span of Q = orth([A_1; …; A_T]ᵀ) on the right and of
 U = orth([B_1 … B_T, 𝟏]) on the left. A method that turns with its inputs and outputs,
-f(UΔQᵀ) = U f(Δ) Qᵀ, is run on the cores UᵀΔ_tQ, whose sides are Σr + 1 and Σr, and its result is
-U · f(cores) · Qᵀ: an adapter of rank at most Σr. ACE does not turn so, but only through 𝟏, on both
-sides: it gets Uᵀ𝟏 and Qᵀ𝟏 (`Frame`). A method that turns with its outputs alone, f(UΔ) = U f(Δ), is
-run on UᵀΔ_t `(Σr, d_in)`, and one that turns with its inputs alone on Δ_tQ `(d_out, Σr)`.
-Gram matrices of the inputs become QᵀG_tQ: all that the factors see of them.
+f(UΔQᵀ) = U f(Δ) Qᵀ, is run on the cores UᵀΔ_tQ, whose sides are Σr + 1 and Σr. Its result is
+U · f(cores) · Qᵀ, an adapter of rank at most Σr. ACE depends on the axes only through 𝟏, on both sides,
+and gets Uᵀ𝟏 and Qᵀ𝟏 (`Frame`). A method that turns with its outputs alone, f(UΔ) = U f(Δ), is run on
+UᵀΔ_t `(Σr, d_in)`, and one that turns with its inputs alone on Δ_tQ `(d_out, Σr)`. Gram matrices of the
+inputs become QᵀG_tQ, the part on which the factors act.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MergedFactors:
         left: U, a basis of the left factors and of 𝟏; None: the identity.
         core: `(p, q)`, float64.
         right: Q, a basis of the right factors; None: the identity.
-        dtype: of the adapters.
+        dtype: the adapters' dtype.
         stats: the method's diagnostics, as JSON.
     """
 
@@ -44,18 +44,18 @@ class MergedFactors:
 
     @property
     def delta(self) -> LowRank:
-        """The merged update, exact, of rank min(p, q)."""
+        """The merged update as exact factors, of rank min(p, q)."""
         return self.truncated(min(self.core.shape))[0]
 
     def times(self, scale: float) -> MergedFactors:
-        """Return it times a number."""
+        """Return the merged update times a number."""
         return self if scale == 1.0 else replace(self, core=self.core * scale)
 
     def truncated(self, rank: int) -> tuple[LowRank, Tensor]:
-        """Return the best approximation of a rank, and all singular values.
+        """Return the best approximation of a given rank, and all singular values.
 
-        U and Q are orthonormal, so these are the singular values of the core. The factors share √σ,
-        as trained ones do.
+        U and Q are orthonormal, so the core's singular values are the update's. Each factor gets √σ, as
+        trained factors have about equal shares.
         """
         u, sigma, v = svd(self.core)
         root = sigma[:rank].sqrt()
@@ -66,7 +66,7 @@ class MergedFactors:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """Low-rank updates as a group of small ones, and the bases that these are written in."""
+    """Low-rank updates as a group of small ones, and the bases in which these are written."""
 
     group: LinearGroup
     left: Basis | None
@@ -85,16 +85,16 @@ def merge_factors(
     """Run a method on low-rank updates in a basis of their factors.
 
     Args:
-        method: one whose `factored_for(parameters)` holds.
-        updates: of one shape, dtype and device.
+        method: a method for which `factored_for(parameters)` holds.
+        updates: adapters' updates of one shape, dtype and device.
         weights: one positive number per update.
         parameters: as `method.resolve` returns them.
-        thresholds: per update, what a global pass has found; None: there was none.
-        measured: per update, the Gram matrix of its inputs, where the method needs it.
-        base_norm: ‖W_0‖, where the method uses it and it is known.
+        thresholds: per update, the threshold that a global pass found; None: there was no pass.
+        measured: per update, the Gram matrix of its inputs, if the method needs it.
+        base_norm: ‖W_0‖, if the method uses it and it is known.
 
     Raises:
-        TensorError: a Gram matrix is not of these updates.
+        TensorError: a Gram matrix does not fit these updates.
 
     Example:
         >>> from covmerge.methods import get
@@ -128,8 +128,8 @@ def ranked_factors(
 def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:
     """Write the updates in a basis on one side or on both.
 
-    Every factor is brought near 1 by a power of two first, which changes no digit: what one of its
-    factors has of 1e20 and the other of 1e-20 is no matter of the bases.
+    Every factor is first scaled near 1 by a power of two, which changes no digit. The bases then do not
+    depend on how an update's scale is split between its factors (1e20 and 1e-20, for example).
     """
     d_out, d_in = updates[0].shape
     lefts, outer = _near_one([update.left for update in updates])
@@ -149,7 +149,7 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
     )
     outputs = lefts if left is None else left.blocks[: len(lefts)]
     inputs = rights if right is None else right.blocks
-    # Small, and float64 shows their rank.
+    # The cores are small, and float64 shows their rank.
     factors = tuple(
         LowRank(b.to(torch.float64) * out, a.mT.to(torch.float64) * into)
         for b, a, out, into in zip(outputs, inputs, outer, inner, strict=True)
@@ -159,7 +159,7 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
 
 
 def _turned(gram: Tensor, right: Basis | None) -> Tensor:
-    """Write a Gram matrix of the layer's inputs in a basis of them."""
+    """Return a Gram matrix of the layer's inputs in coordinates of a basis."""
     if right is None:
         return gram
     columns, mix = right.columns.to(torch.float64), right.mix
@@ -167,7 +167,7 @@ def _turned(gram: Tensor, right: Basis | None) -> Tensor:
 
 
 def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
-    """Return the factors times powers of two that bring them near 1, and what undoes it."""
+    """Return the factors times powers of two that scale them near 1, and the inverse powers."""
     sizes = [2.0 ** exponent_of([factor]) for factor in factors]
     return [factor / size for factor, size in zip(factors, sizes, strict=True)], sizes
 

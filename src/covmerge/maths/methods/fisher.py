@@ -1,4 +1,4 @@
-"""Fisher merging: every entry averaged by what the experts' data says of its importance."""
+"""Fisher merging: an average of the entries, weighted by their importance in the experts' data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fisher(
 
     W̄ = W₀ + Σ c_t F_t Δ_t / Σ c_t F_t,  c_t = w_t / ‖F_t‖₂  (Fisher merging)
 
-    Where all F_t vanish the floor leaves an average, weighted by c_t.
+    Where all F_t vanish, the floor leaves an average weighted by c_t.
 
     | published code            | floor | floor_how | floor_on | normalize |
     |---------------------------|-------|-----------|----------|-----------|
@@ -68,7 +68,7 @@ def fisher(
 
     Raises:
         RecipeError: an expert has no Fisher information.
-        TensorError: it has another shape than the update.
+        TensorError: the Fisher information of an expert has another shape than its update.
 
     Departs from the paper: no expert is favoured by default. An expert whose Fisher information is
     zero in all tensors is not normalised (published: a division by zero).

@@ -13,13 +13,13 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register
 
-_fft: Any = torch.fft  # torch carries no types for it
+_fft: Any = torch.fft  # torch.fft has no types
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     numel = d_out * d_in
     transforms = 2 * count * 10.0 * numel * max(1, numel.bit_length())
-    # Update, mask, a spectrum, its inverse transform and that one's temporary; the last are complex.
+    # Update, mask, a spectrum, its inverse transform and its temporary; the last three are complex.
     return Cost(transforms, 8 * numel * itemsize)
 
 
@@ -50,23 +50,23 @@ def free(
         bool, Field(description="bring the filtered updates to the largest mean magnitude first")
     ] = False,
 ) -> Merged:
-    """Sum the high frequencies of the updates, seen as images.
+    """Sum the high frequencies of the updates, which are treated as images.
 
     W̄ = W₀ + λ Σ_t w_t a_t F⁻¹(M ⊙ F(Δ_t))  (FR-Merging), F the 2-D Fourier transform. M keeps the
-    disc of radius `filter_ratio` · min(d_out, d_in) around the highest frequency; a_t = 1, or with
-    `align` what brings every expert's mean magnitude to the largest.
+    disc of radius `filter_ratio` · min(d_out, d_in) around the highest frequency. a_t = 1, or with
+    `align` the factor that scales the expert's mean magnitude to the largest.
 
     Args:
-        group: updates `(d_out, d_in)`; weights multiply the filtered, aligned ones.
-        filter_ratio: what is kept depends on the aspect ratio: at 0.7 nearly all of a square
-            matrix, a third of a 3072 × 768 one.
+        group: updates `(d_out, d_in)`; weights multiply the filtered and aligned updates.
+        filter_ratio: the kept share depends on the aspect ratio: 0.7 keeps nearly all of a square matrix,
+            and a third of a 3072 × 768 one.
         scale: λ.
         align: whether the a_t differ from 1.
 
-    Departs from the paper: the mask is that of the published code, where the ring at distance
-    ⌊min(d_out, d_in)/10⌋ from the highest frequency counts twice. With `align`, an expert of which
-    the filter leaves nothing adds nothing (published: division by zero). Tensors other than
-    matrices of linear layers keep the base (published: attention and MLP biases are the first
+    Departs from the paper: the mask is that of the published code, in which the disc up to distance
+    ⌊min(d_out, d_in)/10⌋ from the highest frequency is counted too, its rim twice. With `align`, an
+    expert of which the filter leaves nothing adds nothing (published: division by zero). Tensors other
+    than matrices of linear layers keep the base (published: attention and MLP biases are the first
     expert's).
 
     Example:
@@ -86,7 +86,7 @@ def free(
     for update, weight in zip(updates, group.weights, strict=True):
         filtered = _filtered(update, mask)
         size = float(filtered.abs().mean())
-        # What rounding leaves of an update without high frequencies is not one to align.
+        # The rounding that is left of an update without high frequencies is not aligned.
         if size > torch.finfo(update.dtype).eps * float(update.abs().mean()):
             merged.add_(filtered, alpha=weight / size)
             largest = max(largest, size)
@@ -94,11 +94,12 @@ def free(
 
 
 def _mask(like: Tensor, filter_ratio: float) -> Tensor:
-    """How often the published code counts each frequency: 0, 1 or, on the inner ring, 2."""
+    """Return how often the published code counts each frequency: 0, 1 or, on the inner ring, 2."""
     d_out, d_in = like.shape
     rows = torch.arange(d_out, device=like.device) - d_out // 2
     columns = torch.arange(d_in, device=like.device) - d_in // 2
-    # No shift: the highest frequency is in the middle. Always float32: the rim must not depend on it.
+    # Without a shift the highest frequency is in the middle. The distance is always float32, so that the
+    # rim does not depend on the dtype.
     distance = (rows.square()[:, None] + columns.square()).to(torch.float32).sqrt_()
     inner, outer = min(d_out, d_in) // 10, min(d_out, d_in) * filter_ratio
     band = (distance >= inner) & (distance <= outer)

@@ -1,8 +1,8 @@
-"""Numbers of a whole tensor that comes in blocks: it is gathered, and they are taken of it as it lies.
+"""Whole tensors that come in blocks: they are gathered, so that they can be reduced at once.
 
-Torch adds up a tensor in an order that hangs on its size; so sums of parts have other last digits than that
-of the whole, which mergekit takes. What is held is as large as the tensor, of however many experts it is
-made.
+Torch sums a tensor in an order that depends on its size. Sums of parts therefore have other last digits
+than the sum of the whole, which mergekit takes. The memory is that of one tensor, for any number of
+experts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from covmerge.maths.methods.arithmetic import inputs_of
 from covmerge.maths.methods.registry import Groups
 
-_HELD = 2**25  # entries that are held, of several tensors where so many have no more
+_HELD = 2**25  # entries held at once; small tensors are gathered together up to this number
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor as large as the whole, made of it block by block.
+    """A tensor of the whole's size, computed block by block.
 
     Attributes:
-        experts: the places of those that it is made of.
-        of: `(entries, base, models)` -> a block of it; `entries` are those of the whole, laid out flat.
+        experts: the places of the experts that it is computed from.
+        of: the function `(entries, base, models)` -> a block; `entries` is a slice of the flattened whole.
     """
 
     experts: tuple[int, ...]
@@ -32,12 +32,12 @@ class Made:
 
 
 class TensorInBlocks:
-    """A tensor of all experts, in blocks.
+    """A tensor of the base and of all experts, read in blocks.
 
     Args:
-        groups: what a tensor pass is given.
-        numel: entries of the whole.
-        arithmetic: dtype that inputs are cast to; see `inputs_of`.
+        groups: the groups that a tensor pass gets.
+        numel: number of entries of the whole tensor.
+        arithmetic: the dtype that inputs are cast to; see `inputs_of`.
     """
 
     def __init__(self, groups: Groups, numel: int, arithmetic: str | None) -> None:
@@ -56,7 +56,7 @@ class TensorInBlocks:
             done += base.numel()
 
     def gathered(self, wanted: Sequence[Made]) -> Iterator[Tensor]:
-        """Yield tensors `(numel,)`, of which no more are held at once than `_HELD` allows, or one."""
+        """Yield tensors `(numel,)`; as many are held at once as `_HELD` allows, but at least one."""
         step = max(1, _HELD // max(1, self.numel))
         for first in range(0, len(wanted), step):
             yield from self._some(wanted[first : first + step])
@@ -75,5 +75,5 @@ class TensorInBlocks:
 
 
 def one_buffer(arithmetic: object) -> float:
-    """Bytes of an entry of one gathered tensor, and of what is reduced beside it."""
+    """Return the bytes per entry of one gathered tensor, which is reduced with no more beside it."""
     return 4.0 if arithmetic in ("float32", "float16", "bfloat16") else 8.0

@@ -1,4 +1,4 @@
-"""Sparsify updates, elect signs, and add: TIES, DARE, DELLA and Breadcrumbs by settings."""
+"""Sparsify updates, elect signs, and add: settings of it are TIES, DARE, DELLA and Breadcrumbs."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from covmerge.maths.methods.registry import (
 from covmerge.maths.methods.sparsify import KeptEntries, Numbers, Rows, Sparsify, keep
 from covmerge.maths.registry import PerExpert
 
-_NO_SHARE = 1e-8  # a sum of weights below it is not divided by
+_NO_SHARE = 1e-8  # a smaller sum of weights is not divided by
 
 Share = Annotated[float, Field(ge=0)]
 
 
 def _unit(parameters: Parameters) -> Unit:
-    """What is kept of a tensor depends on all of it."""
+    """Return the unit: the entries that S keeps of a tensor depend on the whole tensor."""
     return "element" if parameters["sparsify"] == "none" else "tensor"
 
 
 def _kept_entries(groups: Groups, shape: Sequence[int], parameters: Parameters) -> KeptEntries:
-    """What S keeps of one expert."""
+    """Return the entries that S keeps of one expert's tensor."""
     one = {name: _only(parameters[name]) for name in ("density", "gamma", "epsilon", "drawn")}
     seed: int = parameters["seed"]
 
@@ -68,28 +68,31 @@ def _kept_entries(groups: Groups, shape: Sequence[int], parameters: Parameters) 
 
 
 def _only(value: Any) -> Any:
-    """The value of the one expert that parameters are of."""
+    """Return a parameter's value for one expert, from a list of one value or a value for all."""
     return cast("list[Any]", value)[0] if isinstance(value, list) else value
 
 
 def _expert_numbers(group: LinearGroup, expert: int, seed: int, shape: tuple[int, ...]) -> Tensor:
-    """An expert's random numbers, of its own stream."""
+    """Return an expert's random numbers from its own stream."""
     return group.streams[expert].uniform(seed, shape)
 
 
 def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
-    """An expert's random numbers of one tensor, from its place in torch's one stream on."""
+    """Return an expert's numbers for a tensor, from its place in torch's one stream; None: no place."""
     return mersenne_twister(seed).along(place, count) if isinstance(place, int) else None
 
 
 def _tensor_pass_bytes(parameters: Parameters) -> float:
-    """Magnitudes, where lengths are asked for; bits of all that are kept by chance."""
+    """Return the bytes per entry: magnitudes if lengths are asked for; mask bits if entries are random."""
     by_chance = parameters["sparsify"] in ("bernoulli", "ranked")
     return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
 
 
 def _reads(parameters: Parameters) -> int:
-    """For a sample and to count, or for random numbers; for lengths two more."""
+    """Return how often a tensor is read.
+
+    It is read for a sample and to count, or for random numbers; `rescale` needs two more readings.
+    """
     sparsify, density = parameters["sparsify"], _only(parameters["density"])
     if sparsify == "none" or density >= 1 or (density <= 0 and sparsify != "bernoulli"):
         return 0
@@ -111,7 +114,7 @@ def _reads(parameters: Parameters) -> int:
         lambda parameters, count: parameters["scale"] * count,
         "λT times its update (weights 1, without sparsity, consensus and normalization)",
     ),
-    # What each expert keeps and three sums; magnitudes of one expert, and their order.
+    # The kept entries of each expert and three sums; magnitudes of one expert, and their order.
     cost=EntryCost(PerEntry(60, copies=1), PerEntry(copies=4, bytes=2 * 8)),
     unit=_unit,
     sees="weights",
@@ -163,41 +166,41 @@ def generalized_task_arithmetic(
     ] = None,
     arithmetic: ArithmeticParameter = None,
 ) -> Tensor:
-    """Sparsify each update, elect a sign per entry, and add what is left, all within one tensor.
+    """Sparsify each update, elect a sign per entry, and add the rest, all within one tensor.
 
     m_t = w_t S(W_t − W_0);  without consensus W̄ = W₀ + λ Σ m_t [/ Σ w_t];  with it
     γ = sgn Σ m_t (+ where it is 0), M_t = [sgn m_t = γ], W̄ = W₀ + λ Σ m_t M_t [/ Σ w_t M_t]
 
-    What mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
-    della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
-    (`maths/methods/mergekit.py`); of equal magnitudes at a threshold those of a stable sort are
-    kept, where mergekit's choice depends on the processor. covmerge's own `ties`, `dare_ties` and `della`
-    trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
+    This is what mergekit computes as task_arithmetic, ties, dare_linear, dare_ties, della, della_linear,
+    breadcrumbs and breadcrumbs_ties, which are settings of it (`maths/methods/mergekit.py`). Of equal
+    magnitudes at a threshold, those of a stable sort are kept, where mergekit's choice depends on the
+    processor. covmerge's `ties`, `dare_ties` and `della` differ: they trim by one threshold over the model,
+    divide by probabilities, and elect no sign in a tie.
 
-    Random numbers are drawn for all experts of a density below 1, one for each entry in order.
+    Random numbers are drawn for each expert with a density below 1, one for each entry in order.
 
     Args:
-        group: models of any one shape; a row of `ranked` goes along the second axis.
+        group: models of any one shape; a row of `ranked` runs along the second axis.
         weight: w_t.
         sparsify: S; `magnitude` is TIES', `bernoulli` DARE's, `ranked` DELLA's, `band` Breadcrumbs'.
-        density: of S.
-        gamma: of S.
-        epsilon: of S.
-        rescale: whether S keeps Σ|Δ|; DARE and DELLA divide by probabilities in their papers.
+        density: parameter of S.
+        gamma: parameter of S.
+        epsilon: parameter of S.
+        rescale: whether S keeps Σ|Δ|; in their papers DARE and DELLA divide by probabilities instead.
         consensus: whether signs are elected.
-        normalize: whether what is added is a mean.
+        normalize: whether the added terms are divided by their weights.
         scale: λ.
-        seed: of S.
-        drawn: places in torch's stream, as mergekit comes to them (`methods.mergekit.places`).
+        seed: seed of S.
+        drawn: places in torch's stream, as mergekit reaches them (`methods.mergekit.places`).
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Raises:
-        RecipeError: `ranked`, and density ± epsilon leaves (0, 1).
+        RecipeError: with `ranked`, density ± epsilon leaves (0, 1).
 
-    Departs from the paper: a row of one entry is kept with probability `density` by `ranked`, where
-    mergekit divides 0 by 0; nowhere else from mergekit 0.1.5. Its sums of five or more experts may
-    differ in the last digit of the last 31 entries of a tensor, and its lengths in half precision hang
-    on its threads: they are those of one.
+    Departs from the paper: `ranked` keeps a row of one entry with probability `density`, where mergekit
+    divides 0 by 0; otherwise it is the result of mergekit 0.1.5. mergekit's sums of five or more experts
+    may differ in the last digit of the last 31 entries of a tensor. Its lengths in half precision depend
+    on its number of threads; here they are those of one thread.
 
     Example:
         >>> import torch
@@ -235,7 +238,7 @@ def generalized_task_arithmetic(
         total = torch.zeros_like(base, dtype=wide(base.dtype))
         divisor = torch.zeros_like(total)
         for update, factor in zip(added, factors, strict=True):
-            # 1 where the sign is the elected one; booleans would take several times as long.
+            # 1 where the sign is the elected one; boolean tensors would take several times as long.
             agreed = update.sign().mul_(elected).clamp_min_(0)
             total.add_(update.mul_(agreed))
             divisor.add_(agreed.mul_(factor))
@@ -252,7 +255,7 @@ def generalized_task_arithmetic(
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """Σ, one after the other, in float32 at least and then rounded once."""
+    """Return the sum, added term by term in at least float32 and rounded once."""
     total = torch.zeros_like(terms[0], dtype=wide(terms[0].dtype))
     for term in terms:
         total.add_(term)

@@ -1,4 +1,4 @@
-"""Methods that KnOTS, Core Space and CtM run on updates written in a space of their own."""
+"""The methods that KnOTS, Core Space and CtM run on updates in a space of their own."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ InnerRankRatio = Annotated[
 
 @dataclass(frozen=True)
 class Inside(Diagnostics):
-    """Diagnostics of a space, beside the facts of the method that merged in it.
+    """Diagnostics of a space, beside those of the method that merged in it.
 
     Attributes:
-        unchanged: experts that did not change the matrix.
-        components: directions that they have together, of KnOTS.
-        arbitrary: how many of these may turn into each other, where that matters; None: none.
-        core: sides of the cores, of Core Space and CtM.
-        dependent: of TSV-Merge inside.
-        short: directions of a flat spectrum that rounding may have made, of Core Space; None: none.
+        unchanged: the number of experts that did not change the matrix.
+        components: KnOTS: the number of directions that the experts have together.
+        arbitrary: the number of directions that may be rotated into each other, if that matters; None:
+            none.
+        core: Core Space and CtM: the sides of the cores.
+        dependent: TSV-Merge as the inner method: its `dependent`.
+        short: Core Space: the number of directions of a flat spectrum that may be rounding; None: none.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY, SHORT)
@@ -65,16 +66,16 @@ class Inside(Diagnostics):
 
     @property
     def arbitrary_result(self) -> bool:
-        """Whether directions that have no order, or that only rounding has, decide the result."""
+        """Whether directions of equal singular values, or of rounding alone, decide the result."""
         return bool(self.arbitrary or self.short)
 
     def beside(self, inner: Merged) -> dict[str, Json]:
-        """These facts after those of the inner method."""
+        """Return these facts after those of the inner method."""
         return {**inner.stats, **self.as_json()}
 
 
 def cores_of(updates: Sequence[Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
-    """UᵀΔ_tV; by one product each, so that opposite updates have exactly opposite cores."""
+    """Return UᵀΔ_tV, one product for each, so that opposite updates have exactly opposite cores."""
     return tuple((left.mT @ u.to(torch.float64) @ right).to(u.dtype) for u in updates)
 
 
@@ -87,7 +88,7 @@ def merge_inside(
     rank_ratio: float,
     rank_rtol: float | None,
 ) -> Merged:
-    """Run the inner method, at its parameters of these, on updates in coordinates of this space."""
+    """Run the inner method, with its share of these parameters, on updates in this space's coordinates."""
     match inner:
         case "average":
             return Merged(average(group).delta.mul_(scale))
@@ -104,7 +105,7 @@ def merge_inside(
 
 
 def inner_replicas(parameters: Parameters, count: int) -> float | None:
-    """Return f such that copies of one update Δ give f·Δ, or None where they need not."""
+    """Return f such that copies of one update Δ give f·Δ; None if they need not."""
     scale: float = parameters["scale"]
     of_sum, of_mean = scale * count, scale
     match parameters["inner"]:

@@ -44,11 +44,11 @@ Scale = Annotated[float, Field(description="α, factor of the merged update")]
 
 @dataclass(frozen=True)
 class Flattened(Diagnostics):
-    """A spectrum that was made flat.
+    """Diagnostics of a matrix whose spectrum was made flat.
 
     Attributes:
         rank: the numerical rank of the sum.
-        sigma: the mean of its singular values.
+        sigma: the mean of the sum's singular values.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("sigma",)
@@ -58,10 +58,10 @@ class Flattened(Diagnostics):
 
 
 class UnsureTasks(Summary):
-    """Tensors whose task directions rounding of stored weights may have turned, by `turned_by`."""
+    """Summary of tensors whose task directions rounding of stored weights may turn, by `turned_by`."""
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """Where they may be off by more than a thousandth."""
+        """Return a note if directions may be off by more than a thousandth."""
         found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in diagnostics}
         unsure = {name: off for name, off in found.items() if off > _UNSURE}
         if unsure:
@@ -79,16 +79,16 @@ UNSURE_TASKS = UnsureTasks()
 
 @dataclass(frozen=True)
 class FlattenedTasks(Diagnostics):
-    """Iso-CTS's diagnostics of one matrix; of a sum that is zero its rank alone.
+    """Iso-CTS's diagnostics of one matrix; for a sum that is zero, its rank only.
 
     Attributes:
-        unchanged: experts that did not change it.
+        unchanged: the number of experts that did not change the matrix.
         rank: the numerical rank of the sum.
-        common: directions that all tasks have in common.
-        per_task: directions of each task.
-        directions: of both kinds.
-        dependent: directions that experts have nearly in common.
-        turned_by: how far rounding of stored weights may turn the weakest direction of a task.
+        common: the number of directions common to all tasks.
+        per_task: the number of directions of each task.
+        directions: the number of directions of both kinds.
+        dependent: the number of directions that experts have nearly in common.
+        turned_by: the angle by which rounding of stored weights may turn the weakest direction of a task.
         sigma: the mean of the singular values.
     """
 
@@ -127,7 +127,7 @@ def _cost_with_tasks(
         each = replace(each, flops=rest.flops, eigen=rest.eigen)
         project = 2.0 * d_out * (d_out - c) * d_in
     together = polar_cost(d_out, d_in, directions, itemsize, apart=c)
-    # The vectors of the sum live throughout, those of the tasks from one to the next.
+    # The vectors of the sum are held throughout, those of a task until the next.
     whole = side * (d_out + d_in) * itemsize
     task = (directions * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
     return Cost(
@@ -155,11 +155,10 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
     Args:
         group: updates `(d_out, d_in)`; weights multiply them.
         scale: α.
-        rank_rtol: where the numerical rank of the sum ends.
+        rank_rtol: the relative cut-off of the sum's numerical rank.
 
-    Departs from the paper: the mean and the directions are those within the numerical rank of the
-    sum. The published code raises null directions, which are arbitrary, to a mean that counts
-    their zeros.
+    Departs from the paper: the mean and the directions are those within the numerical rank of the sum.
+    The published code raises null directions, which are arbitrary, to a mean that counts their zeros.
 
     Example:
         >>> import torch
@@ -177,7 +176,7 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
 
 
 def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
-    """U Vᵀ of Σ w_tΔ_t within its numerical rank by products, where these are cheaper and tell."""
+    """Return U Vᵀ of Σ w_tΔ_t by products; None if these cost more, or cannot decide the rank."""
     if not goes_by_products(group.updates[0]):
         return None
     total = stack_weighted(group.updates, group.weights)
@@ -185,7 +184,7 @@ def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
 
 
 def flattened(whole: TruncatedSvd) -> Tensor:
-    """σ̄ U Vᵀ of U diag(σ) Vᵀ within its numerical rank; 0 of nothing."""
+    """Return σ̄ U Vᵀ of U diag(σ) Vᵀ within its numerical rank; 0 for a rank of 0."""
     return (whole.left @ whole.right).mul_(_mean(whole))
 
 
@@ -218,22 +217,22 @@ def iso_cts(
 
     W̄ = W₀ + α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ  (Iso-CTS), with the c leading
     singular directions of Σ w_tΔ_t, the s leading ones of every (I − U_cU_cᵀ)Δ_t, and σ̄ the mean of
-    all their singular values. Of r directions, s = round((r − ⌊common_fraction · r⌋)/T), half to
+    all their singular values. With r directions, s = round((r − ⌊common_fraction · r⌋)/T), half to
     even, and c = r − sT.
 
     Args:
         group: updates `(d_out, d_in)`; weights multiply them.
-        common_fraction: before the remaining directions are dealt out to the tasks in equal parts.
+        common_fraction: share of the directions that is common, before the tasks get equal parts of the
+            rest.
         scale: α.
-        rank_rtol: where numerical rank ends, of the sum and of the vectors side by side; of a
-            projected update, relative to the norm of the whole update.
+        rank_rtol: the relative cut-off of the numerical rank of the sum and of the vectors side by side;
+            for a projected update, relative to the norm of the whole update.
 
-    Departs from the paper: r is the numerical rank of the sum, not min(d_out, d_in). An expert that
-    did not change the layer leaves it, and T counts the others. s is at least 1 and c at least 0
-    (published: no task directions for T ≥ 2(r − ⌊common_fraction · r⌋)). Nothing beyond the
-    numerical rank of a projected update is used; where an update lies in the common directions
-    nothing of it is. polar takes a pseudo-inverse, as in `tsv_m`, and equal singular values at a cut
-    are kept as there.
+    Departs from the paper: r is the numerical rank of the sum, not min(d_out, d_in). An expert that did
+    not change the layer is left out, and T counts the others. s is at least 1 and c at least 0 (published:
+    no task directions for T ≥ 2(r − ⌊common_fraction · r⌋)). Directions beyond the numerical rank of a
+    projected update are not used; an update within the common directions adds none. polar takes a
+    pseudo-inverse, and equal singular values at a cut are kept, both as in `tsv_m`.
 
     Example:
         >>> import torch
@@ -276,11 +275,11 @@ def _turned_by(
     changed: Sequence[tuple[Tensor, float, Rounding]],
     rounding: Rounding,
 ) -> float | None:
-    """How far errors E of the sum and E_t of Δ_t turn the weakest direction of a task, to first order.
+    """Return how far errors E of the sum and E_t of Δ_t turn a task's weakest direction, to first order.
 
-    E turns u_i of U_c out of it by ‖E‖/(σ_i − σ_{c+1}), so that of Δ_t the length
-    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖ comes in beside E_t. Over the task's smallest singular value that is
-    the angle.
+    E turns u_i out of U_c by ‖E‖/(σ_i − σ_{c+1}). The part of Δ_t that this lets in has the length
+    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖, to which E_t is added. Divided by the task's smallest singular
+    value this is the angle.
     """
     if not rounding.edge:
         return None
@@ -296,7 +295,7 @@ def _turned_by(
 
 
 def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
-    """Every direction of Σ w_tΔ_t within its numerical rank."""
+    """Return all singular triplets of Σ w_tΔ_t within its numerical rank."""
 
     def make() -> TruncatedSvd:
         total = stack_weighted(group.updates, group.weights)
@@ -307,13 +306,13 @@ def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
 
 
 def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int]:
-    """Return how many directions are common, and how many each task adds."""
+    """Return the number of common directions, and the number that each task adds."""
     per_task = max(1, round((rank - int(rank * common_fraction)) / count))
     return max(0, rank - per_task * count), per_task
 
 
 def _beyond(whole: TruncatedSvd, common: TruncatedSvd) -> Tensor | None:
-    """The other directions of the outputs, where with U_c they span all: a basis of what U_c leaves."""
+    """Return a basis of the outputs outside U_c if the sum spans all outputs, else None."""
     d_out, c = common.left.shape
     return whole.left[:, c:] if c < whole.rank == d_out else None
 
@@ -327,7 +326,7 @@ def _task_directions(
     rtol: float,
     rounding: Rounding,
 ) -> TruncatedSvd:
-    """Return the leading directions of (I − U_cU_cᵀ)Δ; U in the basis `beyond`, where there is one."""
+    """Return the leading triplets of (I − U_cU_cᵀ)Δ; U is in the basis `beyond` if that is given."""
     if beyond is None:
         rows = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
     else:

@@ -33,18 +33,18 @@ def _stands_alone(parameters: Parameters) -> bool:
 
 @dataclass(frozen=True)
 class _Mean:
-    """The mean of the whole, laid out flat, and how many entries a row has."""
+    """The mean of the flattened whole tensor, and the number of entries in a row."""
 
     merged: Tensor
     width: int
 
     def rows(self, rows: range) -> Tensor:
-        """The mean of some rows."""
+        """Return the mean of some rows."""
         return self.merged[rows.start * self.width : rows.stop * self.width]
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
-    """The mean itself: each of its steps is as long as the whole."""
+    """Return the mean itself, because each of its steps needs the whole tensor."""
     whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     base, experts = next((base, models) for _, base, models in whole.blocks())
     models = [Made((t,), lambda part, base, models: models[0]) for t in range(len(experts))]
@@ -65,7 +65,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 
 
 def _entry_bytes(parameters: Parameters) -> float:
-    """A model, its direction, the mean, a step, and two of what is added to it."""
+    """Return the bytes of a model, its direction, the mean, a step, and two temporaries."""
     return 6 * one_buffer(parameters["arithmetic"])
 
 
@@ -104,20 +104,20 @@ def karcher(
     ] = None,
     arithmetic: ArithmeticParameter = None,
 ) -> Tensor:
-    """Find the direction from which the squares of the angles to all models are least.
+    """Find the direction with the least sum of squared angles to all models.
 
     m ← Σ u_t / ‖Σ u_t‖; then v = Σ α θ_t / sin θ_t (u_t − cos θ_t m), m ← cos ‖v‖ m + sin ‖v‖ v/‖v‖
-    until ‖v‖ < tol; W̄ = Σ ‖W_t‖ / T · m. Lengths are float32 at least; α is 1 over the models that
-    have one. Experts' own weights have no part in it.
+    until ‖v‖ < tol; W̄ = Σ ‖W_t‖ / T · m. Norms are computed in at least float32. α is 1 over the number of
+    models that are not zero. The experts' weights in the recipe have no effect.
 
     Args:
-        group: models of any one shape; one alone is what it is.
-        max_iter: most steps.
-        tol: when to stop, and what counts as nothing.
-        base_place: where the base stands among the models; sums are in this order.
-        arithmetic: dtype that the inputs are cast to, and that vectors round to.
+        group: models of any one shape; a single model is returned as it is.
+        max_iter: the largest number of steps.
+        tol: the length of a step at which the iteration stops; shorter models and angles count as zero.
+        base_place: the base's place among the models; sums are in this order.
+        arithmetic: dtype that the inputs are cast to, and that vectors are rounded to.
 
-    Departs from the paper: it stops as mergekit does, of which it is the result.
+    Departs from the paper: it stops where mergekit does, and gives mergekit's result.
 
     Example:
         >>> import torch
@@ -140,15 +140,15 @@ def karcher(
 
 
 def _mean(models: Callable[[], Iterator[Tensor]], max_iter: int, tol: float) -> Tensor | None:
-    """Return the mean of models, which come one after the other as often as they are asked for.
+    """Return the mean of models; `models()` yields all of them, one after the other, at each call.
 
-    None where none of them has a length.
+    Return None if the length of every model is zero.
     """
     sizes = [lengths(model.to(wide(model.dtype))) for model in models()]
     there = [float(size) > tol for size in sizes]
     if not any(there):
         return None
-    # As mergekit's shares of those that are there: 1/T over its sum.
+    # mergekit's shares of the models that are not zero: 1/T over their sum.
     share = 1.0 / len(sizes)
     alpha = share / sum([share] * sum(there))
 
@@ -182,7 +182,7 @@ def _mean(models: Callable[[], Iterator[Tensor]], max_iter: int, tol: float) -> 
 
 
 def _step(mean: Tensor, units: Iterator[Tensor], alpha: float, tol: float) -> Tensor:
-    """The mean of the ways to all directions, in the tangent at one."""
+    """Return the mean of the tangent vectors at `mean` to all directions."""
     step = torch.zeros_like(mean)
     for unit in units:
         cosine = torch.dot(mean.flatten(), unit.flatten()).clamp(-1.0, 1.0)

@@ -1,4 +1,4 @@
-"""KnOTS: merging adapters in the directions that they have together."""
+"""KnOTS: adapters are merged in the directions that they have together."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Concat = Literal["inputs", "outputs"]
 
 @dataclass(frozen=True)
 class Aligned:
-    """All updates in the directions that they have together: Δ_t = basis · components_t.
+    """All updates in their joint directions: Δ_t = basis · components_t.
 
     Attributes:
         basis: `(d_out, k)`, of the updates' dtype.
-        components: `(k, d_in)` per expert, zero for one that did not change the layer.
-        unchanged: how many did not.
-        arbitrary: directions that may turn into each other, their singular values being equal.
+        components: `(k, d_in)` per expert, zero for an expert that did not change the layer.
+        unchanged: the number of experts that did not change the layer.
+        arbitrary: the number of directions that may be rotated, because their singular values are equal.
     """
 
     basis: Tensor
@@ -55,12 +55,12 @@ class Aligned:
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # Of the default: TIES, updates side by side along their inputs.
+    # The cost of the default: TIES, with updates side by side along their inputs.
     rank = min(d_out, count * d_in)
     basis = joint_cost(d_out, d_in, count, itemsize)
     within = ELECT_COST(rank, d_in, count, itemsize)
     products = 2.0 * d_out * rank * d_in * (FLOAT64 * count + 1)
-    # U in both dtypes and the components live on; one update and its components are in float64 at a time.
+    # U in both dtypes and the components stay; one update and its components are in float64 at a time.
     held = d_out * rank * (8 + itemsize) + count * rank * d_in * itemsize
     one_update = (d_out + rank) * d_in * 8
     return Cost(
@@ -71,7 +71,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 
 def _sides(parameters: Parameters) -> Sides:
-    """TIES looks at single inputs or outputs, but of their other side at directions only."""
+    """Return the sides with which the method turns: TIES depends on the axes of one side only."""
     if parameters["inner"] != "ties":
         return "both"
     return "outputs" if parameters["concat"] == "inputs" else "inputs"
@@ -100,7 +100,7 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     basis, coordinates = together.left, together.left.mT
     if space == "v":
         basis, coordinates = basis * together.sigma, coordinates / together.sigma[:, None]
-    # Each update by itself: opposite updates then have exactly opposite components.
+    # One product for each update, so that opposite updates have exactly opposite components.
     components = tuple(
         (coordinates @ update.to(torch.float64)).to(like.dtype) for update in updates
     )
@@ -157,38 +157,38 @@ def knots(
 
     W̄ = W₀ + U f(ΣV_1ᵀ, …, ΣV_Tᵀ),  [Δ_1 … Δ_T] = U Σ [V_1ᵀ … V_Tᵀ]  (KnOTS)
 
-    An entry of ΣV_tᵀ, which is UᵀΔ_t `(k, d_in)`, belongs to an output direction that the experts
-    have together, where one of Δ_t belongs to an output. Three KnOTS are published, and each is here:
+    An entry of ΣV_tᵀ, which is UᵀΔ_t `(k, d_in)`, belongs to a joint output direction of the experts,
+    where an entry of Δ_t belongs to one output. Three versions of KnOTS are published, all available here:
 
-    - the authors' code, the default: TIES on ΣV_tᵀ, where the largest entries of all layers are kept;
+    - the authors' code, the default: TIES on ΣV_tᵀ, keeping the largest entries of all layers;
     - the paper's text: f on V_tᵀ, and UΣ applied to its result (`space: v`);
     - Core Space's and ACTMat's code: the same, layer by layer (`space: v`, `trim: tensor`).
 
-    They agree where f is linear, and then with f on the updates themselves; with TIES they do not.
-    With `space: v` the singular values of a V_tᵀ are all 1 where the updates are independent of each
-    other, as adapters are: none is leading, and TSV-Merge keeps all. Where singular values of
-    [Δ_1 … Δ_T] are equal, as for orthogonal updates, their directions in U are arbitrary, and so is
-    what TIES makes of entries along them: `arbitrary` in the statistics is how many.
+    The versions agree if f is linear, and then also with f on the updates themselves; with TIES they
+    differ. With `space: v` the singular values of V_tᵀ are all 1 if the updates are independent of each
+    other, as adapters are: none is leading, and TSV-Merge keeps all. If singular values of [Δ_1 … Δ_T] are
+    equal, as for orthogonal updates, their directions in U are arbitrary, and so is TIES' result along
+    them: `arbitrary` in the diagnostics counts these directions.
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
         inner: f.
-        space: what f is given.
-        concat: `outputs` does all this to the transposed updates, whose entries then belong to an
-            input direction.
-        density: of TIES, as in `ties`; likewise `merge` and `trim`, whose N counts ΣV_tᵀ (or V_tᵀ).
+        space: the components that f gets.
+        concat: with `outputs` the updates are transposed first, so that their entries belong to an input
+            direction.
+        density: density of TIES, as in `ties`; likewise `merge` and `trim`, whose N counts ΣV_tᵀ (or V_tᵀ).
         scale: λ or α of f.
-        trim: over which entries the largest are looked for.
-        merge: what TIES makes of entries that agree.
-        rank_ratio: of CART, as in `cart`.
-        rank_rtol: where the numerical rank of [Δ_1 … Δ_T] ends, and those of the inner method.
+        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
+        merge: how TIES combines the entries that agree.
+        rank_ratio: rank ratio of CART, as in `cart`.
+        rank_rtol: the relative cut-off of the numerical rank of [Δ_1 … Δ_T], and in the inner method.
 
     Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says
-    V_tᵀ. The rank is relative to the largest singular value, of updates brought to one size where
-    their norms differ by more than 50-fold, since TIES counts the directions (published: σ > 1e-5,
-    whatever the size of the updates, or none, and then arbitrary rows of V). LoRA's α/r is part of
-    an update (published code leaves it out). An exact tie of votes elects nobody, as in `ties`.
-    Biases do not join the matrix as a column.
+    V_tᵀ. The rank is relative to the largest singular value, because TIES counts the directions; if norms
+    differ by more than 50-fold, it is that of updates scaled to one size (published: σ > 1e-5, whatever
+    the size of the updates, or no cut-off, and then arbitrary rows of V). LoRA's α/r is part of an update
+    (the published code leaves it out). An exact tie of votes elects no sign, as in `ties`. Biases do not
+    join the matrix as a column.
 
     Example:
         >>> import torch
@@ -197,7 +197,7 @@ def knots(
         >>> knots(group, density=1.0).delta.round(decimals=4).tolist()
         [[2.0, 1.0], [2.0, 1.0]]
     """
-    del trim  # the engine's global pass has followed it
+    del trim  # `group.thresholds` come from the engine's global pass, which followed it
     aligned = align(group, space=space, concat=concat, rank_rtol=rank_rtol)
     diagnostics = Inside(
         aligned.unchanged,

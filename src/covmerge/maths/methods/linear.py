@@ -44,7 +44,7 @@ def _stands_alone(parameters: Parameters) -> bool:
     laws=EQUIVARIANT.copies_give(
         lambda parameters, count: 1.0 if parameters["normalize"] else None, "the expert"
     ),
-    # Of inputs in another dtype copies are held.
+    # Inputs in another dtype are copied.
     cost=EntryCost(PerEntry(2, copies=1), PerEntry(copies=2)),
     unit="element",
     sees="weights",
@@ -62,20 +62,20 @@ def linear(
 ) -> Tensor:
     """Average the models' weights themselves, one multiply-add after the other.
 
-    W̄ = (w_0 W_0 +) Σ w_t W_t [/ Σ w_t]  (Model soups, Table 1), summed in float32 at least
+    W̄ = (w_0 W_0 +) Σ w_t W_t [/ Σ w_t]  (Model soups, Table 1), summed in at least float32
 
-    Bit for bit what mergekit gives under this name. `average` is the same mean by way of the updates,
-    which adapters keep their factors in, and which rounds less. Weights may be negative or zero.
+    This is bit for bit mergekit's `linear`. `average` is the same mean computed from the updates, which
+    rounds less and keeps adapters as factors. Weights may be negative or zero.
 
     Args:
         group: models of any one shape.
         weight: w_t.
         normalize: whether the sum is a mean.
         base_weight: w_0.
-        arithmetic: dtype that the inputs are cast to, and the result; the sum is float32 at least.
+        arithmetic: dtype that the inputs are cast to, and the result; the sum is at least float32.
 
     Raises:
-        RecipeError: a mean of weights whose sum is 0.
+        RecipeError: the mean is asked for, and the weights add up to 0.
 
     Departs from the paper: nowhere.
 

@@ -1,4 +1,4 @@
-"""LOT Merging: the task vector of least feature drift, layer by layer."""
+"""LOT Merging: the task vector with the least feature drift, layer by layer."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def lot(
 
     W̄ = W₀ + (Σ w_t Δ_t G_t)(Σ w_t G_t)†,  G_t = E[z zᵀ]  (LOT Merging, Eq. 9)
 
-    The minimiser of Σ w_t E‖(W̄ − W_t) z‖² of least norm. Few samples are enough: along inputs that
-    no data has seen, W₀ stays as it is. It is RegMean without shrinkage, and well posed for every
-    rank. An expert whose update is zero keeps its Gram matrix in the sums.
+    This is the minimiser of Σ w_t E‖(W̄ − W_t) z‖² with the least norm. Few samples suffice: along inputs
+    that no data has, W₀ stays as it is. It is RegMean without shrinkage, and well posed for every rank. An
+    expert whose update is zero keeps its Gram matrix in the sums.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
@@ -69,8 +69,8 @@ def lot(
         RecipeError: an expert has no Gram matrix.
         TensorError: a Gram matrix has another shape.
 
-    Departs from the paper: the scales of normalisation layers, which it weights by feature norms,
-    are averaged. Its code is not published; the linear layers are those of ACTMat's RegMean, in
+    Departs from the paper: the scales of normalisation layers, which the paper weights by feature norms,
+    are averaged. Its code is not published; the linear layers are merged as by ACTMat's RegMean, in
     float64.
 
     Example:

@@ -1,4 +1,4 @@
-"""What mergekit's names of methods are here, and where its random numbers are in their one stream."""
+"""mergekit's method names as settings of covmerge's methods, and its places in torch's random stream."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-IN_ORDER = "in_order"  # of `drawn`: the plan counts, tensor after tensor
+IN_ORDER = "in_order"  # value of `drawn`: the plan counts the numbers, tensor after tensor
 
-# mergekit 0.1.5's delta family, as settings of `generalized_task_arithmetic`.
+# mergekit 0.1.5's methods of the delta family, as settings of `generalized_task_arithmetic`.
 _CONSENSUS = {"consensus": True}
 _KEPT_LENGTH = {"rescale": True}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -27,7 +27,7 @@ DELTA = "generalized_task_arithmetic"
 
 
 def called(method: str, parameters: Mapping[str, Any]) -> str:
-    """Return what people call a method: mergekit's name where its settings are those of one.
+    """Return the common name of a method: mergekit's name if the settings are those of mergekit's method.
 
     Example:
         >>> called("generalized_task_arithmetic", {"sparsify": "magnitude", "consensus": True})
@@ -47,12 +47,12 @@ def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What random numbers are drawn for, of one tensor.
+    """What decides how many random numbers are drawn for one tensor.
 
     Attributes:
-        sparsify: as the tensor is merged.
-        densities: of each expert that has it, in order.
-        entries: how many it has.
+        sparsify: the rule by which the tensor is merged.
+        densities: the density of each expert that has the tensor, in order.
+        entries: the tensor's number of entries.
     """
 
     sparsify: str
@@ -60,17 +60,17 @@ class Drawn:
     entries: int
 
     def numbers(self) -> list[int]:
-        """How many numbers are drawn for each expert."""
-        wanted = {"bernoulli": -1.0, "ranked": 0.0}  # the density above which there are any
+        """Return how many numbers are drawn for each expert."""
+        wanted = {"bernoulli": -1.0, "ranked": 0.0}  # the density above which numbers are drawn
         least = wanted.get(self.sparsify, 1.0)
         return [self.entries if least < density < 1 else 0 for density in self.densities]
 
 
 def places(tensors: Mapping[str, Drawn]) -> dict[str, list[int]]:
-    """Return where each expert's numbers begin, tensor by tensor: the parameter `drawn`.
+    """Return the place where each expert's numbers begin, tensor by tensor: the parameter `drawn`.
 
-    mergekit draws from one stream for one tensor after the other, in the lexicographic order of their
-    names, and for one expert after the other, the base aside.
+    mergekit draws from one stream, tensor by tensor in the lexicographic order of their names, and within
+    a tensor expert by expert, without the base.
 
     Example:
         >>> half = Drawn("bernoulli", [0.5, 1.0, 0.5], entries=10)

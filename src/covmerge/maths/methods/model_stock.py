@@ -1,4 +1,4 @@
-"""Model Stock: between the base and the mean, as far as the experts' angles say."""
+"""Model Stock: a point between the base and the mean, chosen by the angles between the experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from covmerge.maths.methods.registry import (
     register,
 )
 
-_SHORT = 1e-6  # the least that products of lengths count as; and |1 + (N − 1)c| below it is a pole
+_SHORT = 1e-6  # least divisor of a cosine; a smaller |1 + (N − 1)c| is a pole
 
 
 def _unit(parameters: Parameters) -> Unit:
@@ -61,7 +61,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
         arxiv="2403.19522",
         equations="the interpolation ratio of N models",
     ),
-    laws=UP_TO_BOUNDS.copies_give(1.0, "the expert"),  # a floor of 1e-6
+    laws=UP_TO_BOUNDS.copies_give(1.0, "the expert"),  # not exactly, because of a floor of 1e-6
     cost=_cost,
     unit=_unit,
     tensor_pass=TensorPass(
@@ -82,18 +82,18 @@ def model_stock(
     """Go from the base towards the mean, less far the more the experts' updates differ.
 
     c = mean of ⟨Δ_i, Δ_j⟩ / max(‖Δ_i‖‖Δ_j‖, 1e-6) over pairs, r = Nc / (1 + (N − 1)c),
-    W̄ = r Σ W_t / N + (1 − r) W₀  (Model Stock). Where |1 + (N − 1)c| < 1e-6 it is W₀.
+    W̄ = r Σ W_t / N + (1 − r) W₀  (Model Stock). If |1 + (N − 1)c| < 1e-6, W̄ = W₀.
 
-    Updates whose lengths multiply to less than 1e-6 count as more apart than they are; c < 0 goes away
-    from the mean, beyond the base. Experts' weights have no part in it.
+    Updates whose norms multiply to less than 1e-6 count as further apart than they are. If c < 0, the
+    result moves away from the mean, beyond the base. The experts' weights in the recipe have no effect.
 
     Args:
         group: two models or more of any one shape.
-        filter_wise: whether each row has an angle of its own; a vector is one row.
+        filter_wise: whether each row has its own angle; a vector is one row.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: the floor of 1e-6, and the base at the pole, as in mergekit, of which it is
-    the result bit for bit.
+    Departs from the paper: the floor of 1e-6, and the base at the pole, are mergekit's, whose result this
+    is bit for bit.
 
     Example:
         >>> import torch
@@ -122,7 +122,7 @@ def model_stock(
 
 
 def _share(sizes: Sequence[Tensor], products: Sequence[Tensor]) -> Tensor:
-    """Return r, of the lengths of updates and the products of their pairs."""
+    """Return r from the updates' norms and the products of pairs of updates."""
     cosines = [
         (product / (one * other).clamp(min=_SHORT)).clamp(-1, 1)
         for product, (one, other) in zip(products, combinations(sizes, 2), strict=True)

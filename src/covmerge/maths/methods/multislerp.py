@@ -1,4 +1,4 @@
-"""A weighted mean on a sphere, by way of the tangent at the straight mean."""
+"""A weighted mean on a sphere, computed in the tangent space at the normalised linear mean."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from covmerge.maths.methods.registry import (
 
 @dataclass(frozen=True)
 class _Way:
-    """What the rows must know of the whole.
+    """Facts about the whole tensor that the computation of its rows needs.
 
     Attributes:
-        sizes: of the models, `(T, 1)`.
-        size: of the mean of their directions; below ε there is none.
+        sizes: norms of the models, `(T, 1)`.
+        size: norm of the mean of their directions; below ε the mean has no direction.
         along: ⟨u_t, m⟩, `(T, 1)`.
         turn: ‖v‖ + ε.
     """
@@ -93,7 +93,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 
 
 def _entry_bytes(parameters: Parameters) -> float:
-    """The mean, and what is taken with it."""
+    """Return the bytes per entry of the mean and of one more gathered tensor."""
     return 2 * one_buffer(parameters["arithmetic"])
 
 
@@ -125,27 +125,27 @@ def multislerp(
     around: Around = "zero",
     arithmetic: ArithmeticParameter = None,
 ) -> Tensor:
-    """Mean of the models' directions on the sphere, at the mean of their lengths.
+    """Average the models' directions on the sphere, and scale the result to the mean of their norms.
 
     u_t = W_t / (‖W_t‖ + ε), m = Σ w_t u_t / ‖Σ w_t u_t‖, v = Σ w_t (u_t − ⟨u_t, m⟩ m),
-    W̄ = Σ w_t ‖W_t‖ (cos n m + sin n v/n), n = ‖v‖ + ε. Around the base W_t stands for W_t − W₀.
+    W̄ = Σ w_t ‖W_t‖ (cos n m + sin n v/n), n = ‖v‖ + ε. Around the base, W_t stands for W_t − W₀.
 
-    v is only rounding, since m is the direction of Σ w_t u_t. The result is the direction m itself, and
-    not that of `slerp` where two models have unequal weights.
+    v is only rounding, because m is the direction of Σ w_t u_t. The result is the direction m itself, which
+    differs from that of `slerp` if two models have unequal weights.
 
     Args:
-        group: models of any one shape; one alone is what it is.
+        group: models of any one shape; a single model is returned as it is.
         weight: w_t.
-        normalize_weights: whether only their ratios count.
+        normalize_weights: whether only the ratios of the weights count.
         eps: ε.
         around: the centre of the sphere.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Raises:
-        TensorError: directions of three or more models cancel, so that there is no mean of them.
+        TensorError: the directions of three or more models cancel, so that they have no mean.
 
-    Departs from the paper: there is none; it is mergekit's result, but that updates which are all
-    zero give the base, where three or more are an error there.
+    Departs from the paper: there is none; this is mergekit's result, except that updates that are all zero
+    give the base, where mergekit raises an error for three or more.
 
     Example:
         >>> import torch

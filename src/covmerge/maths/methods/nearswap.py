@@ -1,4 +1,4 @@
-"""NearSwap: the expert's weights where they are near the base's."""
+"""NearSwap: takes the expert's weights where they are close to the base's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.maths.methods.registry import BOUND, EntryCost, PerEntry, register
 
-_NEAREST = 1e-6  # the least that a distance counts as
+_NEAREST = 1e-6  # least divisor of a distance
 
 
 @register(
@@ -31,16 +31,17 @@ def nearswap(
     ] = 1e-3,
     arithmetic: ArithmeticParameter = None,
 ) -> Tensor:
-    """Move each entry of the base towards the expert's by t, and no further than there.
+    """Move each entry of the base towards the expert's by t, and no further than the expert's.
 
-    s = t / max(|W_1 − W₀|, 1e-6), within 0 and 1; W̄ = s W_1 + (1 − s) W₀
+    s = t / max(|W_1 − W₀|, 1e-6), limited to [0, 1]; W̄ = s W_1 + (1 − s) W₀
 
     Args:
         group: one model of any shape beside the base.
-        t: the most that an entry moves.
+        t: the largest move of an entry.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: there is none; it is bit for bit mergekit's, where t has no default.
+    Departs from the paper: there is none; this is bit for bit mergekit's result. In mergekit t has no
+    default.
 
     Example:
         >>> import torch

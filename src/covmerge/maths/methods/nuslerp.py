@@ -1,4 +1,4 @@
-"""Spherical interpolation between two experts, whole or vector by vector."""
+"""Spherical interpolation between two experts, of whole tensors or vector by vector."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from covmerge.maths.methods.registry import (
     register,
 )
 
-_SHORT = 1e-7  # a length below it is not divided by
-_STRAIGHT = 1e-16  # 1 − cos² up to which the way is a straight line
-_NO_SHARE = 1e-6  # weights whose sum is below it mean the middle
+_SHORT = 1e-7  # a shorter length is not divided by
+_STRAIGHT = 1e-16  # 1 − cos² up to which the path is a straight line
+_NO_SHARE = 1e-6  # a smaller sum of weights gives the middle
 
 
 def _unit(parameters: Parameters) -> Unit:
@@ -87,18 +87,18 @@ def nuslerp(
 ) -> Tensor:
     """Go from one expert to the other along the circle that holds both.
 
-    W̄ = sin((1 − t)θ)/sin θ W_1 + sin(tθ)/sin θ W_2, t = w_2 / (w_1 + w_2), cos θ of their directions;
-    a straight line where 1 − cos² θ ≤ 1e-16. Around the base W_t stands for W_t − W₀, and W₀ is added.
+    W̄ = sin((1 − t)θ)/sin θ W_1 + sin(tθ)/sin θ W_2, t = w_2 / (w_1 + w_2), θ the angle between W_1 and
+    W_2; a straight line if 1 − cos² θ ≤ 1e-16. Around the base, W_t stands for W_t − W₀, and W₀ is added.
 
     Args:
         group: two models of any shape.
-        weight: w_t; where they add up to nothing t is ½.
-        by: which vectors are turned, each by an angle of its own.
+        weight: w_t; if they add up to 0, t is ½.
+        by: the vectors that are turned, each by its own angle.
         around: the centre of the sphere.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: there is none; it is mergekit's result, of which `nuslerp_row_wise`
-    without `nuslerp_flatten` is `by: columns` here, as it goes along the first axis.
+    Departs from the paper: there is none; this is mergekit's result. mergekit's `nuslerp_row_wise` without
+    `nuslerp_flatten` is `by: columns` here, because it runs along the first axis.
 
     Example:
         >>> import torch
@@ -125,7 +125,7 @@ def nuslerp(
 
 
 def _between(t: float, one: Tensor, other: Tensor, cosine: Tensor | None = None) -> Tensor:
-    """Turn vectors along the last axis; `cosine` is that of the whole, where these are parts of it."""
+    """Turn vectors along the last axis; `cosine` is that of the whole vectors where these are parts."""
     if cosine is None:
         cosine = _cosine((one / _length(one)) * (other / _length(other)))
     straight = (1 - cosine.square()) <= _STRAIGHT

@@ -1,6 +1,6 @@
-"""What else the field calls the methods: names of other tools and of papers, for messages alone.
+"""Names of the methods in other tools and papers, used in messages only.
 
-None of them is accepted in a recipe: some of them mean two things, and what is recorded has one name.
+A recipe accepts none of them: some have two meanings, and a record must have one name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ _MERGEKIT = "or, with mergekit's rules to the bit, `generalized_task_arithmetic`
 
 _BEHIND = "`regmean` with `off_diagonal: 0.95`, on statistics of covmerge-lab's `regmean_pp`"
 
-# In lower case, with `_` between words.
+# Keys are in lower case, with `_` between words.
 OTHER_NAMES = {
     "breadcrumbs": "`generalized_task_arithmetic` with `sparsify: band`",
     "breadcrumbs_ties": "`generalized_task_arithmetic` with `sparsify: band` and `consensus: true`",

@@ -1,4 +1,4 @@
-"""One model as it is."""
+"""One model's weights, unchanged or scaled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def passthrough(
     Args:
         group: one model of any shape.
         scale: s.
-        arithmetic: dtype that the weights are cast to, and the product.
+        arithmetic: dtype that the weights are cast to, and that the product has.
 
     Departs from the paper: there is none.
 

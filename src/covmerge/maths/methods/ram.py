@@ -1,4 +1,4 @@
-"""RAM: what one expert alone changed is kept whole, what several changed is averaged."""
+"""RAM: changes by one expert alone are kept whole, changes by several experts are averaged."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ def ram(
     most: Annotated[float, Field(ge=0, description="of RAM+: the most that ρ_t counts as")] = 0.2,
     arithmetic: ArithmeticParameter = None,
 ) -> Tensor:
-    """Keep the changes of one expert alone, and average those of several.
+    """Keep the changes made by one expert alone, and average those made by several.
 
-    Δ̂_t = Δ_t [|Δ_t| > ε], n of them at an entry; W̄ = W₀ + Σ λ_t Δ̂_t where n = 1, Σ Δ̂_t / n elsewhere;
+    Δ̂_t = Δ_t [|Δ_t| > ε], n of them non-zero at an entry; W̄ = W₀ + Σ λ_t Δ̂_t if n = 1, else Σ Δ̂_t / n;
     λ_t = 1 + r · min(shared_t / max(unique_t, ε), most)  (RAM, RAM+), counted within the tensor
 
-    Experts' own weights have no part in it.
+    The experts' weights in the recipe have no effect.
 
     Args:
         group: models of any one shape.
         epsilon: ε.
         boost: r.
-        most: bound of ρ_t.
+        most: upper bound of ρ_t.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: RAM+ counts over one tensor, not over the model, as mergekit's `ramplus_tl`
-    (`boost: 0.1`), of which, and of its `ram`, it is the result.
+    Departs from the paper: RAM+ counts within one tensor, not over the model. This is the result of
+    mergekit's `ram`, and of its `ramplus_tl` with `boost: 0.1`.
 
     Example:
         >>> import torch
@@ -112,13 +112,13 @@ def ram(
             ratio = group.known[0]
         else:
             ratio = _ratio(*_counted(changed, count), epsilon, most)
-        unique = unique * (1 + boost * ratio).unsqueeze(-1)  # float32 at least, as what follows
+        unique = unique * (1 + boost * ratio).unsqueeze(-1)  # at least float32 from here on
     merged = unique.add_(changes.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
     return (base + merged.view(base.shape)).to(group.models[0].dtype)
 
 
 def _counted(changed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries that an expert changed with others, and alone, by expert."""
+    """Return, by expert, how many entries it changed with others, and how many alone."""
     return (changed & (count > 1)).sum(dim=1), (changed & (count == 1)).sum(dim=1)
 
 

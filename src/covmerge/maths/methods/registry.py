@@ -1,4 +1,4 @@
-"""The table of methods: each registers its kernel with what it needs, costs and promises."""
+"""The table of methods: each registers its kernel with its needs, cost and promises."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
 Kernel = Callable[..., Merged | Tensor]
-# (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
+# (d_out, d_in, experts, itemsize), and as keywords with defaults the parameters on which the cost
+# depends.
 CostModel = Callable[..., Cost]
 
-# What a method must see at once. The first three take tensors of any shape, as they are stored.
+# The part of a tensor that a method must see at once. The first three take stored tensors of any shape.
 Unit = Literal["element", "row", "tensor", "matrix"]
 Data = Literal["none", "gram", "fisher"]
 Others = Literal["average", "base"]
-# On which sides a layer may be written in an orthonormal basis that holds its updates.
+# The sides on which a layer may be written in an orthonormal basis that holds its updates.
 Sides = Literal["none", "outputs", "inputs", "both"]
-# What it sees of each expert: Δ_t, or W_t itself.
+# What a method sees of each expert: Δ_t, or W_t itself.
 Sees = Literal["updates", "weights"]
-_NO_FLOAT = "without overflow"  # of torch's message where a factor is too large for the dtype
+_NO_FLOAT = "without overflow"  # part of torch's message for a factor too large for the dtype
 
 
 @dataclass(frozen=True)
 class GlobalPass:
-    """A pass over all tensors before the merge: how large must an entry be to be kept?
+    """A pass over all tensors before the merge: it finds the magnitude from which entries are kept.
 
     The threshold of expert t is the (N − ⌊density·N⌋)-th smallest of the N magnitudes that
     `vectors` gives for it over all tensors of the method.
 
     Attributes:
-        density: share of the entries that is kept, from the method's parameters; None: these
+        density: function of the method's parameters that returns the share of entries to keep; None: these
             parameters need no global pass.
         vectors: `(group, parameters)` -> one tensor per expert.
     """
@@ -54,51 +55,53 @@ class GlobalPass:
     vectors: Callable[[LinearGroup, Parameters], tuple[Tensor, ...]]
 
 
-# Older names of what is declared, for one release.
+# Older names of declarations, accepted for one release.
 FORMER_DECLARATIONS = {"noticed": "diagnostics", "overview": "tensor_pass", "survey": "global_pass"}
 
 
 class Known(Protocol):
-    """What a tensor pass found of an expert's tensor."""
+    """The result of a tensor pass for one expert's tensor."""
 
     def rows(self, rows: range) -> Any:
-        """Return what it says of some rows."""
+        """Return the part of the result that some rows need."""
         ...
 
 
 @dataclass(frozen=True)
 class AnyRows:
-    """What a tensor pass found that is the same of any rows."""
+    """A result of a tensor pass that applies to any rows."""
 
     found: Any
 
     def rows(self, rows: range) -> Any:
-        """Return it."""
+        """Return the result."""
         del rows
         return self.found
 
 
 class Groups(Protocol):
-    """A tensor in blocks of rows, each time from the first."""
+    """A tensor in blocks of rows; each call starts from the first."""
 
     def __call__(self, experts: Sequence[int] | None = None) -> Iterator[LinearGroup]:
-        """Yield the part of the one expert that is read, or of those at these places (None: all)."""
+        """Yield blocks with one expert's part, or with those of the experts at these places (None: all)."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorPass:
-    """A pass over a whole tensor before its rows are merged, of a method that sees a tensor.
+    """A pass over a whole tensor before its rows are merged, for methods that need the whole tensor.
 
-    With it a large tensor is read twice or more and merged row by row, so that it is held of one expert at
-    most, or of as many tensors as the pass makes; the result is, bit for bit, that of the whole.
+    With it a large tensor is read twice or more and merged row by row. Then at most one expert's whole
+    tensor is held, or as many tensors as the pass makes. The result equals that of the whole, bit for
+    bit.
 
     Attributes:
-        of: `(groups, shape, parameters)` -> what its rows must know of the whole.
-        entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
-        together: whether it reads all experts, once; else each expert by itself.
-        applies: whether it tells all that is needed, with these parameters.
-        readings: how often it reads its input, as far as the parameters say.
+        of: `(groups, shape, parameters)` -> the facts about the whole that its rows need.
+        entry_bytes: function of the parameters: the most memory per entry that the pass takes, result
+            included.
+        together: whether the pass reads all experts at once; else it runs for each expert by itself.
+        applies: whether the pass finds all that these parameters need.
+        readings: how often the pass reads its input with these parameters.
     """
 
     of: Callable[[Groups, Sequence[int], Parameters], Known]
@@ -110,20 +113,20 @@ class TensorPass:
 
 @dataclass(frozen=True)
 class Laws:
-    """What a method promises; `covmerge.testing` checks every line of it.
+    """The promises of a method; `covmerge.testing` checks each of them.
 
-    All methods: zero updates give the base; transposed storage gives the transposed result. Of the
-    rest, None is no promise, and nothing is checked; True and False are held to.
+    All methods promise that zero updates give the base, and that transposed storage gives the transposed
+    result. In the attributes below None is no promise and is not checked; True and False both are.
 
     Attributes:
         order_invariant: permuting the experts changes nothing beyond rounding.
-        scale_equivariant: Δ → sΔ gives s times the merged update, at the default parameters; a base
-            that it asks for stays as it is.
-        rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of
-            the layer's inputs, and the base, turn with them.
-        replicas: f(parameters, T) such that T copies of one update Δ give f·Δ; None where they give
-            no multiple of it, NaN where that depends on Δ.
-        replicas_text: the same for a reader.
+        scale_equivariant: Δ → sΔ gives s times the merged update, at the default parameters; the base, if
+            the method uses it, stays as it is.
+        rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of the
+            layer's inputs, and the base, are rotated with them.
+        replicas: f(parameters, T) such that T copies of one update Δ give f·Δ; None if they give no
+            multiple of it, NaN if that depends on Δ.
+        replicas_text: `replicas` in words.
         scales_with: whether `scale_equivariant` holds with other parameters too.
     """
 
@@ -137,7 +140,7 @@ class Laws:
     def copies_give(
         self, replicas: Callable[[Parameters, int], float | None] | float | None, text: str
     ) -> Laws:
-        """Return these with `replicas`, one number for all parameters or a function, and its text."""
+        """Return these laws with `replicas`, a number for all parameters or a function, and its text."""
         if callable(replicas):
             return replace(self, replicas=replicas, replicas_text=text)
 
@@ -147,22 +150,22 @@ class Laws:
         return replace(self, replicas=same, replicas_text=text)
 
 
-# What methods promise: all three; all but rotations, as the axes matter; all but the scale; order alone.
+# Common promises: all three; all but rotations, as the axes matter; all but the scale; order alone.
 EQUIVARIANT = Laws(order_invariant=True, scale_equivariant=True, rotation_equivariant=True)
 AXIS_BOUND = replace(EQUIVARIANT, rotation_equivariant=False)
 SCALE_BOUND = replace(EQUIVARIANT, scale_equivariant=False)
 BOUND = replace(AXIS_BOUND, scale_equivariant=False)
-# Absolute bounds, which usual updates may not reach, can break the scale: nothing is promised of it.
+# Absolute bounds, which usual updates may not reach, can break scale equivariance: it is not promised.
 UP_TO_BOUNDS = replace(EQUIVARIANT, scale_equivariant=None)
 AXIS_BOUND_UP_TO_BOUNDS = replace(AXIS_BOUND, scale_equivariant=None)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The paper a method comes from.
+    """The paper that a method comes from.
 
     Attributes:
-        authors: in the paper's order, as its own citation has them; empty where that was not at hand.
+        authors: in the paper's order, as in its own citation; empty if that was not at hand.
     """
 
     title: str
@@ -173,10 +176,10 @@ class Reference:
 
 
 def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """What a method on matrices is taken to cost that does not say: a bound that most keep far below.
+    """Return the cost assumed for a method on matrices without a declared cost; most cost far less.
 
-    A full SVD of every update in float64, two more copies of all updates, and two square matrices of
-    each side.
+    It is that of a full SVD of every update in float64, two more copies of all updates, and two square
+    matrices of each side.
     """
     short, long = sorted((d_out, d_in))
     flops = 2.0 * count * (6.0 * short * short * long + 20.0 * short**3)
@@ -186,12 +189,12 @@ def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @dataclass(frozen=True)
 class PerEntry:
-    """What an entry of an update costs.
+    """The cost of one entry of an update.
 
     Attributes:
-        flops: operations.
-        copies: numbers that are held beside inputs and result, in the dtype of the computation.
-        bytes: what is held in other dtypes.
+        flops: number of operations.
+        copies: numbers held beside inputs and result, in the dtype of the computation.
+        bytes: bytes held in other dtypes.
     """
 
     flops: float = 0.0
@@ -201,11 +204,11 @@ class PerEntry:
 
 @dataclass(frozen=True)
 class EntryCost:
-    """The cost model of a method that goes entry by entry.
+    """The cost model of a method that works entry by entry.
 
     Attributes:
-        each: of an entry of each expert.
-        once: of an entry, however many experts there are.
+        each: the cost of an entry of each expert.
+        once: the cost of an entry, whatever the number of experts.
     """
 
     each: PerEntry = field(default_factory=PerEntry)
@@ -218,23 +221,23 @@ class EntryCost:
         return Cost(flops * d_out * d_in, (copies * itemsize + other) * d_out * d_in)
 
 
-# One multiply-add an entry and expert; nothing is held beside inputs and result.
+# One multiply-add per entry and expert; nothing is held beside inputs and result.
 MULTIPLY_ADD = EntryCost(PerEntry(2))
-# The same bound of a method on tensors of any shape: a hundred operations an entry, copies in float64.
+# The cost assumed for methods on tensors of any shape: 100 operations per entry, copies in float64.
 GENEROUS_ENTRY_COST = EntryCost(PerEntry(100, bytes=16), PerEntry(200, bytes=32))
 
 
 def followed_by(cost: CostModel) -> tuple[str, ...]:
-    """Names of the parameters that a cost model follows."""
+    """Return the names of the parameters on which a cost model depends."""
     given = inspect.signature(cost).parameters.values()
     return tuple(each.name for each in given if each.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def check_cost(declared: Declared, cost: CostModel) -> None:
-    """Refuse a cost model that follows parameters which there are not.
+    """Check that a cost model depends only on parameters that exist.
 
     Raises:
-        ValueError: the message names one.
+        ValueError: there is no such parameter; the message names it.
     """
     unknown = next((name for name in followed_by(cost) if not declared.has(name)), None)
     if unknown is not None:
@@ -245,7 +248,7 @@ def check_cost(declared: Declared, cost: CostModel) -> None:
 
 
 def cost_with(declared: Declared, cost: CostModel, parameters: Parameters) -> CostModel:
-    """Return its cost model `(d_out, d_in, experts, itemsize) -> Cost` at these parameters."""
+    """Return the cost model `(d_out, d_in, experts, itemsize) -> Cost` with these parameters filled in."""
     known = {name: parameters[name] for name in followed_by(cost)}
 
     def at(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -257,42 +260,43 @@ def cost_with(declared: Declared, cost: CostModel, parameters: Parameters) -> Co
 
 @dataclass(frozen=True)
 class Method(Declared):
-    """A registered method; all but its name and its function may be left undeclared.
+    """A registered method. Only its name and its kernel have to be declared.
 
     Attributes:
-        name: as written in recipes.
-        kernel: pure function `(LinearGroup, *, parameters) -> Merged`, or the merged update alone.
+        name: its name in recipes.
+        kernel: a pure function `(LinearGroup, *, parameters) -> Merged`, or one that returns the merged
+            update alone.
         equation: one line of mathematics, in Unicode.
-        reference: the paper; None: there is none.
-        laws: what the result satisfies; undeclared, it promises nothing.
-        cost: FLOPs and workspace of one matrix, for the plan; where parameters change them, these are
-            its keyword arguments. Undeclared, `generous_cost`, or `GENEROUS_ENTRY_COST` where
-            tensors of any shape are taken.
-        unit: what it must see at once, or a function of the parameters that says so. A `matrix`
-            method merges the oriented matrices of linear layers; the others take tensors of any
-            shape as they are stored: by `element`, by `row` (of the first axis; a tensor with one
-            axis is one row), or whole.
-        others: what a matrix method does with tensors that are not matrices.
-        data: the statistics of the experts' data that it needs.
-        global_pass: what it must know of all tensors before the first is merged.
-        tensor_pass: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
-            rows, with `LinearGroup.known`, where a tensor is large.
-        factored: the sides on which its result turns with low-rank updates, so that adapters are
-            merged exactly in a basis of their factors there (see `covmerge.maths.methods.factored`); or a
-            function of the parameters that says so.
-        diagnostics: the type of its diagnostics. Undeclared, it has none.
-        writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
-        needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
-            base has no basis of low rank.
-        sees: of each expert its update, or its `weights` bit for bit (`LinearGroup.models`), and then
-            the base's too (`needs_base`). A method that sees weights takes tensors as they are stored,
-            and a tensor that it returns is W̄ itself.
-        experts: the fewest and the most experts that it merges; None: there is no most.
-        base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read; it can do without.
-        weighted: whether experts' weights have a part in the result.
-        stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
-            function of the parameters that says so.
-        published_tuning: what the published numbers chose by labelled data; empty for nothing.
+        reference: the paper; None: there is no paper.
+        laws: the promises about the result; by default none.
+        cost: function for the FLOPs and workspace of one matrix, used by plans; parameters that change
+            them are its keyword arguments. By default `generous_cost`, or `GENEROUS_ENTRY_COST` for
+            methods that take tensors of any shape.
+        unit: what the method must see at once, or a function of the parameters that returns it. A `matrix`
+            method merges the oriented matrices of linear layers; the others take tensors of any shape as
+            they are stored: by `element`, by `row` (of the first axis; a tensor with one axis is one row),
+            or whole.
+        others: how a matrix method treats tensors that are not matrices.
+        data: the statistics of the experts' data that the method needs.
+        global_pass: the pass over all tensors that the method needs before the first is merged.
+        tensor_pass: for a method that sees whole tensors, the pass that collects what its rows need of the
+            whole; a large tensor is then merged by rows, with `LinearGroup.known`.
+        factored: the sides on which the result turns with low-rank updates, so that adapters are merged
+            exactly in a basis of their factors there (see `covmerge.maths.methods.factored`), or a
+            function of the parameters that returns them.
+        diagnostics: the type of the method's diagnostics; by default it has none.
+        writes_masks: whether the method returns `Merged.masks`; its result is one model per expert.
+        needs_base: whether the method needs `LinearGroup.base`, W_0 oriented like the updates. It excludes
+            `factored`, because the base has no basis of low rank.
+        sees: whether the method sees the `updates` or the `weights` bit for bit (`LinearGroup.models`, and
+            the base's by `needs_base`). A method that sees weights takes tensors as they are stored, and a
+            tensor that it returns is W̄ itself.
+        experts: the least and the largest number of experts that it merges; None: there is no limit.
+        base_norm: whether the method uses `LinearGroup.base_norm`, the norm of W_0, where it was read.
+        weighted: whether the experts' weights affect the result.
+        stands_alone: whether the merged weights do not depend on W_0, so that no base is needed, or a
+            function of the parameters that returns it.
+        published_tuning: what the published results tuned on labelled data; empty: nothing.
         family_defaults: parameters that the paper sets per model family.
     """
 
@@ -323,7 +327,7 @@ class Method(Declared):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
+        """Check that the declarations fit together."""
         super().__post_init__()
         self.one_of("unit", Unit)
         self.one_of("others", Others)
@@ -348,27 +352,27 @@ class Method(Declared):
 
     @property
     def takes_any_shape(self) -> bool:
-        """Whether it merges tensors as they are stored rather than oriented matrices."""
+        """Whether the method merges tensors as they are stored rather than oriented matrices."""
         return self.unit != "matrix"
 
     @property
     def seeded(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether the method draws random numbers."""
         return self.has("seed")
 
     def takes(self, count: int) -> bool:
-        """Whether it merges so many experts."""
+        """Return whether the method merges `count` experts."""
         least, most = self.experts
         return least <= count and (most is None or count <= most)
 
     def without_base(self, parameters: Parameters) -> bool:
-        """Whether the merged weights do not depend on the base with these parameters."""
+        """Return whether the merged weights do not depend on the base with these parameters."""
         alone = self.stands_alone
         return alone(parameters) if callable(alone) else alone
 
     @property
     def experts_text(self) -> str:
-        """How many experts it merges, in words; "" for any number."""
+        """How many experts the method merges, in words; "" for any number."""
         least, most = self.experts
         if most is not None:
             number = str(most) if least == most else f"{least} to {most}"
@@ -376,7 +380,7 @@ class Method(Declared):
         return f"{least} experts or more" if least > 1 else ""
 
     def unit_for(self, parameters: Parameters) -> Unit:
-        """Return what it must see at once with these parameters."""
+        """Return the unit that the method must see at once with these parameters."""
         return self.unit(parameters) if callable(self.unit) else self.unit
 
     def sides_for(self, parameters: Parameters) -> Sides:
@@ -390,8 +394,8 @@ class Method(Declared):
     def is_linear_for(self, parameters: Parameters) -> bool:
         """Return whether the merged update is Σ c_t Δ_t, with numbers c_t that no update changes.
 
-        It is where an element depends on that of each update and on nothing else, and the result turns
-        with the updates on both sides: no other function of elements turns.
+        That is so if an element depends on the same element of each update only, and the result turns
+        with the updates on both sides: only linear functions of elements do.
         """
         needs_a_pass = self.global_pass is not None or self.tensor_pass is not None
         needs_more = needs_a_pass or self.base_norm or self.data != "none" or self.seeded
@@ -401,7 +405,7 @@ class Method(Declared):
         return self.sides_for(parameters) == "both"
 
     def coefficients_for(self, weights: Sequence[float], parameters: Parameters) -> list[float]:
-        """Return the c_t of a linear method: c_t is what it makes of 1 in update t and 0 in the others."""
+        """Return the c_t of a linear method: its result for 1 in update t and 0 in the others."""
         ones = torch.eye(len(weights), dtype=torch.float64).unbind()
         return list(map(float, self(LinearGroup(ones, tuple(weights)), **parameters).delta))
 
@@ -410,23 +414,23 @@ class Method(Declared):
         return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
     def ranked(self, parameters: Parameters) -> float | None:
-        """Return the density that its global pass looks for; None: no global pass."""
+        """Return the density that the global pass looks for; None: there is no global pass."""
         if self.global_pass is None:
             return None
         with self.naming_failures("the density of its global pass"):
             return self.global_pass.density(parameters)
 
     def ranked_values(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
-        """Return per expert the values whose magnitudes its global pass ranks."""
+        """Return per expert the values whose magnitudes the global pass ranks."""
         assert self.global_pass is not None
         with self.naming_failures("its global pass"):
             return self.global_pass.vectors(group, parameters)
 
     def resolve(self, given: Parameters, family: str | None = None) -> dict[str, Any]:
-        """Return all parameters: given ones over the family's over the paper's defaults.
+        """Return all parameters: given values first, then the family's, then the paper's defaults.
 
         Raises:
-            RecipeError: an unknown name, or a value out of its range.
+            RecipeError: a parameter is unknown, or its value is out of range.
         """
         return super().resolve({**self.family_defaults.get(family or "", {}), **given})
 
@@ -461,17 +465,17 @@ class Method(Declared):
         return merged
 
     def _scales(self, parameters: Parameters) -> bool:
-        """Whether it is run on updates near 1, whatever their size."""
+        """Return whether the kernel is run on updates scaled near 1, whatever their size."""
         return self._multiplies and self.scales_with(parameters)
 
     def _run(self, group: LinearGroup, **parameters: Any) -> Merged:
-        """Run the kernel, and see that it gives what can be added to the base."""
+        """Run the kernel, and check that its result can be added to the base."""
         with self.leaving(group.given):
             found = self.kernel(group, **parameters)
         return self._fitting(group, found)
 
     def _fitting(self, group: LinearGroup, found: object) -> Merged:
-        """See that a result can be added to the base; other people's may be anything."""
+        """Check that a result, which may come from a foreign kernel, can be added to the base."""
         merged = Merged(found) if isinstance(found, Tensor) else found
         if not isinstance(merged, Merged):
             raise TensorError(
@@ -491,24 +495,24 @@ class Method(Declared):
                 "one, such as its `.to_dense()`"
             )
         if given.requires_grad:
-            given = given.detach()  # it will be added to, which torch would refuse
+            given = given.detach()  # it will be added to in place, which torch would refuse
             merged = replace(merged, delta=given)
         if self.sees == "weights":
             assert group.base is not None
             return replace(merged, delta=given - group.base, weights=given)
         if group.base is not None and given.data_ptr() == group.base.data_ptr():
-            return replace(merged, delta=given.clone())  # it will be added to
+            return replace(merged, delta=given.clone())  # it will be added to in place
         return merged
 
     @property
     def _multiplies(self) -> bool:
-        """Whether it multiplies entries of the updates with each other, or with data."""
+        """Whether the method multiplies entries of the updates with each other, or with data."""
         return not self.takes_any_shape or self.data != "none"
 
     def beyond(
         self, updates: Sequence[Tensor | LowRank], what: str, parameters: Parameters
     ) -> TensorError:
-        """Say that finite updates are beyond this method, and which would be within it."""
+        """Return the error that finite updates are too large or small for the method, with a way out."""
         norms = [sqrt(u.square_norm()) if isinstance(u, LowRank) else norm(u) for u in updates]
         sizes = ", ".join(f"{size:.3g}" for size in norms)
         if self.scales_with(parameters):
@@ -536,17 +540,17 @@ def register(name: str, **declared: Any) -> Callable[[_Function], _Function]:
     """Register a function `(group: LinearGroup, *, parameters) -> Merged` as the method `name`.
 
     Its keyword arguments are the parameters of the method, with defaults, and with ranges and
-    descriptions in their annotations. It may return the merged update alone, as a tensor. What it may
-    not do: modify the updates, or depend on anything but its arguments.
+    descriptions in their annotations. It may return the merged update alone, as a tensor. It must not
+    modify the updates, or depend on anything but its arguments.
 
     Args:
-        name: as it is to be written in recipes and on the command line.
-        **declared: what it needs, costs and promises: see `Method`. All of it may be left out: then
-            it sees one oriented matrix of a linear layer at a time, other tensors are averaged, its
-            cost is bounded generously, and it promises nothing.
+        name: the method's name in recipes and on the command line.
+        **declared: the method's needs, cost and promises: see `Method`. All of them may be left out: the
+            method then sees one oriented matrix of a linear layer at a time, other tensors are averaged,
+            its cost is bounded generously, and it promises nothing.
 
     Raises:
-        ValueError: the name is taken, or cannot be one.
+        ValueError: the name is taken, or is not a possible name.
 
     Example:
         >>> import torch, covmerge

@@ -32,7 +32,7 @@ Ridge = Annotated[
 ]
 
 _EQUATION = "W̄ = W₀ + (Σ Δ_t G̃_t)(Σ G̃_t + ρI)⁻¹,  G̃_t = a·E[z zᵀ] + (1 − a)·diag E[z zᵀ]"
-# The diagonal belongs to the axes; true for a = 1 alone.
+# The diagonal depends on the axes; only a = 1 does without it.
 _LAWS = AXIS_BOUND.copies_give(
     lambda parameters, count: 1.0 if parameters["ridge"] == 0 else None,
     "the expert, whatever the data of each copy; shrunk by a ridge",
@@ -41,12 +41,12 @@ _LAWS = AXIS_BOUND.copies_give(
 
 @dataclass(frozen=True)
 class Factorised(Diagnostics):
-    """How a Cholesky factorisation went.
+    """Diagnostics of a Cholesky solve.
 
     Attributes:
-        route: of the sums, or why there are none.
-        rcond: of the system.
-        jitter: what it needed on the diagonal.
+        route: coordinates of the sums, or the reason why there are none.
+        rcond: reciprocal condition number of the system.
+        jitter: what the factorisation added to the diagonal.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (JITTER,)
@@ -57,8 +57,8 @@ class Factorised(Diagnostics):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # Inputs that are zero in all data make the float32 factor break down: the float64 one is
-    # counted, with LAPACK's copy of it, its right-hand sides and solutions.
+    # Inputs that are zero in all data make the float32 factorisation break down. The cost is therefore
+    # that of float64, with LAPACK's copy, its right-hand sides and solutions.
     sums = measured_equations_cost(d_out, d_in, count, itemsize)
     solve = d_in**3 / 3 + 2.0 * d_out * d_in * d_in
     return sums + Cost(solve, (2 * d_in * d_in + 3 * d_out * d_in) * 8)
@@ -85,25 +85,25 @@ def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge
 
     W̄ = W₀ + (Σ w_t Δ_t G̃_t)(Σ w_t G̃_t + ρI)⁻¹,  G̃_t = a·G_t + (1 − a)·diag G_t  (RegMean, §3)
 
-    G_t = E[z zᵀ] over expert t's inputs of this layer, uncentred. An expert whose update is zero
-    keeps its Gram matrix in the sums, unlike in the data-free methods: its data says that this
-    layer should stay at W₀. Where no data reached the layer (ΣG_t = 0), updates are averaged.
+    G_t = E[z zᵀ] over expert t's inputs of this layer, uncentred. An expert whose update is zero keeps its
+    Gram matrix in the sums, unlike in methods without data: its data say that this layer should stay at W₀.
+    If no data reached the layer (ΣG_t = 0), updates are averaged.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
             multiplies its expert's Gram matrix.
-        off_diagonal: a. The paper names 0.9; its configurations have 0.1, 0.9 or none (1.0 here),
-            by model. At 1.0, fewer rows of data than d_in leave the system singular: give a ridge,
-            or use `lot`.
-        ridge: ρ relative to the mean diagonal entry of Σ w_t G̃_t; none in the paper.
+        off_diagonal: a. The paper names 0.9; its configurations have 0.1, 0.9 or none (1.0 here), depending
+            on the model. At 1.0, fewer rows of data than d_in leave the system singular: give a ridge, or
+            use `lot`.
+        ridge: ρ relative to the mean diagonal entry of Σ w_t G̃_t; the paper has none.
 
     Raises:
         RecipeError: an expert has no Gram matrix.
         TensorError: a Gram matrix has another shape, or the system stays indefinite.
 
-    Departs from the paper: differences are merged and added to W₀, the same where ΣG̃_t has full
-    rank; elsewhere the published form, with W_t in the numerator, raises or loses W₀. One Cholesky
-    in place of the inverse; a jitter that a singular system needs is in the statistics.
+    Departs from the paper: differences are merged and added to W₀. This is the same if ΣG̃_t has full rank;
+    otherwise the published form, with W_t in the numerator, raises an error or loses W₀. One Cholesky
+    factorisation replaces the inverse; `jitter` in the diagnostics says what a singular system needed.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""ResMerge: what updates are beyond their leading directions, merged by direction; of these a little."""
+"""ResMerge: the parts of updates beyond their leading directions are merged by direction."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import UNCHANGED, Counted
 
-# A mean cosine of so little is none: residuals of millions of entries come to as much by chance, and
-# float32 to a part of it by rounding. So is what is left of heads that cancel.
+# A smaller mean cosine counts as none: by chance residuals of millions of entries reach as much, and
+# float32 reaches a part of it by rounding. The same holds for the rest of heads that cancel.
 _NONE = 1e-4
 
 _AVERAGED = Counted(
@@ -37,12 +37,13 @@ class ResDiagnostics(Diagnostics):
     """ResMerge's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that did not change it.
-        without_residual: of the others, those that have no more directions than the head.
-        averaged: experts that were averaged, since none of them has a residual.
-        agreement: s_R, the mean cosine of two residuals; None from here on: there are none.
-        coherence: c_R, the mean cosine of a residual with their direction.
-        head_agreement: s_H, the mean cosine of two heads, where negative ones count as zero.
+        unchanged: the number of experts that did not change the matrix.
+        without_residual: the number of the others whose updates have no more directions than the head.
+        averaged: the number of experts that were averaged, because none of them has a residual.
+        agreement: s_R, the mean cosine of two residuals; this and the following fields are None if there
+            are no residuals.
+        coherence: c_R, the mean cosine of the residuals with their mean direction.
+        head_agreement: s_H, the mean cosine of two heads, with negative cosines counted as zero.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, _AVERAGED)
@@ -60,7 +61,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
     each = leading_cost(d_out, d_in, k, itemsize)
     heads = count * k * (d_out + d_in) * itemsize
     flops = count * (each.flops + 2.0 * matrix * (2 * FLOAT64 * k + k + count + 2))
-    # The residuals, the last in float64; later the heads, multiplied out, and both sums.
+    # The residuals, the last one in float64; later the multiplied-out heads, and both sums.
     residuals = (count * itemsize + 3 * 8) * matrix
     return Cost(flops, heads + max(each.workspace, residuals), count * each.eigen)
 
@@ -101,33 +102,32 @@ def resmerge(
     """Merge the residuals of the updates by direction, and let their heads correct it a little.
 
     W̄ = W₀ + A + ρ s_H ‖A‖ H̄/‖H̄‖  (ResMerge), where H_t are the K leading singular triplets of Δ_t,
-    R_t = Δ_t − H_t, and A = c^β n̄ q: q the direction of ΣR_t/‖R_t‖, n̄ the mean of ‖R_t‖, c the mean
-    cosine of R_t with q, and β = β_max − (β_max − β_min)(s̄ + c̄)/2 with s the mean cosine of two
-    residuals and x̄ = (x + 1)/2. Where s ≤ 0, so that c is at most the 1/√T of directions that have
-    nothing in common, A is the mean of the R_t. H̄ is the mean of the heads, and s_H the mean of
-    max(0, cosine) over two of them.
+    R_t = Δ_t − H_t, and A = c^β n̄ q. q is the direction of ΣR_t/‖R_t‖, n̄ the mean of ‖R_t‖, c the
+    mean cosine of R_t with q, and β = β_max − (β_max − β_min)(s̄ + c̄)/2 with s the mean cosine of two
+    residuals and x̄ = (x + 1)/2. If s ≤ 0, so that c is at most the 1/√T of directions that have nothing
+    in common, A is the mean of the R_t. H̄ is the mean of the heads, and s_H the mean of max(0, cosine)
+    over two of them.
 
-    Made for experts of reinforcement learning. Where most of an update is in its leading directions, as
-    it may be of an adapter of small rank, most of it is lost: at the defaults the heads together have a
-    fifth of the norm of the rest at most. One expert does not come back as it is.
+    The method is made for experts of reinforcement learning. If most of an update is in its leading
+    directions, as for an adapter of small rank, most of it is lost: at the defaults the heads together have
+    at most a fifth of the norm of the rest. A single expert is not returned as it is.
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's part of every mean.
         head_rank: K.
         head_ratio: ρ.
-        beta_min: of the exponent.
-        beta_max: of the exponent.
-        rank_rtol: where the numerical rank of an update ends.
+        beta_min: least exponent β.
+        beta_max: largest exponent β.
+        rank_rtol: the relative cut-off of an update's numerical rank.
 
-    Departs from the paper: of the paper only the abstract was at hand: this follows its authors'
-    code. There β is β_max in layers whose names are of neither attention nor a feed-forward block.
-    An expert that did not change the layer leaves it (published: it counts in every mean). One that
-    has no more than K directions within its numerical rank leaves the residuals (published:
-    rounding is a residual like any other); where none has more, the experts that changed the layer
-    are averaged (published: the layer stays the base's, as every layer of one row, and of adapters
-    of rank K, does). Singular values that equal the K-th belong to the head. Two residuals agree
-    whose mean cosine is above 1e-4, and heads that cancel to 1e-4 of their norms correct nothing.
-    Constants of 1e-8 are left out.
+    Departs from the paper: only the paper's abstract was at hand; this follows its authors' code. There β
+    is β_max in layers whose names belong neither to attention nor to a feed-forward block. An expert that
+    did not change the layer is left out (published: it counts in every mean). One that has no more than K
+    directions within its numerical rank has no residual (published: rounding is a residual like any
+    other). If none has a residual, the experts that changed the layer are averaged (published: the layer
+    stays the base's, as every layer of one row, and of adapters of rank K, does). Singular values that
+    equal the K-th belong to the head. Two residuals agree if their mean cosine is above 1e-4, and heads
+    that cancel to 1e-4 of their norms correct nothing. Constants of 1e-8 are left out.
 
     Example:
         >>> a, b = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 3.0]))
@@ -166,15 +166,15 @@ def resmerge(
 
 
 def _unit_head(part: TruncatedSvd) -> LowRank:
-    """H/‖H‖ of the triplets that are kept."""
+    """Return H/‖H‖ of the kept triplets."""
     return LowRank(part.left * (part.leading / norm(part.leading)).to(part.left.dtype), part.right)
 
 
 def _residual(update: Tensor, part: TruncatedSvd) -> Tensor:
-    """(I − UUᵀ)Δ(I − VᵀV) = Δ − H.
+    """Return (I − UUᵀ)Δ(I − VᵀV) = Δ − H.
 
-    On both sides, so that what U and V are off by counts as its square: of a head that is 1e5 times as
-    long as the rest the difference would have lost all but two digits.
+    Both sides are projected, so that the error of U and V counts as its square: if the head is 1e5 times
+    as long as the rest, the difference Δ − H would lose all but two digits.
     """
     left, right = part.left.to(torch.float64), part.right.to(torch.float64)
     rest = update.to(torch.float64)
@@ -186,9 +186,9 @@ def _residual(update: Tensor, part: TruncatedSvd) -> Tensor:
 def _on_the_sphere(
     residuals: Sequence[Tensor], weights: Sequence[float], exponent: Callable[[float], float]
 ) -> tuple[Tensor, float, float]:
-    """Return A, s_R and c_R; the residuals are brought to norm 1 in place.
+    """Return A, s_R and c_R; the residuals are scaled to norm 1 in place.
 
-    With the R_t/‖R_t‖ of mean m, c_R is ‖m‖, and A is c_R^(β − 1) n̄ m.
+    With m the mean of the R_t/‖R_t‖, c_R is ‖m‖, and A is c_R^(β − 1) n̄ m.
     """
     sizes = [norm(residual) for residual in residuals]
     for residual, size in zip(residuals, sizes, strict=True):
@@ -208,7 +208,7 @@ def _on_the_sphere(
 def _direction(
     heads: Sequence[LowRank], sizes: Sequence[float], weights: Sequence[float]
 ) -> tuple[Tensor | None, float]:
-    """Return H̄/‖H̄‖, and s_H; None where the heads cancel."""
+    """Return H̄/‖H̄‖, and s_H; None instead of H̄/‖H̄‖ if the heads cancel."""
     cosines = torch.tensor([[_cosine(h, g) for g in heads] for h in heads], dtype=torch.float64)
     agreement = _mean_of_two(cosines.clamp(0.0, 1.0), _shares(weights))
     lengths = [weight * size for weight, size in zip(weights, sizes, strict=True)]
@@ -218,19 +218,19 @@ def _direction(
 
 
 def _cosine(one: LowRank, other: LowRank) -> float:
-    """Cosine of two heads of norm 1."""
+    """Return the cosine of two heads of norm 1."""
     left = one.left.to(torch.float64).mT @ other.left.to(torch.float64)
     return float((left * (one.right.to(torch.float64) @ other.right.to(torch.float64).mT)).sum())
 
 
 def _shares(weights: Sequence[float]) -> Tensor:
-    """The weights, of sum 1."""
+    """Return the weights scaled to sum 1."""
     given = torch.tensor(weights, dtype=torch.float64)
     return given / given.sum()
 
 
 def _mean_of_two(cosines: Tensor, share: Tensor) -> float:
-    """The mean of a symmetric matrix's entries beside its diagonal; 1 of a single entry.
+    """Return the weighted mean of a symmetric matrix's off-diagonal entries; 1 for a single entry.
 
     Example:
         >>> _mean_of_two(torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0.9, 0.1]))

@@ -1,4 +1,4 @@
-"""Where the numerical rank of a layer's updates ends: by the computation, the file and what made it."""
+"""The numerical rank of a layer's updates: the limits set by computation, file and arithmetic before it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ RankRtol = Annotated[
         "what rounding of the stored weights gives",
     ),
 ]
-_OF_CORES = 256  # the least length of the products that may have made a small matrix
+_OF_CORES = 256  # the least length assumed for products that may have made a small matrix
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What can be told from rounding.
+    """The limits below which directions of a group may be rounding.
 
     Attributes:
-        rtol: of all arithmetic: √max(d_out, d_in) · eps, the larger one of the dtype that computes and of
-            what made the updates.
-        rounding: of the stored weights, per expert (`LinearGroup.rounding`).
-        given: whether the user gave `rtol`, which takes the place of all rules.
+        rtol: √max(d_out, d_in) · eps, eps the larger of the computing dtype's and that of the arithmetic
+            that made the updates.
+        rounding: rounding of the stored weights, per expert (`LinearGroup.rounding`).
+        given: whether the user gave `rtol`, which replaces all other rules.
     """
 
     rtol: float
@@ -45,9 +45,9 @@ class Resolution:
     given: bool = False
 
     def separated(self, updates: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the updates; where their sizes are far apart, in float64 and within their own ranks.
+        """Return the updates; if their sizes are far apart, in float64 and cut to their numerical ranks.
 
-        The rounding of a large update would decide how the directions of a small one lie.
+        Otherwise the rounding of a large update would decide the directions of a small one.
         """
         if not far_apart([norm(update) for update in updates]):
             return tuple(updates)
@@ -57,11 +57,11 @@ class Resolution:
         )
 
     def of_sum(self, group: LinearGroup, sizes: Sequence[float] | None = None) -> Rounding:
-        """What rounding gives to S = Σ w_tΔ_t.
+        """Return the rounding error of S = Σ w_tΔ_t.
 
-        Where updates cancel, arithmetic is off by `rtol` of them and not of S: no direction of S is below
-        rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`: longer products may have made a small
-        matrix, which may be a core. `sizes`: σ₁(Δ_t), where they are known.
+        If updates cancel, the error of arithmetic is `rtol` times the updates, not times S. No direction
+        of S counts below rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`, because longer products
+        may have made a small matrix, such as a core. `sizes` are the σ₁(Δ_t), if they are known.
         """
         if self.given:
             return EXACT
@@ -73,7 +73,7 @@ class Resolution:
         return of_terms(group.updates, self.rounding, errors)
 
     def changed(self, group: LinearGroup) -> list[tuple[Tensor, float, Rounding]]:
-        """Update, weight and rounding of the experts that changed the layer."""
+        """Return update, weight and rounding of the experts that changed the layer."""
         each = zip(group.updates, group.weights, self.rounding, strict=True)
         return [(update, weight, error) for update, weight, error in each if update.any()]
 
@@ -81,11 +81,11 @@ class Resolution:
 def of_terms(
     updates: Sequence[Tensor], rounding: Sequence[Rounding], weighted: Sequence[Rounding]
 ) -> Rounding:
-    """What rounding gives to Σ w_tΔ_t, of the updates, what it gave to each, and the same times w_t.
+    """Return the rounding of Σ w_tΔ_t, from the updates, their rounding, and the same times w_t.
 
-    Errors of copies are one error: they add up as they are, and independent ones by their squares. Of
-    independent errors E the difference Δ_s − Δ_t has ‖E_s‖² + ‖E_t‖² at least, and what it has less is the
-    share ρ of the errors that both have: ‖Σ w_tE_t‖² = Σ ρ_st w_sw_t ‖E_s‖ ‖E_t‖.
+    Errors of copies are one error: they add up linearly, and independent errors by their squares. For
+    independent errors E the difference Δ_s − Δ_t has ‖E_s‖² + ‖E_t‖² at least. If it has less, the missing
+    share ρ is common to both errors: ‖Σ w_tE_t‖² = Σ ρ_st w_sw_t ‖E_s‖ ‖E_t‖.
     """
     whole = Rounding.together(weighted)
     sizes = [
@@ -107,7 +107,7 @@ def of_terms(
 
 
 def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
-    """Return a group's resolution; a tolerance that the user gives takes the place of all of it.
+    """Return a group's resolution; a tolerance given by the user replaces all of it.
 
     Example:
         >>> import torch

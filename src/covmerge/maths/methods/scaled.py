@@ -1,8 +1,8 @@
-"""Updates of any size, for methods that promise Δ → sΔ gives s times the merged update.
+"""Scaling of updates near 1, for methods that promise that Δ → sΔ gives s times the merged update.
 
 Such a method multiplies entries with each other: squares in Gram matrices, cubes in Σ Δ_tC_t. Far from
-1 these leave the dtype, though updates and result are well inside it. There the kernel is run on
-updates times one power of two, and its result is divided by it: both change no digit.
+1 these leave the dtype, although updates and result are well within it. In that case the kernel is run on
+updates times a power of two, and its result is divided by it. Neither changes a digit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from covmerge.base.types import Json, LinearGroup, Merged
 from covmerge.maths.linalg.lapack import exponent_of
 
-# Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
-# cubes of entries 2^-20 as large far above its 2^-149.
+# Exponents of the largest entry that need no scaling: d³ times its cube is far below float32's 2^127, and
+# cubes of entries 2^-20 as large are far above its 2^-149.
 _EASY = 20
 
 
@@ -25,15 +25,15 @@ def run_near_one(
     parameters: Mapping[str, Any],
     lengths: Collection[str] = (),
 ) -> Merged:
-    """Run a kernel that is equivariant to scale on updates brought near 1, and scale its result back.
+    """Run a scale-equivariant kernel on updates scaled near 1, and scale its result back.
 
-    Thresholds of a global pass are in units that only the method knows: with them it is run as it is.
+    Thresholds of a global pass are in units that only the method knows; a group with them is not scaled.
 
     Args:
         kernel: the method's function.
         group: the updates.
-        parameters: of the method.
-        lengths: the diagnostics in units of the updates (`Diagnostics.lengths`).
+        parameters: the method's parameters.
+        lengths: names of the diagnostics in units of the updates (`Diagnostics.lengths`).
 
     Example:
         >>> import torch
@@ -45,10 +45,10 @@ def run_near_one(
     exponent = _exponent(group)
     if abs(exponent) <= _EASY:
         return kernel(group, **parameters)
-    # An even power, so that a square root of it is one too.
+    # An even power, so that its square root is a power of two as well.
     factor = 2.0 ** -(exponent + exponent % 2)
     near = group.times([factor] * len(group.updates))
-    if near.base_norm is not None:  # updates are held against it
+    if near.base_norm is not None:  # the kernel compares updates with it
         near = replace(near, base_norm=factor * near.base_norm)
     merged = kernel(near, **parameters)
     diagnostics: dict[str, Json] = {

@@ -1,4 +1,4 @@
-"""SCE: select by variance, calculate weights by energy, erase the minority's signs."""
+"""SCE: select entries by variance, calculate weights by energy, erase the minority's signs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from covmerge.maths.methods.registry import (
     register,
 )
 
-# Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
+# Dtypes in which squares may overflow, and the exponent from which updates are scaled. Half precision is
+# not scaled, so that it rounds as in mergekit.
 _WIDE, _FAR = (torch.float32, torch.float64), 20
-_NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the least divisor as well
+_NO_ENERGY = 1e-6  # a smaller sum of mean squares gives uniform weights; also the least divisor
 
 
 @dataclass(frozen=True)
 class _Selected:
-    """What the rows must know of the whole.
+    """Facts about the whole tensor that the computation of its rows needs.
 
     Attributes:
         shares: w_t.
-        mask: which entries are kept, laid out flat; None: all.
-        width: entries of a row.
+        mask: the entries that are kept, flattened; None: all.
+        width: the number of entries of a row.
     """
 
     shares: Tensor
@@ -47,7 +48,7 @@ class _Selected:
     width: int
 
     def rows(self, rows: range) -> tuple[Tensor, Tensor | None]:
-        """The shares, and which entries of some rows are kept."""
+        """Return the shares, and the mask of some rows."""
         if self.mask is None:
             return self.shares, None
         return self.shares, self.mask[rows.start * self.width : rows.stop * self.width]
@@ -70,7 +71,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 
 
 def _entry_bytes(parameters: Parameters) -> float:
-    """The variance, in order too, or the squares of one expert; and what is kept."""
+    """Return the bytes per entry: the variance, sorted too, or one expert's squares; and the mask."""
     gathered = one_buffer(parameters["arithmetic"])
     return 3 * gathered + 2 if parameters["select_topk"] < 1 else gathered
 
@@ -109,16 +110,16 @@ def sce(
     sum; γ = sgn Σ S Δ_t (+ where it is 0), M_t = [sgn S Δ_t = γ];
     W̄ = W₀ + Σ w_t M_t S Δ_t / max(Σ w_t M_t, 1e-6)  (SCE)
 
-    Where Σ mean (S Δ_t)² is below 1e-6, as that of most fine-tunes is, all w_t are 1/T. Experts' own
-    weights have no part in it.
+    If Σ mean (S Δ_t)² is below 1e-6, as for most fine-tunes, all w_t are 1/T. The experts' weights in the
+    recipe have no effect.
 
     Args:
         group: models of any one shape.
-        select_topk: k; 1 or more is all entries.
+        select_topk: k; 1 or more keeps all entries.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: the two floors of 1e-6, and that the sign is elected by the sum of the
-    updates, as in mergekit, of which it is the result.
+    Departs from the paper: there are two floors of 1e-6, and the sign is elected by the sum of the updates,
+    both as in mergekit, whose result this is.
 
     Example:
         >>> import torch
@@ -152,7 +153,7 @@ def _shares(energy: Tensor) -> Tensor:
 
 
 def _most_varied_of(whole: TensorInBlocks, share: float) -> Tensor:
-    """`_largest` of the variance of a tensor that comes in blocks."""
+    """Return `_largest` of the variance of a tensor that comes in blocks."""
     largest = [
         torch.stack([(model - base).abs().amax() for model in models])
         for _, base, models in whole.blocks()
@@ -168,20 +169,20 @@ def _most_varied_of(whole: TensorInBlocks, share: float) -> Tensor:
 
 
 def _exponent(updates: Sequence[Tensor]) -> int:
-    """The exponent of what is the largest in all, where squares may leave the dtype."""
+    """Return the exponent of the largest entry if squares may leave the dtype, else 0."""
     exponent = exponent_of(updates) if updates[0].dtype in _WIDE else 0
     return exponent if abs(exponent) > _FAR else 0
 
 
 def _variance(updates: Tensor, exponent: int) -> Tensor:
-    """Over experts, of each entry."""
+    """Return the variance of each entry over the experts."""
     if exponent:
-        updates = updates * 2.0**-exponent  # which changes no digit, and squares stay in the dtype
+        updates = updates * 2.0**-exponent  # changes no digit, and squares stay in the dtype
     return updates.var(dim=0, unbiased=False)
 
 
 def _largest(variance: Tensor, share: float) -> Tensor:
-    """Whether an entry's variance is among the largest, laid out flat."""
+    """Return the mask of the entries with the largest variances, flattened."""
     flat = variance.reshape(-1)
     count = int(torch.count_nonzero(flat) * share)
     mask = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
@@ -191,7 +192,7 @@ def _largest(variance: Tensor, share: float) -> Tensor:
         least = float(ordered[len(flat) - count])
         del ordered
         mask = flat >= least
-        if int(mask.sum()) > count:  # of equal ones those that torch takes
+        if int(mask.sum()) > count:  # keep those of the equal ones that torch takes
             mask.zero_()
             mask[torch.topk(flat, count).indices] = True
     return mask

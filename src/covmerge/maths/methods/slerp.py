@@ -24,9 +24,9 @@ from covmerge.maths.methods.registry import (
     register,
 )
 
-_PART = 2**20  # entries at once
-_STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
-_SHORT = 1e-8  # a length below it is not divided by
+_PART = 2**20  # entries that are computed at once
+_STRAIGHT = 0.9995  # least cosine for which the path is a straight line
+_SHORT = 1e-8  # a shorter length is not divided by
 
 Share = Annotated[float, Field(description="place on the way: 0 is the base, 1 the expert")]
 
@@ -38,7 +38,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @dataclass(frozen=True)
 class Shares:
-    """What the base and the model are multiplied by, numbers of the dtype of the sums."""
+    """The factors of the base and of the model, in the dtype of the sums."""
 
     of_base: Tensor
     of_model: Tensor
@@ -58,7 +58,7 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
 @register(
     "slerp",
     equation="W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1,  cos θ = ⟨W₀, W_1⟩ / ‖W₀‖‖W_1‖",
-    # The scale is kept on the line, which nearly parallel weights take.
+    # Scale equivariance holds on the straight line, which nearly parallel weights take.
     laws=UP_TO_BOUNDS.copies_give(nan, "half of its update where it is small"),
     cost=_cost,
     unit="tensor",
@@ -67,19 +67,19 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     experts=(1, 1),
 )
 def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter = None) -> Tensor:
-    """Go from the base to the expert along the circle that holds both, in each tensor by itself.
+    """Go from the base to the expert along the circle that holds both, separately in each tensor.
 
-    W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1; a straight line where |cos θ| > 0.9995
+    W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1; a straight line if |cos θ| > 0.9995
 
-    Angles and sums are float32 at least. Weights that were fine-tuned a little are nearly parallel, so
-    that the line is what most tensors of one base's experts get.
+    Angles and sums are in at least float32. Weights that were fine-tuned a little are nearly parallel to
+    the base's, so most tensors take the straight line.
 
     Args:
         group: one model of any shape beside the base.
-        t: place on the way.
-        arithmetic: dtype that the inputs are cast to, and the result.
+        t: place on the path.
+        arithmetic: dtype that the inputs are cast to, and that the result has.
 
-    Departs from the paper: there is none for weights; it is Shoemake's curve (SIGGRAPH 1985), and
+    Departs from the paper: there is none for weights; this is Shoemake's curve (SIGGRAPH 1985), and
     mergekit's result.
 
     Example:
@@ -103,9 +103,9 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
 
 
 def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Shares:
-    """Measure the angle between two whole tensors, which come in pieces, and what it makes of t.
+    """Return the factors for t, from the angle between two whole tensors, which come in pieces.
 
-    Sums are of parts of a fixed size, and then of the parts.
+    Sums are taken over parts of a fixed size, and then over the parts.
     """
     norms = [[lengths(x, axis=1, keep=True) for x in pair] for pair in _parts(ways())]
     first, second = (_length([pair[which] for pair in norms]) for which in (0, 1))
@@ -127,7 +127,7 @@ def _length(norms: list[Tensor]) -> Tensor:
 
 
 def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors in parts `(1, n)` of one size, wherever the pieces end that they come in."""
+    """Yield two tensors in parts `(1, n)` of one size, wherever the given pieces end."""
     pieces: list[tuple[Tensor, Tensor]] = []
     held = 0
     for base, model in ways:
@@ -147,7 +147,7 @@ def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tens
 
 
 def _joined(pieces: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
-    """Each of the two tensors in one piece; the list is emptied, so that its pieces can go."""
+    """Return each of the two tensors in one piece; the list is emptied to free the pieces."""
     if len(pieces) == 1:
         return pieces.pop()
     joined = [torch.cat([piece[which] for piece in pieces], dim=1) for which in (0, 1)]

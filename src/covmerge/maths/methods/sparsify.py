@@ -1,9 +1,9 @@
-"""What a sparse update keeps of an update, by the rules that mergekit's recipes name.
+"""The entries that a sparse update keeps of an update, by the rules that mergekit's recipes name.
 
-Each rule is one over a whole tensor, which may come in blocks of rows: first is found what it keeps,
-then that is taken of any rows. The largest entries are found without holding the tensor, and of equal
-ones those that come first are kept, so that it is the same however rows are cut and whoever computes.
-What is kept may be brought back to the update's ℓ1 length. Every operation rounds to the update's
+Each rule looks at a whole tensor, which may come in blocks of rows: first the rule finds what it keeps,
+then that is applied to any rows. The largest entries are found without holding the tensor. Of equal
+entries those that come first are kept, so the result does not depend on how rows are cut or which machine
+computes. The kept part may be rescaled to the update's ℓ1 norm. Every operation rounds to the update's
 dtype, so that half-precision arithmetic is that of half-precision tensors.
 """
 
@@ -24,28 +24,29 @@ from covmerge.maths.linalg.select import Vector, place_behind, search
 
 Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
 
-_NO_LENGTH = 1e-7  # an ℓ1 length below it is not divided by
+_NO_LENGTH = 1e-7  # a smaller ℓ1 norm is not divided by
 
-Numbers = Callable[[tuple[int, ...]], Tensor]  # uniform in [0, 1), float32, for a shape
+Numbers = Callable[[tuple[int, ...]], Tensor]  # (shape) -> uniform float32 numbers in [0, 1)
 
 
 class Rows(NamedTuple):
-    """Some rows of an update."""
+    """Some rows of an update, and the random numbers for them."""
 
     update: Tensor
     numbers: Numbers
 
 
-Blocks = Callable[[], Iterator[Rows]]  # all rows of an update, each time from the first
+Blocks = Callable[[], Iterator[Rows]]  # all rows of an update; each call starts from the first
 
 
 class Limits(NamedTuple):
-    """Which magnitudes are kept of some entries.
+    """The range of magnitudes that is kept among some entries.
 
     Attributes:
-        stop: the place behind them, in the order of the rows; they begin where those before them end.
-        least: that is kept, in float32.
-        most: that is kept.
+        stop: the place behind these entries; they start where the entries before them stop.
+        least: the least kept magnitude, in float32.
+        most: the largest kept magnitude.
+
     """
 
     stop: float
@@ -55,14 +56,15 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptEntries:
-    """What a rule keeps of a tensor.
+    """The entries of a tensor that a rule keeps.
 
     Attributes:
-        limits: for all places; they differ where some of equal magnitudes are kept.
-        mask: where magnitudes do not tell it, a bit for each entry (`covmerge.maths.linalg.masks`).
-        factor: what is kept is multiplied by it, a number of `dtype`; None: it stays.
-        dtype: that it is multiplied in; None: the update's.
-        width: entries of a row.
+        limits: ranges of kept magnitudes, for all places; they differ if only some equal magnitudes are
+            kept.
+        mask: one bit per entry, if magnitudes do not decide (`covmerge.maths.linalg.masks`); else None.
+        factor: the number that multiplies the kept entries, of `dtype`; None: they are not scaled.
+        dtype: the dtype of this multiplication; None: the update's.
+        width: the number of entries of a row.
     """
 
     limits: tuple[Limits, ...] = (Limits(inf, 0.0, inf),)
@@ -72,7 +74,7 @@ class KeptEntries:
     width: int = 1
 
     def rows(self, rows: range) -> KeptEntries:
-        """What is kept of some rows."""
+        """Return the kept entries of some rows."""
         if self.mask is not None:
             return replace(self, mask=self.mask[rows.start : rows.stop])
         start = rows.start * self.width
@@ -80,7 +82,7 @@ class KeptEntries:
         return replace(self, limits=tuple(limits))
 
     def of(self, update: Tensor) -> Tensor:
-        """Return what is left of the tensor, or of the rows that this belongs to."""
+        """Return the tensor, or the rows that these entries belong to, with all other entries set to 0."""
         tensor = update if self.dtype is None else update.to(self.dtype)
         left = self._left(tensor)
         return (left if self.factor is None else left * self.factor).to(update.dtype)
@@ -113,28 +115,29 @@ def keep(
     epsilon: float = 0.0,
     rescale: bool = False,
 ) -> KeptEntries:
-    """Find what a rule keeps of an update.
+    """Find the entries that a rule keeps of an update.
 
-    A density of 1 or more keeps all of it, and draws no number; of 0 nothing.
+    A density of 1 or more keeps all of it and draws no numbers; a density of 0 keeps nothing.
 
-    `magnitude`: the ⌊density · n⌋ largest entries, one at least. `band`: ⌊density · n⌋ entries below the
-    ⌊γ n⌋ largest; fewer of these are left out where need be. Of equal magnitudes at an edge, `magnitude`
-    keeps those that come first; `band` has them in their order, and so keeps the last ones at its lower
-    edge and the first ones at its upper edge: as stable sorts do, a descending and an ascending one.
-    `bernoulli`: each entry by chance, `ranked`: by a chance from density − ε to density + ε, by the rank of
-    a magnitude in its row.
+    `magnitude` keeps the ⌊density · n⌋ largest entries, at least one. `band` keeps ⌊density · n⌋ entries
+    below the ⌊γ n⌋ largest, and leaves out fewer large ones if there are not enough. Of equal magnitudes
+    at an edge, `magnitude` keeps those that come first. `band` orders them by place, so it keeps the last
+    ones at its lower edge and the first ones at its upper edge. Stable sorts do the same, a descending
+    and an ascending one. `bernoulli` keeps each entry with the probability `density`; `ranked` with a
+    probability from density − ε to density + ε, by the rank of its magnitude in its row.
 
     Args:
-        blocks: the update, in one piece or in several; `ranked` wants whole rows of two axes or more.
-        shape: of all of it.
+        blocks: the update, in one piece or several; `ranked` needs whole rows if there are two axes or
+            more.
+        shape: shape of the whole update.
         how: the rule.
         density: share of the entries that is kept, or its mean.
-        gamma: of `band`.
-        epsilon: of `ranked`.
-        rescale: whether what is left is brought to the update's ℓ1 length.
+        gamma: γ of `band`.
+        epsilon: ε of `ranked`.
+        rescale: whether the kept part is rescaled to the update's ℓ1 norm.
 
     Raises:
-        RecipeError: density ± ε leaves (0, 1).
+        RecipeError: with `ranked`, density ± ε leaves (0, 1).
 
     Example:
         >>> update = torch.tensor([3.0, 1.0, -1.0, 2.0])
@@ -172,14 +175,14 @@ def keep(
 def keep_probabilities(
     update: Tensor, density: float, epsilon: float, dtype: torch.dtype
 ) -> Tensor:
-    """Probabilities from density − ε to density + ε, by the rank of a magnitude in its row.
+    """Return probabilities from density − ε to density + ε, by the rank of a magnitude in its row.
 
-    A row goes along the second axis; a tensor of one axis is one row, and one entry has the mean.
+    A row runs along the second axis. A tensor with one axis is one row; a single entry gets the mean.
     """
     rows = update if update.dim() > 1 else update.reshape(1, -1)
     if rows.shape[1] < 2:
         return torch.full_like(rows, density, dtype=dtype)
-    # Which of equal magnitudes comes first is torch's matter.
+    # torch decides which of equal magnitudes comes first.
     order = rows.abs().argsort(dim=1)
     ranks = torch.arange(rows.shape[1], device=rows.device).to(dtype) + 1
     ranks = ranks.view(-1, *[1] * (rows.dim() - 2))
@@ -189,7 +192,7 @@ def keep_probabilities(
 
 
 def _vector(blocks: Blocks) -> Vector:
-    """The update as magnitudes are compared: in float32, or in half precision as it is."""
+    """Return the update in the dtype of comparisons: float32, or half precision as it is."""
 
     def vector() -> Iterator[Tensor]:
         for update, _ in blocks():
@@ -208,11 +211,11 @@ def _largest(vector: Vector, count: int, most: int) -> tuple[Limits, ...]:
 
 
 def _band(vector: Vector, count: int, first: int, most: int) -> tuple[Limits, ...]:
-    """Keep so many entries in the order of their magnitudes, after the `first` smallest."""
+    """Return limits for `most` entries in the order of their magnitudes, after the `first` smallest."""
     if not most:
         return NOTHING.limits
     low, high = search(vector, count, [first + 1, first + most])
-    start, stop = 0, inf  # where the least magnitude begins to be kept, and the largest ends
+    start, stop = 0, inf  # where the least magnitude starts to be kept, and where the largest stops
     if low.value:
         start = place_behind(vector, low.value, first - low.below)
     if high.value and high.up_to > first + most:
@@ -227,7 +230,7 @@ def _band(vector: Vector, count: int, first: int, most: int) -> tuple[Limits, ..
 
 
 def _between(values: Tensor, limits: Limits) -> Tensor:
-    """Zeros in place of what is not kept."""
+    """Return the values within the limits, and 0 elsewhere."""
     if values.dtype == torch.float64:
         sizes = values.abs().float()
         within = (sizes >= limits.least) & (sizes <= limits.most)
@@ -240,7 +243,7 @@ def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor])
     masks: list[Tensor] = []
     dtype = torch.float32
     for update, numbers in blocks():
-        # torch has no Bernoulli numbers of other dtypes on the CPU.
+        # On the CPU torch has Bernoulli numbers of these two dtypes only.
         dtype = update.dtype if update.dtype == torch.bfloat16 else torch.float32
         probability = chances(update, dtype).float()
         drawn = numbers(tuple(probability.shape)).to(update.device)
@@ -249,7 +252,7 @@ def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor])
 
 
 def _rescaled(entries: KeptEntries, blocks: Blocks, count: int) -> KeptEntries:
-    """What is kept, times ‖Δ‖₁ / ‖Δ ⊙ M‖₁; both sums are taken over the whole, as of one tensor."""
+    """Return the entries with the factor ‖Δ‖₁ / ‖Δ ⊙ M‖₁; both sums are those of the whole tensor."""
     sizes = _whole(blocks, count, entries.dtype)
     whole, done, start = sizes.sum(), 0, 0
     for update, _ in blocks():
@@ -264,7 +267,7 @@ def _rescaled(entries: KeptEntries, blocks: Blocks, count: int) -> KeptEntries:
 
 
 def _whole(blocks: Blocks, count: int, dtype: torch.dtype | None) -> Tensor:
-    """All magnitudes of an update, in a row."""
+    """Return all magnitudes of an update as one vector."""
     sizes = torch.empty(0)
     done = 0
     for update, _ in blocks():

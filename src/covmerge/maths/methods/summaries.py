@@ -1,4 +1,4 @@
-"""Summaries of facts that several methods have."""
+"""Summaries of facts that several methods share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from covmerge.base.types import Json
 
 
 def facts(diagnostics: Sequence[TensorDiagnostics], name: str) -> list[float]:
-    """All numbers of one name."""
+    """Return all numbers of the fact `name`; None is left out."""
     found = (getattr(matrix, name) for one in diagnostics for matrix in one.matrices)
     return [number for number in found if number is not None]
 
 
 class Unchanged(Summary):
-    """Experts that did not change a matrix, and left its sums: `unchanged` is how many."""
+    """Summary of experts that did not change a matrix and were left out of its sums, by `unchanged`."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """How many updates in all."""
+        """Return the number of such updates."""
         return {"unchanged_updates": sum(facts(diagnostics, "unchanged"))}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
@@ -32,14 +32,14 @@ class Unchanged(Summary):
 
 
 class Jitter(Summary):
-    """What a Cholesky factorisation needed on the diagonal: `jitter`."""
+    """Summary of what Cholesky factorisations added to the diagonal, by `jitter`."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """The largest."""
+        """Return the largest jitter."""
         return {"largest_jitter": max(facts(diagnostics, "jitter"), default=0.0)}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        """Return the row, where something was factorised."""
+        """Return the row if anything was factorised."""
         found = facts(diagnostics, "jitter")
         if found:
             largest = max(found)
@@ -48,10 +48,10 @@ class Jitter(Summary):
 
 @dataclass(frozen=True)
 class Counted(Summary):
-    """A count that a reader should know of.
+    """A note about a count.
 
     Attributes:
-        fact: its name.
+        fact: the name of the fact that is counted.
         text: a note with places for `{count}`, `{tensors}` and their `{names}`.
     """
 
@@ -59,7 +59,7 @@ class Counted(Summary):
     text: str
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """The note, where anything was counted."""
+        """Return the note if the count is not 0."""
         found = {one.tensor: sum(facts([one], self.fact)) for one in diagnostics}
         found = {name: count for name, count in found.items() if count}
         if found:
@@ -69,14 +69,14 @@ class Counted(Summary):
 
 @dataclass(frozen=True)
 class Median(Summary):
-    """The median of a fact over the matrices, and its range.
+    """The median of a fact over the matrices, with its range.
 
     Attributes:
-        fact: its name.
-        label: of its row.
-        text: what stands beside it, with a place for the `{numbers}`.
-        form: how a number is written.
-        least: it is said where the median is larger.
+        fact: the name of the fact.
+        label: the label of its row.
+        text: the text of its row, with a place for `{numbers}`.
+        form: the format of a number.
+        least: the row is left out if the median is not larger than this.
     """
 
     fact: str
@@ -86,7 +86,7 @@ class Median(Summary):
     least: float = -inf
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """The median."""
+        """Return the median."""
         found = facts(diagnostics, self.fact)
         return {self.fact: median(found) if found else None}
 

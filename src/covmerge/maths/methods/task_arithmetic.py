@@ -46,8 +46,8 @@ def task_arithmetic(
 
     W̄ = W₀ + λ Σ w_t Δ_t  (Task Arithmetic, §2)
 
-    The paper tunes λ on labelled validation data and has no single default; 0.3 is the value
-    its users publish without tuning (AdaMerging, FusionBench), ACTMat's tables use 0.4.
+    The paper tunes λ on labelled validation data and has no single default. 0.3 is the value that its
+    users publish without tuning (AdaMerging, FusionBench); ACTMat's tables use 0.4.
 
     Args:
         group: updates of any one shape; weights multiply the task vectors.

@@ -59,27 +59,27 @@ def ties(
     trim: TrimParameter = "global",
     merge: CombineParameter = "mean",
 ) -> Merged:
-    """Trim each expert's update, elect a sign per entry, and merge what agrees.
+    """Trim each expert's update, elect a sign per entry, and merge the entries that agree.
 
     Δ̂_t = Δ_t ⊙ [|Δ_t| ≥ θ_t],  s = sgn Σ w_t Δ̂_t,
     W̄ = W₀ + λ Σ_{t: sgn Δ̂_t = s} w_t Δ̂_t / Σ_{t: sgn Δ̂_t = s} w_t  (TIES, Algorithm 1)
 
-    θ_t is the (N − ⌊density·N⌋)-th smallest magnitude of N, so that ⌊density·N⌋ + 1 entries are
-    kept, as in the published code, and all of them at density 1. By default N counts all tensors
-    that some expert has (adapters have those they adapt): tensors that changed more keep more. With
-    `trim: tensor` each tensor has its own θ_t.
+    θ_t is the (N − ⌊density·N⌋)-th smallest of N magnitudes, so that ⌊density·N⌋ + 1 entries are kept, as
+    in the published code, and all of them at density 1. By default N counts all tensors that some expert
+    has (adapters have those that they adapt): tensors that changed more keep more. With `trim: tensor` each
+    tensor has its own θ_t.
 
     Args:
         group: updates of any one shape; a weight multiplies its expert's vote and its share of the
             mean (of the sum, with `merge: sum`).
-        density: share that is kept.
+        density: the share of the entries that is kept.
         scale: λ.
-        trim: over which entries the largest are looked for.
+        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
         merge: the paper's mean, or the sum.
 
-    Departs from the paper: where the votes cancel exactly nobody is elected and the entry keeps the
-    base's value, so that opposite experts cancel; the published code elects the majority sign of
-    the whole model there.
+    Departs from the paper: where the votes cancel exactly, no sign is elected and the entry keeps the
+    base's value, so that opposite experts cancel. The published code elects the majority sign of the whole
+    model there.
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ def ties(
         >>> ties(group, density=0.4).delta.tolist()
         [2.0, -2.0, 0.0]
     """
-    del trim  # the engine's global pass has followed it
+    del trim  # `group.thresholds` come from the engine's global pass, which followed it
     thresholds = group.thresholds or group.known or thresholds_of(group.updates, density)
     merged = merge_agreeing(group.updates, group.weights, thresholds=thresholds, combine=merge)
     return Merged(merged.mul_(scale))

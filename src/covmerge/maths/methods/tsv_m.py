@@ -1,4 +1,4 @@
-"""TSV-Merge: leading singular triplets of every update, orthogonalised against each other."""
+"""TSV-Merge: the leading singular triplets of every update, orthogonalised against each other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
-# The leading singular triplets of every update, ⌊r/T⌋ each.
+# The ⌊r/T⌋ leading singular triplets of every update.
 
 
 @dataclass(frozen=True)
 class Triplets:
-    """Of the experts that changed a layer, in their order.
+    """The leading triplets of the experts that changed a layer, in their order.
 
     Attributes:
-        unchanged: how many did not.
-        k: triplets that each may keep; None: there are no experts.
-        parts: of each expert, those of its k largest singular values, their equals, and none
-            beyond its numerical rank.
+        unchanged: the number of experts that did not change the layer.
+        k: the number of triplets that each expert may keep; None: there are no experts.
+        parts: for each expert, the triplets of its k largest singular values and those equal to the last,
+            up to its numerical rank.
         weights: w_t.
     """
 
@@ -70,9 +70,9 @@ def _find(group: LinearGroup, known: Resolution, *, lossless: bool) -> Triplets:
 
 
 def together(group: LinearGroup, known: Resolution, found: Triplets) -> Orthogonalized:
-    """The polar factors of the vectors of all experts side by side, for `found` of some experts.
+    """Return the polar factors of the vectors of all experts in `found`, side by side.
 
-    Several methods may be given the same: they must not be modified.
+    Several methods may share the result, so it must not be modified.
     """
 
     def make() -> Orthogonalized:
@@ -82,7 +82,7 @@ def together(group: LinearGroup, known: Resolution, found: Triplets) -> Orthogon
 
 
 def kept_together(d_out: int, d_in: int, count: int) -> int:
-    """How many triplets `count` experts keep, but for equals.
+    """Return how many triplets `count` experts keep, without those that equal the last.
 
     Example:
         >>> kept_together(24, 40, 4), kept_together(3, 40, 4)
@@ -92,7 +92,7 @@ def kept_together(d_out: int, d_in: int, count: int) -> int:
 
 
 def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, total: int) -> Cost:
-    """Cost of `total` triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
+    """Return the cost of `total` triplets, and of U diag(s) V with the polar factors of their vectors."""
     each = leading_cost(d_out, d_in, max(1, total // count), itemsize)
     together = polar_cost(d_out, d_in, total, itemsize)
     held = total * (d_out + d_in) * itemsize
@@ -108,10 +108,11 @@ class TsvDiagnostics(Diagnostics):
     """TSV-Merge's diagnostics of one matrix.
 
     Attributes:
-        unchanged: experts that did not change it.
-        k: triplets that each of the others may keep; None from here on: there are no others.
-        directions: triplets that they kept together.
-        dependent: directions that they have nearly in common.
+        unchanged: the number of experts that did not change the matrix.
+        k: the number of triplets that each of the others may keep; this and the following fields are None
+            if there are no others.
+        directions: the number of triplets kept by all together.
+        dependent: the number of directions that the experts have nearly in common.
     """
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
@@ -168,7 +169,7 @@ def tsv_m(
     ] = False,
     rank_rtol: RankRtol = None,
 ) -> Merged:
-    """Keep each update's leading singular triplets and make the singular vectors orthogonal.
+    """Keep each update's leading singular triplets, and make the singular vectors orthogonal.
 
     W̄ = W₀ + α polar(U) diag(σ) polar(V)ᵀ  (TSV-Merge), where U, σ, V hold the ⌊r/T⌋ leading
     triplets of every Δ_t side by side, r = min(d_out, d_in), and polar(A) = A (AᵀA)^{†½}.
@@ -177,15 +178,14 @@ def tsv_m(
         group: updates `(d_out, d_in)`; a weight multiplies its expert's singular values.
         scale: α.
         lossless: whether all triplets are kept rather than ⌊r/T⌋ of each update.
-        rank_rtol: where numerical rank ends, of an update and of the vectors side by side.
+        rank_rtol: the relative cut-off of the numerical rank of an update, and of the vectors side by side.
 
-    Departs from the paper: an expert that did not change the layer leaves it, and T counts the
-    others. Every other one keeps at least one triplet (published: the layer silently becomes 0 for
-    T > r) and none beyond its numerical rank (published: arbitrary vectors; float32 and float64
-    differ by 80–130 % on adapters). polar takes a pseudo-inverse: where experts share directions the
-    published factor adds arbitrary ones. Δ and −Δ thus give 0, and T copies of an expert the
-    expert, truncated. Singular values that equal an update's last kept one are kept too: which of
-    them come first is arbitrary.
+    Departs from the paper: an expert that did not change the layer is left out, and T counts the others.
+    Every other expert keeps at least one triplet (published: the layer silently becomes 0 for T > r) and
+    none beyond its numerical rank (published: arbitrary vectors; float32 and float64 differ by 80–130 %
+    on adapters). polar takes a pseudo-inverse: where experts share directions, the published factor adds
+    arbitrary ones. Δ and −Δ thus give 0, and T copies of an expert give the expert, truncated. Singular
+    values that equal an update's last kept one are kept too, because their order is arbitrary.
 
     Example:
         >>> import torch

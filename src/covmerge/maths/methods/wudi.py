@@ -24,8 +24,8 @@ _APART = 1e-9
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
-    del itemsize  # float64 there
+    # The default solver's work; the memory of Adam, which holds W, its gradient, moments and the sums.
+    del itemsize  # always float64
     solve = pinv_cost(d_out, d_in, count)
     sums = sums_cost(system_choice(d_out, d_in, count, 8).taken, d_out, d_in, count, 8)
     workspace = max(solve.workspace, sums.workspace + 7 * d_out * d_in * 8)
@@ -33,12 +33,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 
 def _sides(parameters: Parameters) -> Sides:
-    """Adam's steps look at single entries, the closed form does not."""
+    """Return the sides with which the solver turns: Adam's steps depend on the axes."""
     return "both" if parameters["solver"] == "closed" else "none"
 
 
 def _are_apart(active: Active) -> bool:
-    """Whether 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update."""
+    """Return whether norms differ so much that float32 may lose the squares of the smallest update."""
     return min(active.norms) < _APART * max(active.norms)
 
 
@@ -61,7 +61,7 @@ def _are_apart(active: Active) -> bool:
         replicas=lambda parameters, count: 1.0 if parameters["solver"] == "closed" else None,
         replicas_text="the expert (up to directions below the cut-off); `adam` starts at the sum "
         "and stays near it",
-        # The length of Adam's steps is a parameter.
+        # The length of Adam's steps is a parameter, so the scale of the updates matters.
         scales_with=lambda parameters: parameters.get("solver") != "adam",
     ),
     cost=_cost,
@@ -93,32 +93,32 @@ def wudi(
     W̄ = W₀ + argmin_W Σ w_t ‖(W − Δ_t)Δ_tᵀ‖²_F / ‖Δ_t‖²_F  (WUDI's objective)
       = W₀ + (Σ w_t Δ_t Ĉ_t)(Σ w_t Ĉ_t)†,  Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F
 
-    The loss is quadratic: `closed` solves it, one solve in place of 300 steps; it is `actmat` with
-    every Gram matrix brought to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its
-    steps are hardly longer than the learning rate, so that an entry moves by about 3e-3 at most
-    whatever the scale of the updates, and it stops long before directions of little energy settle:
-    the paper's accuracies belong to a point between the sum and the minimum. Apart: ‖adam − closed‖
-    over ‖closed‖.
+    The loss is quadratic. `closed` minimises it by one solve instead of 300 steps; it is `actmat` with
+    every Gram matrix scaled to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its steps
+    are hardly longer than the learning rate, so an entry moves by at most about 3e-3 whatever the scale
+    of the updates, and it stops long before directions of little energy settle. The paper's accuracies
+    are those of a point between the sum and the minimum. Column "apart": ‖adam − closed‖ / ‖closed‖.
 
     | measured                         | loss at ΣΔ | after `adam` | `closed` | apart |
     |----------------------------------|------------|--------------|----------|-------|
     | 48×32, 4 experts, ‖Δ_t‖ ≈ 0.4    | 0.15       | 0.11         | 0.015    | 89 %  |
     | 64×64, 4 experts, norms 0.72–0.02| 0.019      | 0.0060       | 0.00037  | 26 %  |
 
-    Where T·d_out ≤ d_in the closed minimum is usually zero for every expert at once, and weights
+    If T·d_out ≤ d_in, the closed minimum is usually zero for every expert at once, and the experts' weights
     change nothing.
 
     Args:
-        group: updates `(d_out, d_in)`; a weight multiplies its expert's loss and its task vector
-            in the sum that `adam` starts from (weights are brought to mean 1 first).
-        solver: which point to return.
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's loss and its task vector in the sum
+            from which `adam` starts (weights are scaled to mean 1 first).
+        solver: the point to return.
         rtol: eigenvalues of ΣĈ_t at or below `rtol` times the largest count as zero.
-        iterations: of Adam.
-        learning_rate: of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
+        iterations: number of Adam's steps.
+        learning_rate: step size of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
 
-    Departs from the paper: the default is the minimiser, not the 300 steps. An expert that did not
-    change the layer leaves the sums (published: 0/0, the whole tensor NaN). Adam's gradient is
-    taken through ΣĈ_t, one product a step in place of 2T, in float64; `closed` is solved as `actmat` is.
+    Departs from the paper: the default is the minimiser, not the result of 300 steps. An expert that did
+    not change the layer is left out of the sums (published: 0/0, and the whole tensor is NaN). Adam's
+    gradient is computed through ΣĈ_t, one product per step instead of 2T, in float64; `closed` is solved
+    as in `actmat`.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -134,7 +134,7 @@ def wudi(
 
     if solver == "adam":
         normal = normal_equations(active.unit_grams(exact=True))
-        # One expert alone is its own minimum; Adam would blow up the rounding of its gradient.
+        # A single expert is its own minimum; Adam would amplify the rounding of its gradient.
         steps = iterations if len(active.updates) > 1 else 0
         start = stack_weighted(active.updates, active.weights, dtype=torch.float64)
         merged = _adam(normal, start, steps, learning_rate)
@@ -148,7 +148,7 @@ def wudi(
 def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:
     """Follow the gradient 2(W ΣĈ_t − ΣΔ_tĈ_t) of the loss from `start`, which is overwritten."""
     target = normal.lift(normal.numerator)
-    optimizer: Any = torch.optim.Adam([start], lr=learning_rate)  # its types are incomplete
+    optimizer: Any = torch.optim.Adam([start], lr=learning_rate)  # torch's types are incomplete
     for _ in range(steps):
         start.grad = normal.apply(start).sub_(target).mul_(2.0)
         optimizer.step()

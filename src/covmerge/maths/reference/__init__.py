@@ -1,11 +1,12 @@
-"""The papers' equations typed literally, in float64, without any thought of speed.
+"""The papers' equations written out literally, in float64, without regard to speed.
 
 The tests compare every kernel with its reference implementation, and `covmerge verify --deep` compares
-merged models with it. So that no fault can be in both, a reference implementation shares nothing with the
-kernels but `covmerge.base.types`: no solver, no estimate, no rule of where a rank ends (`rank.py`).
+merged models with it. So that no fault can be in both, a reference implementation shares only
+`covmerge.base.types` with the kernels: no solver, no estimate, no rule for numerical ranks (`rank.py`).
 
-It is a function `(group, **parameters) -> Tensor`: the merged update of a group that is not in a `Frame`,
-in float64, with the parameters of its method. Names follow the papers. Steps have their own (`steps.py`).
+A reference implementation is a function `(group, **parameters) -> Tensor`. It returns the merged update of
+a group that is not in a `Frame`, in float64, with the parameters of its method. Names follow the papers.
+Steps have their own reference implementations (`steps.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's own float64 routines, with types: all that the reference implementations take from elsewhere."""
+"""torch's float64 routines, with types: all that the reference implementations use from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def deltas_of(group: LinearGroup) -> list[Tensor]:
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
-    """Σ of the terms, one after the other."""
+    """Σ of the terms, added one by one."""
     return cast("Tensor", sum(terms))
 
 
@@ -34,7 +34,7 @@ def length(A: Tensor) -> float:
 
 
 def lengths(x: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
-    """‖x‖, or those along an axis, in the dtype of x."""
+    """‖x‖, or the norms along an axis, in the dtype of x."""
     return cast("Tensor", _linalg.vector_norm(x, dim=axis, keepdim=keep))
 
 
@@ -54,5 +54,5 @@ def inverse(A: Tensor) -> Tensor:
 
 
 def pinv(A: Tensor, rtol: float | None = None) -> Tensor:
-    """A† of a symmetric A, without eigenvalues at or below `rtol` times the largest."""
+    """A† of a symmetric A; eigenvalues at or below `rtol` times the largest count as zero."""
     return cast("Tensor", _linalg.pinv(A, rtol=rtol, hermitian=True))

@@ -70,7 +70,7 @@ def ace(
     refine: bool = True,
     gate: str = "paper",
 ) -> Tensor:
-    """ACE-Merging, Algorithm 1; experts of which it can tell nothing are averaged."""
+    """ACE-Merging, Algorithm 1; experts whose estimate tells nothing are averaged."""
     weights = mean_one(group.updates, group.weights)
     errors = roundings(group, None)
     each = zip(deltas_of(group), weights, errors, strict=True)
@@ -121,7 +121,7 @@ def ace(
         scales = [w / tr for w, tr in zip(weights, traces, strict=True)]
         inputs = clear_inputs(merged, deltas, centred, scales, [e for _, _, e in known], total(reg))
         merged = merged if inputs is None else within(inputs)
-    else:  # the limit of a vanishing ridge, within the inputs of which the sums tell
+    else:  # the limit of a vanishing ridge, within the inputs that the sums span
         merged = within(leading(total(reg), d_in * torch.finfo(torch.float64).eps).U)
     if fired and refine:
         mean_reg = total(reg) / T  # Eq. 16
@@ -173,7 +173,7 @@ def auto(group: LinearGroup) -> Tensor:
 
 
 def share_of_inputs(G: Tensor) -> float:
-    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto-measured.md)."""
+    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)) for a Ĝ of mean eigenvalue 1  (docs/auto-measured.md)."""
     return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
 
 
@@ -188,7 +188,7 @@ def equalised(
     R: Tensor,
     C0: Tensor,
 ) -> Tensor | None:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R C₀ Rᵀ; None where R is not seen."""
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R C₀ Rᵀ; None where RC₀^½ has numerical rank 0."""
     d_out = len(R)
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
@@ -252,9 +252,9 @@ def bounds(norms: Sequence[float]) -> list[float]:
 
 
 def root(C0: Tensor) -> Tensor:
-    """L with LLᵀ = C₀, brought to trace d."""
+    """L with LLᵀ = C₀, scaled to trace d."""
     U, S, _ = svd(C0)
-    above = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
+    above = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # smaller ones are rounding
     return U @ torch.diag((S * above / S.mean()).sqrt())
 
 
@@ -266,9 +266,9 @@ def clear_inputs(
     errors: Sequence[Rounding],
     system: Tensor,
 ) -> Tensor | None:
-    """The inputs of which more than rounding E_t tells, where the solve makes ten times as much of it.
+    """The inputs above the rounding E_t if the solve amplifies it more than tenfold; else None.
 
-    To first order Σ s_t(Δ_t − W̄)Δ_tᵀE_t(Σ C_t)⁻¹ is in W̄, on the inputs that are in any update.
+    To first order W̄ has Σ s_t(Δ_t − W̄)Δ_tᵀE_t(Σ C_t)⁻¹ of it, on the inputs that are in any update.
     """
     D = torch.vstack([s**0.5 * root for s, root in zip(scales, roots, strict=True)])
     sigma = svd(system)[1][: min(D.shape)]
@@ -302,14 +302,14 @@ def gamma(deltas: Sequence[Tensor], gate: str) -> float:
 
 
 def joint_rank(deltas: Sequence[Tensor], errors: Sequence[Rounding], rtol: float) -> int:
-    """The dimension of the row space of all updates, each of norm 1."""
+    """The dimension of the row space of all updates, each scaled to norm 1."""
     units = [d.T / length(d) for d in deltas]
     scaled = [e.times(1 / length(d)) for d, e in zip(deltas, errors, strict=True)]
     return max(1, len(together(units, rtol, scaled)[1]))
 
 
 def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
-    """Weights of mean 1 over the experts that changed the layer."""
+    """Weights scaled to mean 1 over the experts that changed the layer."""
     active = [w for d, w in zip(deltas, weights, strict=True) if d.any()] or [1.0]
     return [w * len(active) / sum(active) for w in weights]
 

@@ -1,4 +1,4 @@
-"""WUDI, its spectral filters, and the methods that use data: RegMean, RegMean++, LOT, SSR, ESM, Fisher."""
+"""WUDI, its spectral filters, and methods that use data: RegMean, RegMean++, LOT, SSR, ESM, Fisher."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def spectral_filter(
     scale: float,
     rtol: float | None,
 ) -> Tensor:
-    """λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ) with the h that `choose` gives of √Λ."""
+    """λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ), where `choose` returns h for √Λ."""
     weights = mean_one(group.updates, group.weights)
     each = zip(deltas_of(group), weights, roundings(group, rtol), strict=True)
     changed = [(d, w, e) for d, w, e in each if d.any()]
@@ -117,7 +117,7 @@ def wudi_loss(W: Tensor, pairs: list[tuple[Tensor, float]]) -> Tensor:
 def regmean(group: LinearGroup, *, off_diagonal: float = 0.9, ridge: float = 0.0) -> Tensor:
     """(Σ w_t Δ_t G̃_t)(Σ w_t G̃_t + ρI)⁻¹, G̃_t = a·G_t + (1 − a)·diag G_t  (RegMean, §3).
 
-    Along inputs that no data has seen it is zero; without any data it is the average.
+    The result is zero along inputs that no data has, and the average if there are no data.
     """
     G: list[Tensor] = []
     for measured, weight in zip(group.expert_statistics, group.weights, strict=True):
@@ -134,7 +134,7 @@ def regmean(group: LinearGroup, *, off_diagonal: float = 0.9, ridge: float = 0.0
 def auto_measured(group: LinearGroup) -> Tensor:
     """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹.
 
-    As docs/auto-measured.md has it.
+    The symbols are those of docs/auto-measured.md.
     """
     heard = [bool(m.value.any()) for m in group.expert_statistics]
     deltas = [d * known for d, known in zip(deltas_of(group), heard, strict=True)]
@@ -227,7 +227,7 @@ def esm(
     columns = (B**2).sum(0).sqrt()
     c = (columns / columns.mean()) ** power
     off = torch.cat(off_V) * (c**2).mean().sqrt()
-    order = ((B * c) ** 2).sum(1).argsort(descending=True)  # LAPACK keeps all digits so
+    order = ((B * c) ** 2).sum(1).argsort(descending=True)  # so LAPACK keeps all digits
     exact = max(group.shape) ** 0.5 * torch.finfo(torch.float64).eps
     left, of_left = flat_range(A[:, order], rtol, torch.cat(off_U)[order])
     right, of_right = flat_range((B * c)[order].T, exact, off[order])
@@ -235,7 +235,7 @@ def esm(
 
 
 def principal(d: Tensor, G: Tensor, rank: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Eigenvectors of dGdᵀ and their eigenvalues, descending, above `rtol` of the largest."""
+    """Eigenvectors of dGdᵀ and their eigenvalues, descending, above `rtol` times the largest."""
     U, L, _ = svd(d @ G @ d.T)
     largest = float(svd(d)[1][0]) ** 2 * float(G.trace()) * rank * torch.finfo(torch.float64).eps
     end = max(rtol * float(L[0]), largest)
@@ -244,7 +244,7 @@ def principal(d: Tensor, G: Tensor, rank: int, rtol: float) -> tuple[Tensor, Ten
 
 
 def flat_range(A: Tensor, rtol: float, errors: Tensor) -> tuple[Tensor, float]:
-    """A (AᵀA)^{†½}, and the mean of the singular values, those beyond the numerical rank as zeros."""
+    """A (AᵀA)^{†½}, and the mean singular value; those beyond the numerical rank count as zero."""
     found = leading(A, rtol)
     known = found.S**2 > (found.Vh**2) @ errors**2
     return found.U[:, known] @ found.Vh[known], float(found.S[known].sum()) / min(A.shape)

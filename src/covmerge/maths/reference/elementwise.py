@@ -12,19 +12,19 @@ from covmerge.maths.reference.algebra import deltas_of, total, weighted
 
 
 def threshold(delta: Tensor, density: float) -> float:
-    """The (N − ⌊density·N⌋)-th smallest of N magnitudes; 0 where that is none."""
+    """The (N − ⌊density·N⌋)-th smallest of N magnitudes; 0 if all are kept."""
     ordered = delta.abs().flatten().sort().values
     N, count = delta.numel(), int(density * delta.numel())
     return 0.0 if count == N else float(ordered[N - count - 1])
 
 
 def trimmed(delta: Tensor, limit: float) -> Tensor:
-    """The entries from a magnitude on; the others are zero."""
+    """The entries of magnitude `limit` or more; the others are zero."""
     return torch.where(delta.abs() >= limit, delta, torch.zeros_like(delta))
 
 
 def disjoint(deltas: Sequence[Tensor], weights: Sequence[float], merge: str) -> Tensor:
-    """Elect a sign by mass, then merge the entries that have it; an exact tie elects nobody."""
+    """Elect a sign by mass, then merge the entries that have it; an exact tie elects no sign."""
     elected = weighted(deltas, weights).sign()
     agree = [(d.sign() == elected) & (elected != 0) for d in deltas]
     summed = weighted([a * d for a, d in zip(agree, deltas, strict=True)], weights)
@@ -42,8 +42,8 @@ def ties(
     trim: str = "global",
     merge: str = "mean",
 ) -> Tensor:
-    """TIES, Algorithm 1, with the thresholds of the whole model where there are any."""
-    del trim  # `group.thresholds` follow it
+    """TIES, Algorithm 1, with the thresholds of the whole model if the group has them."""
+    del trim  # `group.thresholds` depend on it
     return scale * ties_of(deltas_of(group), group.weights, density, merge, group.thresholds)
 
 
@@ -93,7 +93,7 @@ def dare_ties(
     seed: int = 0,
 ) -> Tensor:
     """TIES of δ̂_1, …, δ̂_T  (DARE, §3)."""
-    del trim  # `group.thresholds` follow it
+    del trim  # `group.thresholds` depend on it
     sparse = dare(group, drop, rescale, seed)
     return scale * ties_of(sparse, group.weights, density, merge, group.thresholds)
 
@@ -106,12 +106,12 @@ def della(
     scale: float = 1.1,
     seed: int = 0,
 ) -> Tensor:
-    """DELLA: MAGPRUNE row by row, elect, fuse; a vector is one row, and one entry has no rank."""
+    """DELLA: MAGPRUNE row by row, elect, fuse; a vector is one row, and a single entry has no rank."""
     sampled: list[Tensor] = []
     for d, stream in zip(deltas_of(group), group.streams, strict=True):
         rows = d.flatten(1) if d.dim() > 1 else d.reshape(1, -1)
         n = rows.shape[1]
-        # Rank of each entry in its row: how many are smaller, or as large and further left.
+        # The rank of each entry in its row: how many are smaller, or equal and further left.
         rank = rows.abs().argsort(dim=1, stable=True).argsort(dim=1).double()
         epsilon = window / 2
         keep = density - epsilon + rank * 2 * epsilon / (n - 1) if n > 1 else rank + density
@@ -123,7 +123,7 @@ def della(
 def consensus(
     group: LinearGroup, *, mask_lambda: float = 0.4, k: int = 2, scale: float = 0.3
 ) -> Tensor:
-    """TALL masks |θ_t − θ_0| > λ |θ_MTL − θ_t|, and what k of them keep of θ_MTL − θ_0."""
+    """TALL masks |θ_t − θ_0| > λ |θ_MTL − θ_t|, and the entries of θ_MTL − θ_0 that k of them keep."""
     tau = deltas_of(group)
     tau_mtl = total(tau)
     masks = [t.abs() > mask_lambda * (tau_mtl - t).abs() for t in tau]

@@ -1,10 +1,10 @@
-"""Where a numerical rank ends, and which singular values are one: the rules of all methods, typed once.
+"""The rules of all methods for numerical ranks and for equal singular values, written once.
 
-Of a matrix, the singular values at or below √max(d_out, d_in) · eps of the largest are rounding of the
-arithmetic: of the computation, or of what made the file, whichever has the larger eps. Of weights that were
-stored, those below the edge of the rounding are no direction of the expert either, where all of them
-together are no more than rounding. A `rank_rtol` that the user gives takes the place of both rules. A cut
-never goes between singular values that are equal.
+Singular values at or below √max(d_out, d_in) · eps of the largest are rounding of the arithmetic. eps is
+the larger of the computation's and of that of the arithmetic that made the file. For stored weights,
+singular values below the edge of the rounding do not count either, if all of them together are no more
+than rounding. A `rank_rtol` given by the user replaces both rules. Equal singular values are never
+separated by a cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covmerge.maths.reference.algebra import length, svd
 
 @dataclass(frozen=True)
 class Spectrum:
-    """U diag(σ) Vᵀ, as far as it is kept; `end`: of the rank; `edge`: that too, if rounding ended it."""
+    """U diag(σ) Vᵀ within the numerical rank; `end`: its cut-off; `edge`: the same, if rounding set it."""
 
     U: Tensor
     S: Tensor
@@ -30,13 +30,13 @@ class Spectrum:
     edge: float
 
     def first(self, k: int) -> Spectrum:
-        """The k largest, and those that equal the k-th."""
+        """The part of the k largest singular values, and of those that equal the k-th."""
         k = with_equals(self.S, k)
         return Spectrum(self.U[:, :k], self.S[:k], self.Vh[:k], self.end, self.edge)
 
 
 def tolerance(group: LinearGroup, given: float | None) -> float:
-    """Where the rank ends for the computation and for the arithmetic that made the file.
+    """The cut-off of the rank for the computation and for the arithmetic that made the file.
 
     It is relative to the largest singular value.
     """
@@ -47,16 +47,14 @@ def tolerance(group: LinearGroup, given: float | None) -> float:
 
 
 def roundings(group: LinearGroup, given: float | None) -> tuple[Rounding, ...]:
-    """What rounding of the stored weights gave to each update."""
+    """The rounding error of each update, from its stored weights."""
     known = given is None and group.rounding
     return group.rounding if known else (Rounding(),) * len(group.updates)
 
 
 def of_sum(group: LinearGroup, given: float | None, rtol: float) -> Rounding:
-    """What rounding gave to Σ w_t Δ_t, of the weights and, relative to its terms, of the arithmetic."""
-    rtol *= max(
-        1.0, (256 / max(group.shape)) ** 0.5
-    )  # a core is made by longer products than itself
+    """The rounding error of Σ w_t Δ_t: of the weights, and of the arithmetic relative to the terms."""
+    rtol *= max(1.0, (256 / max(group.shape)) ** 0.5)  # a core is the product of larger matrices
     floors = [0.0 if given is not None else rtol * size_of(d) for d in group.updates]
     each = zip(roundings(group, given), floors, group.weights, strict=True)
     errors = [replace(e, floor=floor).times(w) for e, floor, w in each]
@@ -66,9 +64,9 @@ def of_sum(group: LinearGroup, given: float | None, rtol: float) -> Rounding:
 def of_terms(
     D: Sequence[Tensor], errors: Sequence[Rounding], weighted: Sequence[Rounding]
 ) -> Rounding:
-    """Of Σ w_t Δ_t: errors that two updates share, as copies do, add up as they are.
+    """The rounding of Σ w_t Δ_t. Errors that two updates share, as copies do, add up linearly.
 
-    Independent ones would have the updates apart by ‖E_s‖² + ‖E_t‖² at least.
+    Independent errors would make the updates differ by ‖E_s‖² + ‖E_t‖² at least.
     """
     whole = Rounding.together(weighted)
     energy = 0.0
@@ -97,7 +95,7 @@ def end_of_rank(
     rounding: Rounding,
     largest: float | None = None,
 ) -> float:
-    """The singular value at which the rank of a matrix of a shape ends: only larger ones are in it."""
+    """The cut-off of the rank of a matrix of this shape: only larger singular values count."""
     if not len(S):
         return 0.0
     largest = float(S[0]) if largest is None else largest
@@ -106,7 +104,7 @@ def end_of_rank(
         return end
     below = S[S <= rounding.edge]
     r = len(S) - len(below)
-    # Of an error's energy, r directions that are something else leave this share.
+    # The share of an error's energy that r directions, which are no error, leave to it.
     share = (1 - r / shape[0]) * (1 - r / shape[1])
     return (
         rounding.edge
@@ -131,10 +129,10 @@ def leading(
 
 
 def with_equals(S: Tensor, k: int) -> int:
-    """K, and as many more as singular values go on that equal the k-th; none equal zero.
+    """K plus the number of following singular values that equal the k-th; zeros equal none.
 
-    They are equal that differ by less than 1e-5 of themselves, and by less than what rounding of float32
-    makes of equal ones, 4 eps of the largest.
+    Two are equal if they differ by less than 1e-5 of themselves, and by less than 4 eps of the largest,
+    which rounding to float32 may make of equal ones.
     """
     noise = 4 * torch.finfo(torch.float32).eps * float(S[0]) if len(S) else 0.0
     if k == 0 or k >= len(S) or float(S[k - 1]) <= noise:
@@ -146,7 +144,7 @@ def with_equals(S: Tensor, k: int) -> int:
 
 
 def far_apart(sizes: Sequence[float]) -> bool:
-    """Whether norms, zeros aside, are more than 50-fold apart."""
+    """Whether norms, zeros aside, differ by more than 50-fold."""
     changed = [size for size in sizes if size > 0]
     return bool(changed) and max(changed) > 50 * min(changed)
 
@@ -154,7 +152,7 @@ def far_apart(sizes: Sequence[float]) -> bool:
 def together(
     blocks: Sequence[Tensor], rtol: float, roundings: Sequence[Rounding] = ()
 ) -> tuple[Tensor, Tensor]:
-    """U and σ of [F_1 … F_n], which span what the blocks span when they are brought to one size."""
+    """U and σ of [F_1 … F_n], within the span of the blocks after scaling them to one size."""
     errors = roundings or (Rounding(),) * len(blocks)
     sizes = [length(block) for block in blocks]
     shape = (len(blocks[0]), len(blocks) * blocks[0].shape[1])
@@ -169,7 +167,7 @@ def together(
 
 
 def polar(A: Tensor, rtol: float, errors: Tensor) -> Tensor:
-    """A (AᵀA)^{†½}, without directions that errors of the columns, so long each, may have made."""
+    """A (AᵀA)^{†½}, without directions that errors of the columns may have made."""
     found = leading(A, rtol)
     known = found.S**2 > (found.Vh**2) @ errors**2
     return found.U[:, known] @ found.Vh[known]
@@ -178,7 +176,7 @@ def polar(A: Tensor, rtol: float, errors: Tensor) -> Tensor:
 def orthogonalized(parts: Sequence[Spectrum], rtol: float) -> tuple[Tensor, Tensor]:
     """The polar factors of [U_1 … U_n] and [V_1 … V_n]ᵀ.
 
-    A singular vector of σ is off by at least half of the edge of rounding over σ, if its rank ends there.
+    If rounding ended the rank, a singular vector of σ is off by at least half of the edge over σ.
     """
     errors = torch.cat([0.5 * part.edge / part.S for part in parts])
     left = polar(torch.hstack([part.U for part in parts]), rtol, errors)
@@ -187,6 +185,6 @@ def orthogonalized(parts: Sequence[Spectrum], rtol: float) -> tuple[Tensor, Tens
 
 
 def gram_inverse(D: Tensor, rtol: float, rounding: Rounding) -> Tensor:
-    """(DᵀD)†, without eigenvalues at or below `rtol` times the largest, or that rounding of D gave."""
+    """(DᵀD)†, where eigenvalues at or below `rtol` times the largest, or of D's rounding, count as zero."""
     found = leading(D, rtol**0.5, rounding)
     return found.Vh.T @ torch.diag(1 / found.S**2) @ found.Vh

@@ -1,4 +1,4 @@
-"""KnOTS, Core Space and Compress-then-Merge: other methods, in coordinates of their own."""
+"""KnOTS, Core Space and Compress-then-Merge, which run other methods in coordinates of their own."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def inside(
     rank_ratio: float,
     rank_rtol: float | None,
 ) -> Tensor:
-    """The inner method."""
+    """The result of the inner method."""
     if inner == "average":
         return scale * weighted(group.updates, group.weights) / sum(group.weights)
     if inner == "task_arithmetic":
         return scale * weighted(group.updates, group.weights)
     if inner == "ties":
-        # Entries in other coordinates: those that equal a threshold do so but for rounding.
+        # In other coordinates, entries equal a threshold only up to rounding.
         limits = group.thresholds and [limit * (1 - 1e-9) for limit in group.thresholds]
         return scale * ties_of(group.updates, group.weights, density, merge, limits)
     if inner == "cart":
@@ -49,7 +49,7 @@ def inside(
 
 
 def separated(deltas: list[Tensor], rtol: float, errors: Sequence[Rounding]) -> list[Tensor]:
-    """Each within its own numerical rank, where their sizes are far apart."""
+    """The updates; each cut to its numerical rank if their sizes are far apart."""
     if not far_apart([length(d) for d in deltas]):
         return deltas
     found = [leading(d, rtol, e) for d, e in zip(deltas, errors, strict=True)]
@@ -110,7 +110,7 @@ def core_space(
 ) -> Tensor:
     """U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ  (Core Space), U of [B_1 … B_T] and V of [A_1ᵀ … A_Tᵀ].
 
-    With the factors of the group, or those of each update's SVD.
+    The factors are those of the group, or those of each update's SVD.
     """
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
     deltas = deltas_of(group)
@@ -120,7 +120,7 @@ def core_space(
     B, A = zip(*(_factors(group, t, rtol, errors[t]) for t in changed), strict=True)
     U, _ = together(B, rtol)
     V, _ = together([a.T for a in A], rtol)
-    if far_apart([length(d) for d in deltas]):  # of no more directions than the factors
+    if far_apart([length(d) for d in deltas]):  # products have no more directions than the factors
         exact = dict(zip(changed, (b @ a for b, a in zip(B, A, strict=True)), strict=True))
         deltas = [exact.get(t, torch.zeros_like(d)) for t, d in enumerate(deltas)]
         rtol = max(group.shape) ** 0.5 * 2**-52 if rank_rtol is None else rank_rtol
@@ -161,7 +161,7 @@ def ctm(
     rank_ratio: float = 0.12,
     rank_rtol: float | None = None,
 ) -> Tensor:
-    """U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ  (Compress-then-Merge), U and V of the updates with balanced norms."""
+    """U f(UᵀΔ_1V, …, UᵀΔ_TV) Vᵀ  (Compress-then-Merge), U and V from updates with balanced norms."""
     rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
     deltas = deltas_of(group)
     changed = [t for t, d in enumerate(deltas) if d.any()]
@@ -187,7 +187,7 @@ def ctm(
 def bases(
     X: list[Tensor], rank: int, rtol: float, errors: Sequence[Rounding]
 ) -> tuple[Tensor, Tensor]:
-    """HOSVD and HOOI: U and V of `rank` columns that hold the most of all X_t ≈ U (UᵀX_tV) Vᵀ."""
+    """HOSVD and HOOI: U and V of `rank` columns with the largest share of all X_t ≈ U (UᵀX_tV) Vᵀ."""
     U, _ = together(X, rtol, errors)
     V, S = together([x.T for x in X], rtol, errors)
     G = [U.T @ x @ V for x in X]

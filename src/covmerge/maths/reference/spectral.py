@@ -78,7 +78,7 @@ def dc_merge(
         w * left.T @ part.U @ torch.diag(_smooth(part.S, smoothing)) @ part.Vh @ right.T
         for part, (_, w, _) in zip(parts, changed, strict=True)
     ]
-    # Rounding of the largest entry does not vote, and tells no two entries apart.
+    # Entries below the rounding of the largest do not vote, and rounding separates no two entries.
     noise = [4 * max(group.shape) ** 0.5 * 2**-23 * float(M.abs().max()) for M in cores]
     votes = max(1, int(density * cores[0].numel()))
     last = [float(M.abs().flatten().sort(descending=True).values[votes - 1]) for M in cores]
@@ -89,7 +89,7 @@ def dc_merge(
 
 
 def _smooth(S: Tensor, rho: float | None) -> Tensor:
-    """The singular values on a line from min(ρ, σ_1/σ_k) to 1, with their own sum."""
+    """The singular values replaced by a line from min(ρ, σ_1/σ_k) to 1, scaled to the same sum."""
     if rho is None:
         return S
     ratio = min(rho, float(S[0] / S[-1]))
@@ -130,7 +130,7 @@ def resmerge(
 
 
 def _src_a(R: list[tuple[Tensor, float]], beta_min: float, beta_max: float) -> Tensor:
-    """c^β n̄ q, q the direction of ΣR_t/‖R_t‖; the mean where residuals have nothing in common."""
+    """c^β n̄ q, q the direction of ΣR_t/‖R_t‖; the mean if residuals have nothing in common."""
     s = _mean_cosine(R)
     if s <= 1e-4:
         return _mean(R)
@@ -148,7 +148,7 @@ def _mean(pairs: list[tuple[Tensor, float]]) -> Tensor:
 
 
 def _mean_cosine(pairs: list[tuple[Tensor, float]], least: float = -1.0) -> float:
-    """The mean over i < j, weighted by w_i w_j, of cosines that are at least `least`; 1 of one alone."""
+    """The mean over i < j, weighted by w_i w_j, of max(cosine, `least`); 1 for a single pair."""
     two = list(combinations(pairs, 2))
     found = [
         (max(least, float((a * b).sum()) / (length(a) * length(b))), v * w)
@@ -174,7 +174,7 @@ def iso_cts(
     scale: float = 1.0,
     rank_rtol: float | None = None,
 ) -> Tensor:
-    """α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ  (Iso-CTS), of r = rank directions."""
+    """α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ  (Iso-CTS), with r = rank directions."""
     rtol = tolerance(group, rank_rtol)
     changed = _changed(group, rank_rtol)
     whole = spectrum_of_sum(group, rank_rtol)
@@ -200,7 +200,7 @@ def free(
     """λ Σ w_t a_t F⁻¹(M ⊙ F(Δ_t))  (FR-Merging), with the mask of the published code."""
     H, W = group.updates[0].shape
     y, x = torch.arange(H)[:, None], torch.arange(W)
-    # In float32, as there: it decides which frequencies are on the rim.
+    # In float32, as in the published code: it decides which frequencies are on the rim.
     distance = ((y - H // 2) ** 2 + (x - W // 2) ** 2).float().sqrt()
     low, high = min(H, W) // 10, min(H, W) * filter_ratio
     mask = (distance <= low).double() + ((low <= distance) & (distance <= high)).double()
@@ -209,7 +209,7 @@ def free(
         return scale * weighted(filtered, group.weights)
     sizes = [float(f.abs().mean()) for f in filtered]
     eps = torch.finfo(group.updates[0].dtype).eps
-    # Of an update without high frequencies rounding is left, and adds nothing.
+    # The rounding that is left of an update without high frequencies adds nothing.
     kept = [s > eps * float(d.abs().mean()) for s, d in zip(sizes, group.updates, strict=True)]
     largest = max((s for s, k in zip(sizes, kept, strict=True) if k), default=0.0)
     factors = [
@@ -226,7 +226,7 @@ def spectrum_of_sum(group: LinearGroup, rank_rtol: float | None) -> Spectrum:
 
 
 def _changed(group: LinearGroup, rank_rtol: float | None) -> list[tuple[Tensor, float, Rounding]]:
-    """Δ_t, w_t and what rounding gave, of the experts that changed the layer."""
+    """Δ_t, w_t and the rounding error, for the experts that changed the layer."""
     errors = roundings(group, rank_rtol)
     each = zip(deltas_of(group), group.weights, errors, strict=True)
     return [(d, w, error) for d, w, error in each if d.any()]

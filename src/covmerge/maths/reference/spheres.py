@@ -1,4 +1,4 @@
-"""Methods that go along a sphere of the models' weights; the result is W̄."""
+"""Methods that follow a sphere of the models' weights; they return W̄."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def slerp(group: LinearGroup, *, t: float = 0.5, arithmetic: str | None = None) 
 
 
 def between(a: Tensor, b: Tensor, t: float) -> Tensor:
-    """The same along the last axis, for each vector; a line where 1 − cos² ≤ 1e-16."""
+    """The same along the last axis, for each vector; a straight line where 1 − cos² ≤ 1e-16."""
     u, v = (x / lengths(x, -1, keep=True).clamp(min=1e-7) for x in (a, b))
     cosine = (u * v).sum(-1, keepdim=True).clamp(-1, 1)
     line = (1 - cosine**2) <= 1e-16
@@ -44,7 +44,7 @@ def nuslerp(
     around: str = "zero",
     arithmetic: str | None = None,
 ) -> Tensor:
-    """From W_1 to W_2, as far as their weights say."""
+    """The arc from W_1 to W_2, at the place that their weights give."""
     W0, models = given(group, arithmetic)
     w1, w2 = shares_of(weight, group)
     t = 0.5 if abs(w1 + w2) < 1e-6 else w2 / (w1 + w2)
@@ -68,7 +68,7 @@ def multislerp(
     around: str = "zero",
     arithmetic: str | None = None,
 ) -> Tensor:
-    """The weighted mean in the tangent at the straight mean of directions."""
+    """The weighted mean in the tangent space at the normalised linear mean of the directions."""
     W0, models = given(group, arithmetic)
     if len(models) == 1:
         return models[0].double()
@@ -97,9 +97,9 @@ def karcher(
     base_place: int | None = None,
     arithmetic: str | None = None,
 ) -> Tensor:
-    """The fixed point of log and exp maps, at the mean of the lengths.
+    """The fixed point of log and exp maps on the sphere, at the mean of the norms.
 
-    In half precision every operation rounds, and so does each number on its way to one.
+    In half precision every operation rounds, and so does each number before it is used.
     """
 
     def rounded(number: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Steps around a method: reference implementations of their own, as a step may stand around any method.
+"""Reference implementations of steps, which may stand before or after any method.
 
-That of a step before a method gives the updates in float64; that of a step after it gives the merged
-update.
+The reference of a step before a method returns the updates in float64; that of a step after it returns
+the merged update.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pico(group: LinearGroup, *, factors: str = "balanced") -> list[Tensor]:
 
 
 def rescale(group: LinearGroup, merged: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Δ · scale · mean_t ‖Δ_t‖ / ‖Δ‖, unless Δ is what rounding leaves."""
+    """Δ · scale · mean_t ‖Δ_t‖ / ‖Δ‖, unless Δ is only rounding."""
     merged = merged.double()
     mean = _mean_length(deltas_of(group))
     if length(merged) <= 1e-4 * mean:
@@ -77,7 +77,7 @@ def rescale(group: LinearGroup, merged: Tensor, *, scale: float = 1.0) -> Tensor
 
 
 def svc(group: LinearGroup, merged: Tensor, *, alpha: float = 0.1) -> Tensor:
-    """Σ_r σ_r T / Σ_t max(α, s_r^t) u_r v_rᵀ  (SVC), one s for all u_r of one singular value."""
+    """Σ_r σ_r T / Σ_t max(α, s_r^t) u_r v_rᵀ  (SVC), with one s for all u_r of equal singular values."""
     merged = merged.double()
     rtol = tolerance(group, None)
     experts = [
@@ -104,7 +104,7 @@ def svc(group: LinearGroup, merged: Tensor, *, alpha: float = 0.1) -> Tensor:
 
 
 def _mean_length(deltas: list[Tensor]) -> float:
-    """The mean norm of the experts that changed the layer."""
+    """The mean norm of the updates that changed the layer."""
     sizes = [length(d) for d in deltas if d.any()]
     return sum(sizes) / max(1, len(sizes))
 

@@ -1,6 +1,6 @@
-"""Methods on the models' weights themselves, each as its page says it; the result is W̄.
+"""Methods on the models' weights themselves, each as its documentation says; they return W̄.
 
-Where an arithmetic is named, its rounding is part of what they say, and is torch's own; else all is in
+If an arithmetic is named, its rounding is part of the method, and is torch's; otherwise everything is in
 float64.
 """
 
@@ -19,7 +19,7 @@ _NAMED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def given(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, list[Tensor]]:
-    """W_0 and the W_t in the arithmetic that is named, or in float64."""
+    """W_0 and the W_t in the named arithmetic, or in float64."""
     dtype = _NAMED.get(arithmetic or "", torch.float64)
     assert group.base is not None
     return group.base.to(dtype), [model.to(dtype) for model in group.models]
@@ -43,12 +43,12 @@ def linear(
     base_weight: float | None = None,
     arithmetic: str | None = None,
 ) -> Tensor:
-    """Σ w_t W_t / Σ w_t, over W_0 too where it has a weight."""
+    """Σ w_t W_t / Σ w_t, with W_0 as one more model if it has a weight."""
     W0, models = given(group, arithmetic)
     w = shares_of(weight, group)
     if base_weight is not None:
         models, w = [W0, *models], [base_weight, *w]
-    # Sums are float32 at least: float64 is beyond what their order changes.
+    # Sums are at least float32; in float64 their order makes no difference.
     summed = total(share * W.double() for share, W in zip(w, models, strict=True))
     mean = summed / sum(w) if normalize else summed
     return mean.to(W0.dtype).double()
@@ -70,7 +70,7 @@ def nearswap(group: LinearGroup, *, t: float = 1e-3, arithmetic: str | None = No
 
 
 def arcee_fusion(group: LinearGroup, *, arithmetic: str | None = "float32") -> Tensor:
-    """W_0 + Δ ⊙ [I ≥ Q_2 + 1.5 (Q_3 − Q_1)], I = |Δ| KL(softmax W_1 ‖ softmax W_0) as it rounds."""
+    """W_0 + Δ ⊙ [I ≥ Q_2 + 1.5 (Q_3 − Q_1)], I = |Δ| KL(softmax W_1 ‖ softmax W_0), with rounding."""
     start, (end,) = given(group, arithmetic)
     if start.numel() == 0:
         return start.double()
@@ -93,13 +93,13 @@ def ram(
     most: float = 0.2,
     arithmetic: str | None = None,
 ) -> Tensor:
-    """What one expert changed is kept, times λ_t; what several did is averaged."""
+    """Changes by one expert are kept, times λ_t; changes by several are averaged."""
     W0, models = given(group, arithmetic)
     tau = [W - W0 for W in models]
     masks = [t.abs() > epsilon for t in tau]
     n = total(mask.int() for mask in masks)
     terms: list[Tensor] = []
-    # RAM+ goes on in float32 at least.
+    # RAM+ continues in at least float32.
     wide = torch.promote_types(W0.dtype, torch.float32) if boost else W0.dtype
     for t, mask in zip(tau, masks, strict=True):
         shared, unique = int((mask & (n > 1)).sum()), int((mask & (n == 1)).sum())
@@ -184,7 +184,7 @@ def kept_by(
 
 
 def of_torch(seed: int, place: int, shape: torch.Size) -> Tensor:
-    """Numbers of torch's generator, after as many as were drawn before."""
+    """Numbers of torch's generator, from a place in its stream on."""
     generator = torch.Generator().manual_seed(seed)
     while place:
         passed = min(place, 2**20)
@@ -229,7 +229,7 @@ def generalized_task_arithmetic(
             tau.append(torch.zeros_like(d))
             continue
         mask = kept_by(d, sparsify, p[t], band[t], width[t], numbers)
-        # What is masked at random is masked in float32 or in bfloat16.
+        # Random masks are applied in float32 or in bfloat16.
         work = d.float() if d.dtype != torch.bfloat16 and numbers is not None else d
         left = work * mask
         before, after = work.abs().sum(), left.abs().sum()

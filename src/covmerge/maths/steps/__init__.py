@@ -1,11 +1,11 @@
-"""Steps around a method: what becomes of the updates before it, and of the merged update after it.
+"""Steps around a method: changes to the updates before it, and to the merged update after it.
 
-registry   what a step declares
-compose    steps and a method as one method, which is what a plan knows
-the rest   a step a file
+registry   the declarations of a step
+compose    steps and a method as one method, which is what a plan sees
+the rest   one step per file
 
-To add one: a file here with a function decorated by `@register_step(...)`, and its tests. Every module of
-this folder is imported, and registers what it has.
+To add a step, write a file in this folder with a function decorated by `@register_step(...)`, and its
+tests. All modules of this folder are imported here, and register their steps.
 """
 
 from importlib import import_module

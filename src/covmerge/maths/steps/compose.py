@@ -1,7 +1,7 @@
-"""Steps and a method as one method: plan, engine and adapters need not know that there are steps.
+"""Steps and a method combined into one method, so that plan, engine and adapters need not know of steps.
 
-What the whole needs is the most that one of its parts needs: if a step must see a whole tensor, an
-elementwise method is run on whole tensors. What it promises is what all of them promise.
+The whole needs what its most demanding part needs: if a step must see a whole tensor, an elementwise method
+is run on whole tensors. The whole promises what all parts promise.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from covmerge.maths.registry import Parameters
 from covmerge.maths.steps.registry import Step, When, registry
 
 Steps = Sequence[str | Mapping[str, Parameters]]  # as in a recipe: a name, or {name: {parameters}}
-# Each sees what those before it see.
+# Each unit includes the ones before it.
 _UNITS: tuple[Unit, ...] = ("element", "row", "tensor", "matrix")
 
 
 @dataclass(frozen=True)
 class StepUse:
-    """A step as a plan has it: its name and all of its parameters, resolved."""
+    """A step of a plan: its name and all of its parameters, resolved."""
 
     name: str
     parameters: Mapping[str, Any]
 
     @property
     def step(self) -> Step:
-        """What is registered under the name."""
+        """The registered step of this name."""
         return registry.get(self.name)
 
 
@@ -42,7 +42,8 @@ def resolve_steps(entries: Steps, when: When) -> tuple[StepUse, ...]:
     """Return the steps of a recipe's list, with all of their parameters.
 
     Raises:
-        RecipeError: an unknown step or parameter, a value out of range, or a step of the other list.
+        RecipeError: a step or a parameter is unknown, a value is out of range, or a step belongs in the
+            other list.
     """
     found: list[StepUse] = []
     for entry in _listed(entries, when):
@@ -65,7 +66,7 @@ def steps_around(before: Steps, after: Steps) -> tuple[tuple[StepUse, ...], tupl
 
 
 def _listed(entries: Any, when: When) -> list[str | Mapping[str, Any]]:
-    """The entries of a list of steps, as a program may give them."""
+    """Check that the entries are a list of steps, for callers without a type checker, and return it."""
     if isinstance(entries, str) or not all(isinstance(one, str | Mapping) for one in entries):
         raise RecipeError(
             f"{when}: {entries!r} is no list of steps: write [name, {{name: {{parameters}}}}]"
@@ -74,10 +75,10 @@ def _listed(entries: Any, when: When) -> list[str | Mapping[str, Any]]:
 
 
 def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUse]) -> Method:
-    """Return a method with steps around it as one method, of the same parameters.
+    """Return a method with steps around it as one method, with the method's parameters.
 
     Raises:
-        RecipeError: its result is more than a merged update, or its data does not fit a step.
+        RecipeError: the method's result is more than a merged update, or its data do not fit a step.
 
     Example:
         >>> import torch
@@ -146,7 +147,7 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
 
 
 def _unit(method: Method, steps: Sequence[Step]) -> Any:
-    """The most that one of them must see at once."""
+    """Return the largest unit that one of the parts must see at once."""
     if not method.takes_any_shape or any(step.unit == "matrix" for step in steps):
         return "matrix"
 
@@ -158,7 +159,7 @@ def _unit(method: Method, steps: Sequence[Step]) -> Any:
 
 
 def _factored(method: Method, steps: Sequence[Step]) -> Callable[[Parameters], Sides]:
-    """The sides on which all of them turn."""
+    """Return the sides on which all parts turn."""
 
     def common(parameters: Parameters) -> Sides:
         sides = method.sides_for(parameters)
@@ -173,7 +174,7 @@ def _factored(method: Method, steps: Sequence[Step]) -> Callable[[Parameters], S
 
 
 def _laws(method: Method, uses: Sequence[StepUse]) -> Laws:
-    """What all of them promise; where one does not, nothing is known of the whole."""
+    """Return what all parts promise; where one part does not promise, the whole promises nothing."""
     every = [method.laws, *(use.step.laws for use in uses)]
     scales = method.laws.scale_equivariant and all(u.step.scales_with(u.parameters) for u in uses)
     return Laws(
@@ -185,9 +186,9 @@ def _laws(method: Method, uses: Sequence[StepUse]) -> Laws:
 
 
 def _cost(method: Method, before: Sequence[StepUse], uses: Sequence[StepUse]) -> Any:
-    @wraps(method.cost)  # it follows the same parameters
+    @wraps(method.cost)  # the cost depends on the same parameters
     def cost(d_out: int, d_in: int, count: int, itemsize: int, **parameters: Any) -> Cost:
-        # The updates as they came stay beside those that steps make of them.
+        # The updates are held beside those that the steps make of them.
         copies = (count if before else 0) * d_out * d_in * itemsize
         total = method.cost(d_out, d_in, count, itemsize, **parameters) + Cost(0.0, copies)
         for use in uses:

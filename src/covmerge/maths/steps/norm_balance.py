@@ -1,4 +1,4 @@
-"""Norm balance: every update brought to the experts' mean norm."""
+"""Norm balance: every update is scaled to the experts' mean norm."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from covmerge.maths.steps.registry import register_step
     factored="both",
 )
 def norm_balance(group: LinearGroup, *, strength: Strength = 1.0) -> LinearGroup:
-    """Bring every expert's update to the experts' mean norm, matrix by matrix.
+    """Scale every expert's update to the experts' mean norm, matrix by matrix.
 
-    An expert that was trained longer no longer outweighs the others in a sum. Compress-then-Merge
-    finds its bases of such updates (its β is 1 − strength), and merges the updates as they are.
+    An expert that was trained longer then no longer outweighs the others in a sum. Compress-then-Merge
+    finds its bases from such updates (its β is 1 − strength), and merges the updates themselves.
 
     Args:
         group: updates of any one shape.
-        strength: how far.
+        strength: how far norms go towards their mean: 1 makes them equal, 0 changes nothing.
 
-    Departs from the paper: the mean is over the experts that changed the layer, and one that did not
-    stays as it is (published code: 0/0).
+    Departs from the paper: the mean is over the experts that changed the layer, and an expert that did
+    not change it stays as it is (published code: 0/0).
 
     Example:
         >>> import torch

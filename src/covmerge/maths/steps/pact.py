@@ -1,4 +1,4 @@
-"""PACT: updates kept out of the base's directions that other experts rely on."""
+"""PACT: updates are kept out of the base's directions that other experts rely on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
 
-# Of unit directions of the base: what is left of one that an expert's own update holds, whose singular
-# vectors are off by rounding.
+# The part of the base's unit directions outside an expert's singular vectors is off by rounding; below this
+# size it counts as zero.
 _ROUNDED = 1e-4
-# In units of the numerical rank's tolerance: what a projection leaves of what lies in its range.
+# The norm, in units of the rank's tolerance, below which a projection's result is only rounding.
 _NOTHING_LEFT = 4.0
 
 
@@ -68,28 +68,27 @@ def pact(
         int, Field(ge=0, description="directions of V_s; 0: all of V₀ is protected")
     ] = 10,
 ) -> LinearGroup:
-    """Take from every update what it changes along the inputs that other experts need the base for.
+    """Take from every update the changes along inputs for which other experts need the base.
 
-    What expert s needs of the base are W₀'s leading right singular directions V₀, less those that its
-    own update V_s rewrites. The others' updates are projected off it. With `own: 0` that is V₀ for all:
-    the code's static form (SIFT), for two experts or more. One expert alone stays as it is.
+    Expert s needs W₀'s leading right singular directions V₀ of the base, except those that its own update
+    V_s rewrites. These directions are projected out of the other experts' updates. With `own: 0` they are
+    V₀ for all: the code's static form (SIFT), for two experts or more. A single expert stays as it is.
 
-    With three experts or more P_t comes to hold V₀ and nearly all V_s. At the defaults that leaves to
-    the updates of a square or tall layer of many inputs (far more than `own`) a fifth of them or less,
-    and none where V₀ and the V_s have more directions together than there are inputs: of 768 x 768 from
-    16 experts on. Such a layer is the base's then. Take a smaller `core`, or follow the method by
-    `rescale`.
+    With three experts or more, P_t comes to hold V₀ and nearly all V_s. At the defaults, a square or tall
+    layer with many inputs (far more than `own`) then keeps a fifth of its updates or less. It keeps
+    nothing if V₀ and the V_s together have more directions than there are inputs (768 x 768: from 16
+    experts on), and stays as in the base. Take a smaller `core`, or follow the method by `rescale`.
 
     Args:
-        group: updates `(d_out, d_in)` and the base's weights; the experts' weights have no part in it.
-        core: K / min(d_out, d_in), rounded down.
-        own: k, of each expert.
+        group: updates `(d_out, d_in)` and the base's weights; the experts' weights have no effect.
+        core: K / min(d_out, d_in); K is rounded down.
+        own: k, the number of each expert's own directions.
 
-    Departs from the paper: P_t holds the directions that there are, to a singular value of 1e-4. (The
-    published QR makes an orthonormal column of every column, of dependent ones an arbitrary one: at
-    its defaults, from three experts on, it leaves of square and tall layers nothing but rounding, 1e-6
-    of the updates.) V_s ends at the update's numerical rank: an expert that did not change the layer
-    relies on all of V₀. Equals of the last singular value are kept.
+    Departs from the paper: P_t holds only directions whose singular value is above 1e-4. (The published
+    QR makes an orthonormal column of every column, an arbitrary one if columns are dependent: at its
+    defaults, from three experts on, only rounding is left of square and tall layers, 1e-6 of the
+    updates.) V_s ends at the update's numerical rank: an expert that did not change the layer relies on
+    all of V₀. Directions whose singular value equals the last are kept.
 
     Example:
         >>> base = torch.diag(torch.tensor([3.0, 1.0]))
@@ -116,21 +115,21 @@ def pact(
 
 
 def _off(rows: Tensor, basis: Tensor) -> Tensor:
-    """The rows without their part in the span of a basis."""
+    """Return the rows without their part in the span of a basis."""
     return rows - (rows @ basis) @ basis.mT
 
 
 def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
-    """For each expert a basis `(d_in, p)` of what the others rely on.
+    """Yield for each expert a basis `(d_in, p)` of the directions that the others rely on.
 
-    All of it lies in the span of V₀ and the V_s, and is worked out in an orthonormal basis of that.
+    They lie in the span of V₀ and the V_s, and are computed in an orthonormal basis of that span.
     """
     assert group.base is not None
     known = resolution(group, None)
     k = max(1, int(core * min(group.shape)))
     parts = [leading_svd(group.base, k, rtol=known.rtol).right]
     for update, error in zip(group.updates, known.rounding, strict=True):
-        # An update that is no larger than the rounding of its file is what the expert changed all the same.
+        # An update that is no larger than its file's rounding still counts as the expert's change.
         error = error if error.edge < norm(update) else EXACT
         parts.append(leading_svd(update, own, rtol=known.rtol, rounding=error).right)
     frame, coordinates = qr(torch.cat(parts).to(torch.float64).mT)

@@ -1,4 +1,4 @@
-"""Pico: directions of the outputs that all updates crowd into weigh less."""
+"""Pico: directions of the outputs that many updates share get less weight."""
 
 from __future__ import annotations
 
@@ -56,20 +56,19 @@ def pico(
         ),
     ] = "balanced",
 ) -> LinearGroup:
-    """Shrink directions of the outputs by how much of all experts' updates lies in them.
+    """Shrink directions of the outputs by the share of all experts' updates that lies in them.
 
-    A direction that holds a share c_i of [B_1 … B_T] is divided by 1 + (T − 1) c_i: by T if it holds
-    all of them, by nothing if it is empty. With M = Σ B_tB_tᵀ that is (I + (T − 1) M / Tr M)⁻¹ Δ_t,
-    which is how it is computed. Updates become shorter; follow the method by `rescale`, as the
-    published code does.
+    A direction with a share c_i of [B_1 … B_T] is divided by 1 + (T − 1) c_i: by T if it has all of them,
+    by 1 if it is empty. With M = Σ B_tB_tᵀ that is (I + (T − 1) M / Tr M)⁻¹ Δ_t, which is how it is
+    computed. Updates become shorter; follow the method by `rescale`, as the published code does.
 
-    How an update is split into B_t and A_t decides its share: an adapter with B_t ten times and A_t a
-    tenth is the same model, and counts a hundredfold. Balanced factors B_t = U_tσ_t^½ depend on the
-    update alone, so that M = Σ (Δ_tΔ_tᵀ)^½, and full models can be merged so too.
+    The split of an update into B_t and A_t decides its share: an adapter with a B_t ten times as large and
+    an A_t of a tenth is the same model, and counts a hundredfold. Balanced factors B_t = U_tσ_t^½ depend on
+    the update alone, M = Σ (Δ_tΔ_tᵀ)^½, and exist for full models too.
 
     Args:
-        group: updates `(d_out, d_in)`; their weights have no part in it.
-        factors: which B_t; `given` is the published one.
+        group: updates `(d_out, d_in)`; the experts' weights have no effect.
+        factors: the choice of B_t; `given` is the published one.
 
     Departs from the paper: factors are balanced, unless `given`; T counts the experts that changed
     the layer.

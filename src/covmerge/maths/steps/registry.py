@@ -1,4 +1,4 @@
-"""The table of steps: each registers its function with what it needs, costs and promises."""
+"""The table of steps: each registers its function with its needs, cost and promises."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ When = Literal["before", "after"]
 
 @dataclass(frozen=True)
 class Step(Declared):
-    """A registered step; all but its name, its function and `when` may be left undeclared.
+    """A registered step. Only its name, its kernel and `when` have to be declared.
 
     Attributes:
-        name: as written in recipes.
-        kernel: pure function `(group, *, parameters) -> LinearGroup` of a step before a method, and
-            `(group, merged, *, parameters) -> Merged`, or the merged update alone, of one after it.
-        when: before a method, or after it.
+        name: its name in recipes.
+        kernel: a pure function: `(group, *, parameters) -> LinearGroup` for a step before a method, and
+            `(group, merged, *, parameters) -> Merged`, or the merged update alone, for a step after it.
+        when: whether the step stands before a method or after it.
         equation: one line of mathematics, in Unicode.
-        reference: the paper; None: there is none.
-        laws: as of a method, of the updates it gives, or of the merged update that it makes of one
-            that keeps the law itself. A step before a method permutes as its experts do.
-        unit: what it must see at once, as of a method; one that needs a `matrix` leaves alone what
-            is none.
-        cost: FLOPs and workspace beside the updates that it makes, as of a method.
-        factored: the sides on which what it gives turns with low-rank updates; elsewhere adapters
+        reference: the paper; None: there is no paper.
+        laws: as for a method. They are about the updates that the step returns, or about the merged
+            update that it returns if the one it gets keeps the law. A step before a method permutes with
+            its experts.
+        unit: what the step must see at once, as for a method; a step with the unit `matrix` leaves other
+            tensors alone.
+        cost: FLOPs, and workspace beside the updates that the step returns, as for a method.
+        factored: the sides on which the step's result turns with low-rank updates; on other sides adapters
             are multiplied out for it.
-        needs_base: `LinearGroup.base` is W_0.
+        needs_base: whether the step needs `LinearGroup.base`, W_0.
     """
 
     kind: ClassVar[str] = "step"
@@ -60,8 +61,8 @@ class Step(Declared):
     needs_base: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
-        self.one_of("when", When)  # it decides what the function is called with
+        """Check that the declarations fit together."""
+        self.one_of("when", When)  # decides with what the function is called
         super().__post_init__()
         self.one_of("unit", Unit)
         self.one_of("factored", Sides)
@@ -85,14 +86,14 @@ class Step(Declared):
         return ("group",) if self.when == "before" else ("group", "merged")
 
     def scales_with(self, parameters: Parameters) -> bool:
-        """Return whether Δ → sΔ gives s times its result with these parameters."""
+        """Return whether Δ → sΔ gives s times the step's result with these parameters."""
         return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
     def prepare(self, group: LinearGroup, parameters: Parameters) -> LinearGroup:
         """Run a step before a method.
 
         Raises:
-            TensorError: what it gives is no group of such updates.
+            TensorError: the step returns no group of as many updates of the same shapes.
         """
         if not group.updates[0].numel():
             return group  # there is nothing to change
@@ -107,7 +108,7 @@ class Step(Declared):
             self._check(update, given)
         if all(made is given for made, given in zip(found.updates, group.updates, strict=True)):
             return found
-        # What it does not speak of is of the updates as they were.
+        # Factors and shared results that the step did not replace belong to the updates before it.
         factors = () if found.factors is group.factors else found.factors
         return replace(found, factors=factors, shared=None)
 
@@ -115,7 +116,7 @@ class Step(Declared):
         """Run a step after a method.
 
         Raises:
-            TensorError: what it gives is no merged update.
+            TensorError: the step returns no merged update.
         """
         if not merged.delta.numel():
             return merged
@@ -153,15 +154,15 @@ def register_step(name: str, *, when: When, **declared: Any) -> Callable[[_Funct
     """Register a function as a step before every method, or after it.
 
     Args:
-        name: as it is to be written in recipes and on the command line.
-        when: `before`, for a function `(group, *, parameters) -> LinearGroup`; `after`, for one
-            `(group, merged, *, parameters) -> Merged`, or the merged update alone. The latter gets
-            the experts' updates as they came, whatever steps before the method made of them.
-        **declared: what it needs, costs and promises: see `Step`. All of it may be left out: then it
-            sees one oriented matrix of a linear layer at a time, and promises nothing.
+        name: the step's name in recipes and on the command line.
+        when: `before`, for a function `(group, *, parameters) -> LinearGroup`; `after`, for a function
+            `(group, merged, *, parameters) -> Merged`, or one that returns the merged update alone. The
+            latter gets the experts' updates as they came, not as steps before the method changed them.
+        **declared: the step's needs, cost and promises: see `Step`. All of them may be left out: the step
+            then sees one oriented matrix of a linear layer at a time, and promises nothing.
 
     Raises:
-        ValueError: the name is taken, or cannot be one.
+        ValueError: the name is taken, or is not a possible name.
 
     Example:
         >>> import torch, covmerge

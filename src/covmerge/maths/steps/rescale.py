@@ -1,4 +1,4 @@
-"""Rescale: the merged update brought to the experts' mean norm."""
+"""Rescale: the merged update is scaled to the experts' mean norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.methods.registry import EQUIVARIANT, MULTIPLY_ADD
 from covmerge.maths.steps.registry import register_step
 
-# Of updates that cancel rounding leaves about this share; to enlarge it would be to merge noise.
+# Updates that cancel leave about this share as rounding; enlarging it would merge noise.
 _NOISE = 1e-4
 
 
@@ -32,18 +32,18 @@ def rescale(
     *,
     scale: Annotated[float, Field(gt=0.0, description="factor of the experts' mean norm")] = 1.0,
 ) -> Merged:
-    """Bring the merged update to the experts' mean norm, matrix by matrix.
+    """Scale the merged update to the experts' mean norm, matrix by matrix.
 
-    Means are shorter than what they are of, and sums are longer; experts work at their own length.
-    The mean is over the experts that changed the layer. Pico's code (arXiv:2604.16826) ends with it.
+    Means are shorter than the updates they average, and sums are longer; experts work at their own norm.
+    The mean is over the experts that changed the layer. Pico's code (arXiv:2604.16826) ends with this step.
 
     Args:
-        group: the experts' updates as they came, of any one shape.
-        merged: what the method made of them.
-        scale: of the mean.
+        group: the experts' updates before all steps, of any one shape.
+        merged: the method's result.
+        scale: factor of the mean.
 
-    Departs from the paper: Pico's mean is over all experts, those without a change too. A merged
-    update below 1e-4 of the mean is what rounding leaves of updates that cancel, and stays as it is.
+    Departs from the paper: Pico's mean is over all experts, including those without a change. A merged
+    update below 1e-4 of the mean is the rounding of updates that cancel, and stays as it is.
 
     Example:
         >>> import torch

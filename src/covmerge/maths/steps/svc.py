@@ -17,7 +17,7 @@ from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
 
-# Rounding of stored weights has along every direction the same energy, within a few per cent.
+# Rounding of stored weights has the same energy along every direction, within a few per cent.
 _MOSTLY = 1.5
 
 
@@ -54,26 +54,27 @@ def svc(
         ),
     ] = 0.1,
 ) -> Merged:
-    """Calibrate the merged update's singular values by how much of each expert they carry.
+    """Calibrate the merged update's singular values by the share of each expert that they carry.
 
-    Where the merged update carries in direction u_r just what expert t has there, s_r^t is 1; it is
-    more where other experts add to it, less where it was averaged away. The direction is divided by
-    the experts' mean. Weights of the experts have no part in it. An expert that has little in u_r, beside
-    others that have much, has a large s_r^t of either sign: where it is positive the direction all but
-    goes. One expert of a far smaller norm than the others has that in every direction.
+    If the merged update in direction u_r is just expert t's update there, s_r^t is 1. It is larger if
+    other experts add to it, and smaller if it was averaged away. The direction is divided by the mean of
+    the s_r^t over the experts; the experts' weights have no effect. An expert with a small part in u_r,
+    where others have large ones, has a large s_r^t of either sign; if it is positive, the direction
+    nearly vanishes. An expert with a far smaller norm than the others has such an s_r^t in every
+    direction.
 
-    FusionBench's configurations set α to 0.1 after means, sums, TIES, DARE and Iso-C, to 0.2 after
-    Iso-CTS, and to 1 after TSV-Merge and WUDI; how these were chosen it does not say.
+    FusionBench's configurations set α to 0.1 after means, sums, TIES, DARE and Iso-C, to 0.2 after Iso-CTS,
+    and to 1 after TSV-Merge and WUDI, without saying how these values were chosen.
 
     Args:
-        group: the experts' updates as they came, `(d_out, d_in)`.
-        merged: what the method made of them.
-        alpha: the least that s_r^t counts.
+        group: the experts' updates before all steps, `(d_out, d_in)`.
+        merged: the method's result.
+        alpha: the least value of s_r^t.
 
-    Departs from the paper: T counts the experts that changed the layer. One that has nothing in
-    direction u_r but rounding, of the computation or of its stored weights, counts α there
-    (published: 0/0, or rounding divided by its square). Directions of equal singular values, which may
-    turn into each other, are calibrated as one. Those beyond the numerical rank stay as they are.
+    Departs from the paper: T counts the experts that changed the layer. An expert with nothing but
+    rounding in direction u_r, of the computation or of its stored weights, counts α there (published:
+    0/0, or rounding divided by its square). Directions of equal singular values, which may be rotated
+    into each other, are calibrated as one. Directions beyond the numerical rank stay as they are.
 
     Example:
         >>> import torch
@@ -95,8 +96,8 @@ def svc(
         total += _carried(top, update, sizes, nothing).clamp_min(alpha)
     gains = torch.repeat_interleave(len(changed) / total, torch.tensor(sizes, device=total.device))
     if top.rank == min(delta.shape):
-        # Nothing is left beside the directions. A difference would keep no digit of what is left of a
-        # merged update that one huge expert made.
+        # The directions span everything. Computing the result as a change of Δ would lose all digits of
+        # the rest of a merged update that one huge expert dominates.
         sigma = (top.leading * gains).to(delta.dtype)
         return replace(merged, delta=(top.left * sigma) @ top.right)
     change = (top.leading * (gains - 1.0)).to(delta.dtype)
@@ -104,7 +105,7 @@ def svc(
 
 
 def _carried(top: TruncatedSvd, update: Tensor, sizes: list[int], nothing: float) -> Tensor:
-    """s_r of one expert, float64, by directions of one singular value; 0 where it has `nothing`."""
+    """Return s_r of one expert, float64, per group of equal singular values; 0 where it has `nothing`."""
     along = (top.left.mT @ update).to(torch.float64)
     shared = top.leading * (top.right * along).sum(1)
     shared, energy = (

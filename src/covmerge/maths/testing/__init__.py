@@ -1,17 +1,16 @@
-"""Checks that every method of covmerge is held to, for methods and steps of other people.
+"""The checks that all methods of covmerge pass, for other people's methods and steps.
 
-groups   updates to check on, with all that a method may ask for beside them
-subject  what is checked: a method, alone or with steps around it
-laws     what it promises, and what all of them must keep
-forms    the same result of other forms of the same updates: strides, blocks of rows, factors, dtypes
-strange  updates as nobody trains them: finite, or refused by name
-check    all of it by one call
+groups   updates to check on, with everything else that a method may need
+subject  the subject of a check: a method, alone or with steps around it
+laws     the promises of a method, the rules that all must keep, and other forms of the same updates
+strange  unusual updates: results are finite, or refused with the method's name
+check    all checks in one call
 
-Only these names are promised to stay:
+Only these names are stable:
 
     covmerge.testing.check_method("mine")
     covmerge.testing.check_step("my_step")
-    covmerge.testing.checks("mine")  # the same one by one, for pytest.mark.parametrize
+    covmerge.testing.checks("mine")  # the same checks one by one, for pytest.mark.parametrize
 """
 
 from covmerge.maths.testing.check import check_method, check_step, checks

@@ -1,4 +1,4 @@
-"""All checks of a method, or of a step, by one call."""
+"""All checks of a method or a step in one call."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from covmerge.maths.testing.strange import (
 )
 from covmerge.maths.testing.subject import Broken, Case, Subject
 
-_STRANGE = 20  # seeds
+_STRANGE = 20  # number of seeds
 
 
 def check_method(name: str) -> None:
-    """Run every check that covmerge's own methods are held to on a registered method.
+    """Run every check that covmerge's own methods pass on a registered method.
 
-    What it declares must hold: laws, unit, factors. What all methods must keep: updates of zero give
-    the base; the same bytes every time, by any strides and dtypes; nothing is modified; whatever is
-    finite gives a finite result, or an error that names the method. It takes seconds.
+    The method's declarations must hold: laws, unit, factors. It must also keep the rules for all methods:
+    updates of zero give the base; results have the same bytes every time, with any strides and dtypes;
+    nothing is modified; and any finite updates give a finite result, or an error that names the method. The
+    checks take seconds.
 
     Args:
-        name: as registered by `covmerge.register`, or announced by an installed package.
+        name: the name in `covmerge.register`, or the name announced by an installed package.
 
     Raises:
-        Broken: an AssertionError with the law, the input and what came out.
+        Broken: a law does not hold; an AssertionError with the law, the input and the result.
         RecipeError: there is no such method, or its package cannot be imported.
 
     Example:
@@ -46,10 +47,10 @@ def check_step(name: str) -> None:
     """Run every check on a registered step, around the method `average`.
 
     Args:
-        name: as registered by `covmerge.register_step`, or announced by an installed package.
+        name: the name in `covmerge.register_step`, or the name announced by an installed package.
 
     Raises:
-        Broken: an AssertionError with the law, the input and what came out.
+        Broken: a law does not hold; an AssertionError with the law, the input and the result.
         RecipeError: there is no such step, or its package cannot be imported.
 
     Example:
@@ -59,7 +60,7 @@ def check_step(name: str) -> None:
 
 
 def checks(name: str) -> dict[str, Callable[[], None]]:
-    """The checks of a method, or of a step, one by one.
+    """Return the checks of a method or a step, one by one.
 
     Example:
         >>> named = checks("average")
@@ -115,10 +116,10 @@ def _strange(what: str, subject: Subject, seed: int) -> None:
 
 
 def _named(law: str, given: str, check: Callable[[], None]) -> None:
-    """Run a check; say which it was and on what, whatever it raises."""
+    """Run a check, and raise an error that names law and input if the check raises anything."""
     try:
         with warnings.catch_warnings():
-            # A merged update that is long is the method's matter.
+            # A merged update may be long; that is the method's decision.
             warnings.filterwarnings("ignore", message=".*times as long as the experts'")
             check()
     except Broken as error:

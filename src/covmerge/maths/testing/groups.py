@@ -1,4 +1,4 @@
-"""Layers to check on: updates with all that a method may ask for beside them."""
+"""Layers for the checks: updates with everything else that a method may need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_updates(
     seed: int,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """Updates of a given rank whose norms spread over a factor."""
+    """Return updates of a given rank, whose norms spread over a factor."""
     generator = torch.Generator().manual_seed(seed)
     updates: list[Tensor] = []
     for t in range(count):
@@ -44,7 +44,7 @@ def group_of(
     weights: Sequence[float] | None = None,
     **given: Any,
 ) -> LinearGroup:
-    """A group with streams, with random statistics and a random base where the method wants them."""
+    """Return a group with streams, and random statistics and a random base if the method needs them."""
     d_in = updates[0].shape[-1]
     generator = torch.Generator().manual_seed(100)
     measured: list[Measured] = []
@@ -74,7 +74,7 @@ def group_of(
 
 
 def permuted(group: LinearGroup, order: Sequence[int]) -> LinearGroup:
-    """The same experts in another order."""
+    """Return the group with its experts in another order."""
 
     def take(values: tuple[_T, ...]) -> tuple[_T, ...]:
         return tuple(values[t] for t in order) if values else values
@@ -93,11 +93,11 @@ def permuted(group: LinearGroup, order: Sequence[int]) -> LinearGroup:
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖."""
+    """Return ‖actual − expected‖ / ‖expected‖."""
     return norm(actual.double() - expected) / max(norm(expected), 1e-30)
 
 
 def random_rotation(size: int, seed: int) -> Tensor:
-    """An orthogonal matrix."""
+    """Return an orthogonal matrix."""
     generator = torch.Generator().manual_seed(seed)
     return qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]

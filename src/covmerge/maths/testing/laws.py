@@ -1,7 +1,7 @@
-"""What a method promises in its `Laws`, and what every method must keep; one function a law.
+"""The promises of a method's `Laws`, and the rules that every method must keep; one function each.
 
-Each takes a subject and a case, and raises `Broken` with what came out. Of what is not declared
-nothing is checked; what is declared not to hold must not hold on any of the cases.
+Each function takes a subject and a case, and raises `Broken` with the result if the law does not hold. A
+law that is not declared is not checked. A law that is declared not to hold must fail on every case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES = ((16, 12), (12, 16), (5, 30), (30, 5))
 
 
 def _as_declared(law: str, declared: bool | None, off: float, limit: float) -> None:
-    """Hold a distance against what is declared of it."""
+    """Check a distance against the declaration of a law."""
     if declared is None:
         return
     holds = off < limit
@@ -49,10 +49,10 @@ def order_of_experts(subject: Subject, case: Case) -> None:
 
 
 def zero_updates_give_the_base(subject: Subject, case: Case) -> None:
-    """Experts that changed nothing are merged to the base."""
+    """Experts that changed nothing merge to the base."""
     group = subject.group([torch.zeros_like(update) for update in case.updates])
     merged = subject.merge(group)
-    # A mean of equal weights is one of them but for its rounding, in the arithmetic that is named.
+    # A mean of equal weights equals them up to rounding, in the named arithmetic.
     rounding = 0.0
     if group.models and group.base is not None:
         named = subject.given.get("arithmetic")
@@ -63,7 +63,7 @@ def zero_updates_give_the_base(subject: Subject, case: Case) -> None:
 
 
 def replicas_of_one_expert(subject: Subject, case: Case) -> None:
-    """T copies of one update give the declared multiple of it."""
+    """T copies of one update give the declared multiple of the update."""
     law = subject.method.laws.replicas
     if law is None:
         return
@@ -97,7 +97,7 @@ def scaling_all_updates(subject: Subject, case: Case) -> None:
 
 
 def rotating_all_updates(subject: Subject, case: Case) -> None:
-    """Δ → QΔPᵀ gives Q(merged update)Pᵀ, if that is declared; data and base turn with it."""
+    """Δ → QΔPᵀ gives Q(merged update)Pᵀ, if that is declared; data and base are rotated with it."""
     d_out, d_in = case.shape
     left, right = random_rotation(d_out, 1), random_rotation(d_in, 2)
     group = subject.group(case.updates)
@@ -116,22 +116,22 @@ def rotating_all_updates(subject: Subject, case: Case) -> None:
 
 
 def weights_of_one_value_are_neutral(subject: Subject, case: Case) -> None:
-    """A weight of 1 for each is as none."""
+    """A weight of 1 for each expert has the same effect as no weights."""
     weighted = subject.merged(case.updates, [1.0] * case.count)
     off = relative(weighted, subject.merged(case.updates))
     expect(off < 1e-12, f"weights of 1 change the result by {off:.2g} of its norm")
 
 
 def a_weight_pulls_towards_its_expert(subject: Subject, case: Case) -> None:
-    """An expert of a larger weight is not further from the result than before."""
+    """A larger weight of an expert does not move the result away from the expert."""
     if subject.stepped:
-        return  # what a step makes of weights is its own matter
+        return  # a step may use weights in its own way
     updates = case.updates
     cosine = torch.nn.functional.cosine_similarity
     towards = subject.merged(updates, [20.0, *[1.0] * (case.count - 1)])
     before = float(cosine(subject.merged(updates).flatten(), updates[0].flatten(), dim=0))
     after = float(cosine(towards.flatten(), updates[0].flatten(), dim=0))
-    # A minimum that every expert reaches (ACTMat, WUDI, where T·d_out ≤ d_in) has no more to give.
+    # A minimum that every expert reaches (ACTMat, WUDI, if T·d_out ≤ d_in) cannot move closer.
     expect(
         after >= before - 1e-12,
         f"a weight of 20 on the first expert takes the cosine with it from {before:.6g} to {after:.6g}",
@@ -139,7 +139,7 @@ def a_weight_pulls_towards_its_expert(subject: Subject, case: Case) -> None:
 
 
 def inputs_are_not_modified(subject: Subject, case: Case) -> None:
-    """Updates, data and base are as they were."""
+    """Updates, data and base are not modified."""
     group = subject.group([update.clone() for update in case.updates])
     given = [*group.tensors, *(m.value for m in group.expert_statistics)]
     given += [] if group.base is None else [group.base]
@@ -151,7 +151,7 @@ def inputs_are_not_modified(subject: Subject, case: Case) -> None:
 
 
 def merged_update_is_not_modified(subject: Subject, case: Case) -> None:
-    """A step after a method leaves what the method made as it was."""
+    """A step after a method does not modify the method's result."""
     merged = replace(subject, after=()).method(subject.group(case.updates), **subject.given)
     copy = merged.delta.clone()
     for use in resolve_steps(subject.after, "after"):
@@ -160,7 +160,7 @@ def merged_update_is_not_modified(subject: Subject, case: Case) -> None:
 
 
 def the_same_bytes_every_time(subject: Subject, case: Case) -> None:
-    """Run twice, it gives the same bytes."""
+    """Two runs give the same bytes."""
     once, again = subject.merged(case.updates), subject.merged(case.updates)
     expect(
         torch.equal(once, again),
@@ -170,7 +170,7 @@ def the_same_bytes_every_time(subject: Subject, case: Case) -> None:
 
 
 def diagnostics_are_plain_json(subject: Subject, case: Case) -> None:
-    """Its diagnostics can be written to covmerge.json, and read back as the type that it declares."""
+    """Diagnostics can be written to covmerge.json, and read back as the declared type."""
     facts = dict(subject.method(subject.group(case.updates), **subject.given).stats)
     try:
         written = json.loads(json.dumps(facts, allow_nan=False))
@@ -180,7 +180,7 @@ def diagnostics_are_plain_json(subject: Subject, case: Case) -> None:
 
 
 def cost_model_is_positive(subject: Subject, case: Case) -> None:
-    """Its cost is an estimate that a plan can add up."""
+    """The cost model returns an estimate that a plan can add up."""
     cost = subject.method.cost(*case.shape, case.count, 4)
     expect(cost.flops > 0 and cost.workspace >= 0, f"it is declared to cost {cost}")
 
@@ -204,9 +204,9 @@ LAWS: Mapping[str, Law] = {
 }
 
 
-# The same updates in other forms give the same result; one function a form, as in `laws`.
+# The same updates in other forms give the same result; one function per form.
 
-_RANK = 3  # of the adapters
+_RANK = 3  # rank of the adapters
 
 
 def strides(subject: Subject, case: Case) -> None:
@@ -217,7 +217,7 @@ def strides(subject: Subject, case: Case) -> None:
 
 
 def single_precision(subject: Subject, case: Case) -> None:
-    """Float32 gives what float64 gives, in its own dtype; so does half precision, rounded once."""
+    """Float32 gives float64's result in its own dtype, and so does half precision, rounded once."""
     exact = subject.merged(case.updates)
     singles = [update.float() for update in case.updates]
     single = subject.merged(singles)
@@ -231,7 +231,7 @@ def single_precision(subject: Subject, case: Case) -> None:
 
 
 def blocks_of_rows(subject: Subject, case: Case) -> None:
-    """What is declared to need an element, or a row, gives the same by blocks of rows."""
+    """A method whose unit is an element, or a row, gives the same result by blocks of rows."""
     method = subject.method
     if method.unit_for(subject.given) not in ("element", "row"):
         return
@@ -270,9 +270,9 @@ def _rows(group: LinearGroup, rows: slice) -> LinearGroup:
 
 
 def factors(subject: Subject, case: Case) -> None:
-    """Adapters merged on their factors, where that is declared exact, give what full updates give."""
+    """Adapters merged on their factors, where that is declared exact, give the result of full updates."""
     method = subject.method
-    # Where rounding would hide the rank of the full updates, a cut-off shows it.
+    # Rounding would hide the rank of the full updates; a cut-off shows it.
     plain = {"rank_rtol": 1e-6} if method.has("rank_rtol") else {}
     given = {**subject.given, **plain}
     if not method.factored_for(given):

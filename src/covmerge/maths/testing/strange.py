@@ -1,4 +1,4 @@
-"""Updates as nobody trains them: what a method gives is finite, or it says by name that it cannot."""
+"""Unusual updates: a method must give a finite result, or an error that names it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS = ("full", "low", "zero", "copy", "opposite", "orthogonal", "one entry", "
 SIZES = (0.3, 0.3, 30.0, 3e-4, 3e-7)
 EXPONENTS = (-100, -60, -25, 25, 60, 100)
 
-Experts = Sequence[tuple[str, float]]  # of each, its kind and its norm
+Experts = Sequence[tuple[str, float]]  # each expert's kind and norm
 
 
 def strange_updates(shape: tuple[int, int], experts: Experts, seed: int) -> list[Tensor]:
-    """Updates of the named kinds and sizes, float64."""
+    """Return updates of the named kinds and norms, float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -52,7 +52,7 @@ def strange_updates(shape: tuple[int, int], experts: Experts, seed: int) -> list
 
 
 def drawn(seed: int) -> tuple[tuple[int, int], Experts]:
-    """A shape and some experts, by a seed."""
+    """Return a shape and some experts, drawn by a seed."""
     draw = Random(seed)
     experts = [(draw.choice(KINDS), draw.choice(SIZES)) for _ in range(draw.randint(1, 5))]
     return draw.choice(SHAPES), experts
@@ -61,10 +61,11 @@ def drawn(seed: int) -> tuple[tuple[int, int], Experts]:
 def merge_strange(
     subject: Subject, updates: Sequence[Tensor], weights: Sequence[float] | None = None
 ) -> Tensor | None:
-    """The merged update, or None where the method says by its name that it cannot.
+    """Return the merged update, or None if an error that names the method refuses the updates.
 
     Raises:
-        Broken: it is not finite, not of the updates' dtype, or the error does not name the method.
+        Broken: the result is not finite or not in the updates' dtype, or the error does not name the
+            method.
     """
     try:
         merged = subject.layer(updates, weights)
@@ -84,30 +85,30 @@ def _step_names(subject: Subject) -> list[str]:
 
 
 def is_arbitrary(subject: Subject, updates: Sequence[Tensor]) -> bool:
-    """Whether the method says that its result hangs on rounding (`Diagnostics.arbitrary_result`)."""
+    """Return whether the method says that rounding decides its result (`Diagnostics.arbitrary_result`)."""
     method = subject.method
     merged = method(subject.group(updates), **subject.given)
     return method.diagnostics.from_json(merged.stats).arbitrary_result
 
 
 def apart(one: Tensor, other: Tensor, updates: Sequence[Tensor]) -> float:
-    """How far, beside what the result is, or may be where experts cancel."""
+    """Return the distance relative to the result, or to the updates if the experts cancel."""
     size = max(map(norm, updates))
     return norm(one - other) / max(norm(other), 1e-6 * size, 1e-300)
 
 
 def of_any_size(subject: Subject, updates: Sequence[Tensor], exponent: int) -> None:
-    """Updates of any size are merged or refused; where scale is promised, to the same digits.
+    """Check that updates of any size are merged or refused; to the same digits if scale is promised.
 
     Raises:
-        Broken: they are not.
+        Broken: that does not hold.
     """
     singles = [update.float() for update in updates]
     merge_strange(subject, [update * 2.0**exponent for update in singles])
     wide = [update.double() * 2.0 ** (4 * exponent) for update in singles]
     merged = merge_strange(subject, wide)
     expected = merge_strange(subject, [update.double() for update in singles])
-    # A weight holds an update to its own digits only.
+    # A method that sees weights has an update only to the weights' digits.
     promised = subject.method.laws.scale_equivariant and subject.method.sees == "updates"
     if promised and not is_arbitrary(subject, wide):
         expect(

@@ -1,4 +1,4 @@
-"""What is checked, on what, and what is said of it when it fails."""
+"""The subject of a check, its input, and the error for a law that does not hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from covmerge.maths.testing.groups import group_of, random_updates
 
 
 class Broken(AssertionError):
-    """A law that does not hold: which, on which input, and what came out."""
+    """A law that does not hold: which law, on which input, and the result."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Subject:
 
     @cached_property
     def method(self) -> Method:
-        """Method and steps as one."""
+        """The method and its steps as one method."""
         return with_steps(registry.get(self.name), *steps_around(self.before, self.after))
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
-        """The parameters."""
+        """The method's default parameters."""
         return registry.get(self.name).resolve({})
 
     @property
@@ -46,27 +46,27 @@ class Subject:
         return bool(self.before or self.after)
 
     def case(self, shape: tuple[int, int]) -> Case:
-        """Random updates of as many experts as it merges, four where it may."""
+        """Return random updates, of four experts if the method allows that number."""
         least, most = self.method.experts
         return Case(shape, count=max(least, min(Case.count, most or Case.count)))
 
     def group(
         self, updates: Sequence[Tensor], weights: Sequence[float] | None = None
     ) -> LinearGroup:
-        """The updates with all that it may ask for beside them."""
+        """Return a group with the updates and everything else that the method may need."""
         return group_of(self.method, updates, weights)
 
     def merge(self, group: LinearGroup, **given: Any) -> Tensor:
-        """The merged update of a group; `given` are parameters beside the defaults."""
+        """Return the merged update of a group; `given` are parameters that replace defaults."""
         return self.method(group, **{**self.given, **given}).delta
 
     def merged(self, updates: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-        """The merged update of some updates."""
+        """Return the merged update of some updates."""
         return self.merge(self.group(updates, weights))
 
     def layer(self, updates: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-        """The same by the public function, which computes half precision in float32."""
-        # Data has a precision of its own.
+        """Return the merged update by `merge_layer`, which computes half precision in float32."""
+        # Data keep their own precision.
         group = self.group([u.to(torch.promote_types(u.dtype, torch.float32)) for u in updates])
         return merge_layer(
             updates,
@@ -74,7 +74,7 @@ class Subject:
             weights=weights,
             data=[measured.value for measured in group.expert_statistics],
             base=group.base,
-            # Strange updates may have few digits in float64, and are exact.
+            # Strange updates may have few digits in float64, and are exact all the same.
             stored=torch.float64 if updates[0].dtype == torch.float64 else None,
             before=self.before,
             after=self.after,
@@ -86,9 +86,9 @@ class Case:
     """Random updates of usual sizes, float64.
 
     Attributes:
-        shape: of each.
-        count: experts; their norms spread over a factor of 3.
-        seed: of the random numbers.
+        shape: shape of each update.
+        count: number of experts; their norms spread over a factor of 3.
+        seed: seed of the random numbers.
     """
 
     shape: tuple[int, int]
@@ -111,10 +111,10 @@ class Case:
 
 
 def expect(holds: bool, what: str) -> None:
-    """Raise with what came out, unless it holds.
+    """Raise an error with the result unless a condition holds.
 
     Raises:
-        Broken: it does not.
+        Broken: the condition does not hold.
     """
     if not holds:
         raise Broken(what)

@@ -1,7 +1,7 @@
-"""Quantised output: a plain tensor rounded to the nearest numbers of a format, in its client's layout.
+"""Quantised output: plain tensors rounded to the nearest numbers of a format, in its client's layout.
 
-packing    what a packed tensor is stored as, and how it is read back
-scaled, bitsandbytes, integers, gguf   the rounding, a family of formats a file
-like       the packing of a tensor that is like a stored one
-layouts    the formats by name: what is stored of a plain tensor, and what config.json says
+packing    the stored parts of a packed tensor, and how it is read back
+scaled, bitsandbytes, integers, gguf   the rounding, one family of formats per file
+like       the packing for a tensor that is stored like a given one
+layouts    the formats by name: the stored parts of a plain tensor, and the entries of config.json
 """

@@ -1,4 +1,4 @@
-"""bitsandbytes: int8 rows with a scale each, and blocks of numbers of 4 bits (NF4, FP4)."""
+"""bitsandbytes: int8 rows with one scale each, and blocks of 4-bit numbers (NF4, FP4)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NUMBER = 25  # characters of the longest float in JSON
 
 @dataclass(frozen=True)
 class ToEightBit:
-    """w ≈ q · s / 127, with s the largest magnitude of its row.
+    """w ≈ q · s / 127, with s the largest magnitude of the row.
 
     Attributes:
-        order: the shape in which it is also stored that rows are in order; None: it is not.
+        order: the shape of the stored flag that says that rows are in order; None: there is no flag.
     """
 
     order: tuple[int, ...] | None
@@ -52,7 +52,7 @@ class ToEightBit:
 
 
 def of_eight_bit(packed: EightBit, headers: Mapping[str, TensorHeader]) -> Packing:
-    """Return how a layer is packed as one is that a checkpoint has."""
+    """Return the packing of a layer that is stored like a layer of a checkpoint."""
     weight, scales, *order = (headers[name] for name in packed.stored)
     parts = (Part(weight), Part(scales), *(Part(one, None) for one in order))
     return Packing(packed, parts, ToEightBit(order[0].shape if order else None))
@@ -60,17 +60,17 @@ def of_eight_bit(packed: EightBit, headers: Mapping[str, TensorHeader]) -> Packi
 
 @dataclass(frozen=True)
 class ToFourBit:
-    """w ≈ v[q] · s, with s the largest magnitude of its block; blocks run over all rows.
+    """w ≈ v[q] · s, with s the largest magnitude of the block; blocks run over all rows.
 
     Attributes:
-        values: what the 16 numbers stand for.
-        block: how many weights have one s.
-        storage: the dtype that bytes are stored in.
-        column: whether they are stored as a column.
-        state: shape, dtype and sizes as JSON, of which the offset of scales is to come.
-        length: of the state in bytes.
-        nested: what the 256 numbers of nested scales stand for, and how many have one scale; None:
-            scales are stored as they are.
+        values: v, the values of the 16 codes.
+        block: number of weights with one s.
+        storage: the dtype in which bytes are stored.
+        column: whether the bytes are stored as a column.
+        state: shape, dtype and sizes as JSON, without the offset of nested scales.
+        length: length of the stored state in bytes.
+        nested: the values of the 256 codes of nested scales, and the number of scales with one outer scale;
+            None: scales are stored as they are.
     """
 
     values: tuple[float, ...]
@@ -96,7 +96,7 @@ class ToFourBit:
         return weight, absmax, values, outer, known, self._stated(state)
 
     def _blocks(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes and scales, a few whole blocks at a time."""
+        """Yield bytes and scales, a few whole blocks at a time."""
         order = torch.tensor(self.values).argsort()
         bounds = _middles(torch.tensor(self.values)[order])
         unit = 2 * self.storage.itemsize
@@ -126,7 +126,7 @@ class ToFourBit:
 def of_four_bit(
     packed: FourBit, headers: Mapping[str, TensorHeader], values: Mapping[str, Tensor]
 ) -> Packing:
-    """Return how a matrix is packed as one is that a checkpoint has."""
+    """Return the packing of a matrix that is stored like a matrix of a checkpoint."""
     weight, absmax, known, *beside, state_name = packed.stored
     kind = state_name.rpartition("__")[2]
     state: dict[str, object] = {
@@ -165,10 +165,10 @@ def _numbers(values: Tensor) -> tuple[float, ...]:
 
 
 def _largest(weights: Tensor) -> Tensor:
-    """The largest magnitude of each row; of zeros always 0, which `maximum` gives either sign."""
+    """Return the largest magnitude of each row; +0 for zeros, to which `maximum` gives either sign."""
     return torch.maximum(weights.amax(1), -weights.amin(1)).abs_()
 
 
 def _middles(values: Tensor) -> Tensor:
-    """What lies halfway between sorted numbers."""
+    """Return the middles between neighbouring sorted numbers."""
     return (values[:-1] + values[1:]) / 2

@@ -1,4 +1,4 @@
-"""GGUF: blocks of the types that `gguf` makes, and what llama.cpp does to a tensor done again."""
+"""GGUF: blocks of the types that `gguf` can make, and llama.cpp's changes to tensors, made again."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from covmerge.files.quantised.packed import Packed, pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.maths.linalg.stored import stored_as
 
-# Where every byte of a GGUF file goes, known before the first tensor is computed.
+# The place of every byte of a GGUF file, known before the first tensor is computed.
 #
-# What a base's file has before its tensors is kept byte for byte, tokenizer and hyper-parameters in it;
-# but for the number of tensors, and what it says of their types. The reader of the format is `gguf_file`.
+# The part of a base's file before its tensors is copied byte for byte, with tokenizer and hyper-parameters.
+# Only the number of tensors and the descriptions of tensors change. The format's reader is `gguf_file`.
 
 GGUF_NAME = "model.gguf"
-_TENSORS_AT = 8  # where the number of tensors lies
+_TENSORS_AT = 8  # place of the number of tensors in the file
 
 
 @dataclass(frozen=True)
 class GgufHead:
-    """What a GGUF file has beside the tensors that are merged.
+    """The parts of a GGUF file beside the tensors that are merged.
 
     Attributes:
-        start: from its first byte to the last of its metadata.
-        alignment: of the data.
-        types: by tensor, in the order of the data, what GGUF calls its type.
-        fixed: by tensor, the bytes of those that are no parameters; they come first.
-        stacks: by the name of a stack of experts, those of its matrices, which are of one type.
+        start: the bytes from the first to the end of the metadata.
+        alignment: alignment of the data in bytes.
+        types: GGUF's name of each tensor's type, in the order of the data.
+        fixed: the bytes of tensors that are no parameters; they come first.
+        stacks: for each stack of experts, the names of its matrices, which have one type.
     """
 
     start: bytes = field(repr=False)
@@ -49,7 +49,7 @@ class GgufHead:
 
 
 def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
-    """Lay tensors out in one file, each aligned, in the order of the head."""
+    """Return the layout of one file, with aligned tensors in the order of the head."""
     package: Any = importlib.import_module("gguf")
     stored = {header.name: header for header in headers}
     fixed = {name: header for name, (header, _) in head.fixed.items()}
@@ -87,12 +87,12 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
 def _info(
     package: Any, name: str, stacked: tuple[int, ...], header: TensorHeader, kind: str, place: int
 ) -> bytes:
-    """What a header says of a tensor: its name, its sizes, its type and where its data begin."""
+    """Return the description of a tensor in a header: name, sizes, type and place of the data."""
     numbered = package.GGMLQuantizationType[kind]
     block, size = package.GGML_QUANT_SIZES[numbered]
     row = header.shape[-1]
     width = row // size * block if header.dtype is torch.uint8 else row
-    axes = (*stacked, *header.shape[:-1], width)[::-1]  # the fastest comes first
+    axes = (*stacked, *header.shape[:-1], width)[::-1]  # the file has the fastest axis first
     text = name.encode()
     sizes = struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, int(numbered), place)
     return struct.pack("<Q", len(text)) + text + sizes
@@ -106,8 +106,8 @@ PLAIN_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {dtype: kind for kind, dtype in PLAIN.items()}
 )
 WRITTEN = (*PLAIN, "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-# Of the other types the next one here, of a bit more at least than its numbers have: what llama.cpp gains
-# by searching scales, or by unevenly spaced numbers, plain rounding does not.
+# For a type that is not written, the type to use instead; it has at least a bit more. llama.cpp searches
+# scales or uses unevenly spaced numbers, which plain rounding does not.
 HIGHER: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K"), "Q4_0"),
@@ -120,14 +120,14 @@ HIGHER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ToBlocks:
-    """Numbers of a type of GGUF, each rounded by itself or, in blocks of a row, by `gguf.quantize`.
+    """Rounding to a type of GGUF: each number by itself or, in blocks of a row, by `gguf.quantize`.
 
     Attributes:
-        kind: what GGUF calls the type.
-        order: see `Blocks`; None: rows are in order.
-        transposed: see `PlainTensor`.
-        more: see `PlainTensor`.
-        flat: see `PlainTensor`.
+        kind: GGUF's name of the type.
+        order: as in `Blocks`; None: rows are in order.
+        transposed: as in `PlainTensor`.
+        more: as in `PlainTensor`.
+        flat: as in `PlainTensor`.
     """
 
     kind: str
@@ -159,7 +159,7 @@ class ToBlocks:
 
 
 def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None:
-    """Return how a tensor is packed in a type of GGUF, as it lies in a file; None: rows do not allow it."""
+    """Return the packing of a tensor in a type of GGUF; None if its rows are no whole blocks."""
     assert isinstance(packed, Blocks | PlainTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])
@@ -179,7 +179,7 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
 
 
 def _numbers(kind: str, row: int) -> int:
-    """How many numbers are in a row of so many bytes; of plain numbers as many."""
+    """Return the count of numbers in a row: of a row of bytes if the type has blocks."""
     if kind in PLAIN:
         return row
     block, size = _sizes(kind)
@@ -192,6 +192,6 @@ def _sizes(kind: str) -> tuple[int, int]:
 
 
 def _packed(package: Any, rows: Tensor, kind: Any) -> Tensor:
-    with np.errstate(all="ignore"):  # what is not finite is found when it is read back
+    with np.errstate(all="ignore"):  # numbers that are not finite are found when they are read back
         blocks = package.quantize(rows.numpy(), kind)
     return cast("Any", torch).from_numpy(blocks)

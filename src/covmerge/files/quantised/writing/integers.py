@@ -1,4 +1,4 @@
-"""Integers of a few bits in int32 words, by groups of inputs: compressed-tensors' order, GPTQ's, AWQ's."""
+"""Small integers in int32 words, by groups of inputs, in the orders of compressed-tensors, GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from covmerge.maths.linalg.stored import stored_as
 
 @dataclass(frozen=True)
 class Rounding:
-    """w ≈ (q − z) · s, q from 0 on, with s and z by group of inputs and by output.
+    """w ≈ (q − z) · s with q ≥ 0, and s and z per group of inputs and per output.
 
     Attributes:
-        bits: of q.
-        group: inputs that have one s and one z.
-        scales: the dtype of s.
-        symmetric: whether z is the middle of q's range, and is not made for the weights.
+        bits: bits of q.
+        group: number of inputs with one s and one z.
+        scales: dtype of s.
+        symmetric: whether z is the middle of q's range; otherwise it is chosen by the weights.
         least: the least z.
     """
 
@@ -54,7 +54,7 @@ class Rounding:
     def _of(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         low, top = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
         if not self.symmetric:
-            # Where no weight is below 0, the least zero point takes numbers that the largest would need.
+            # If no weight is below 0, the least zero point takes numbers that the largest weight needs.
             wanted = torch.maximum((top - low) / self.most, top / (self.most - self.least))
             scale = self._stored(wanted)
             return scale, (-low / scale.float()).round().clamp(self.least, self.most)
@@ -79,7 +79,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ToWords:
-    """Words along the rows, beside the sizes of the matrix."""
+    """Packing in words along the rows, with the sizes of the matrix as a tensor."""
 
     rounding: Rounding
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class ToWords:
 
 
 def of_words(packed: Words, headers: Mapping[str, TensorHeader]) -> Packing:
-    """Return how a layer is packed as one is that a checkpoint has."""
+    """Return the packing of a layer that is stored like a layer of a checkpoint."""
     words, scale, shape = (headers[name] for name in packed.stored)
     rounding = Rounding(packed.bits, packed.group, scale.dtype, symmetric=True)
     quantise = ToWords(rounding, packed.header.shape, shape.dtype)
@@ -107,14 +107,14 @@ def of_words(packed: Words, headers: Mapping[str, TensorHeader]) -> Packing:
 
 @dataclass(frozen=True)
 class ToGrouped:
-    """Words of the transposed matrix.
+    """Packing in words of the transposed matrix.
 
     Attributes:
         rounding: how weights are rounded.
-        shifts: where in a word its numbers are, of which each is an output (AWQ); None: they are in a row,
-            and inputs of one output (GPTQ).
-        less: what z is stored less.
-        mixed: whether the groups of inputs are stored, which are in order here.
+        shifts: the places of numbers in a word, which are several outputs (AWQ); None: they are in order,
+            and are inputs of one output (GPTQ).
+        less: the number that is subtracted from z before it is stored.
+        mixed: whether the group of each input is stored; groups are in order here.
     """
 
     rounding: Rounding
@@ -153,11 +153,11 @@ class ToGrouped:
 
 
 def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetric: bool) -> Packing:
-    """Return how a layer is packed as one is that a checkpoint has.
+    """Return the packing of a layer that is stored like a layer of a checkpoint.
 
     Args:
-        packed: what reads it.
-        headers: of what is stored.
+        packed: the packed tensor, which reads the result.
+        headers: headers of the stored tensors.
         symmetric: whether zero points are the middle of the range.
     """
     by_gptq = isinstance(packed, gptq.Weight)
@@ -174,13 +174,13 @@ def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetri
 
 
 def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:
-    """Numbers `(rows, n)`, from 0 on, as words `(rows, n / held)`."""
+    """Return numbers `(rows, n)`, none negative, as words `(rows, n / held)`."""
     held = numbers.reshape(len(numbers), -1, len(shifts))
     return (held << torch.tensor(shifts, dtype=torch.int32)).sum(-1, dtype=torch.int32)
 
 
 def _in_a_row(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers `(rows, n)`, from 0 on, as words `(rows, n · bits / 32)`: what `in_a_row` reads."""
+    """Return numbers `(rows, n)`, none negative, as words `(rows, n · bits / 32)` for `in_a_row`."""
     if run_of(bits)[1] == 1:
         return _words(numbers, tuple(range(0, WORD, bits)))
     single = (numbers.unsqueeze(-1) >> torch.arange(bits, dtype=torch.int32)) & 1

@@ -1,4 +1,4 @@
-"""Quantised formats by their names: what is stored of a plain tensor, and what config.json says of it."""
+"""Quantised formats by name: the stored parts of a plain tensor, and the entries of config.json."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _OF_NF4 = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A format by its name.
+    """A format that a recipe can ask for by name.
 
     Attributes:
-        said: what it is, as text.
-        lay: makes a packed tensor of a plain one's header, with the headers of what is stored; None
-            where the sizes do not allow it.
-        needs: what the sizes have to be, as text.
-        settings: what config.json says of it, but for the modules that stay plain.
-        axes: of the tensors that it packs.
+        said: the format, as text.
+        lay: a function that returns the packed tensor for a plain tensor's header, with the headers of its
+            parts; None if the sizes do not allow it.
+        needs: the required sizes, as text.
+        settings: the entries of config.json, without the modules that stay plain.
+        axes: number of axes of the tensors that it packs.
     """
 
     said: str
@@ -49,7 +49,7 @@ class Layout:
     axes: int = 2
 
     def packing(self, header: TensorHeader) -> Packing | None:
-        """Return how a tensor is packed; None where its sizes do not allow it."""
+        """Return the packing of a tensor; None if its sizes do not allow it."""
         laid = self.lay(header) if len(header.shape) == self.axes and header.numel else None
         if laid is None:
             return None
@@ -65,7 +65,7 @@ def _scaled(
         rows, columns = header.shape
         high, wide = block or ((rows, columns) if whole else (1, columns))
         grid = (1,) if whole else (-(-rows // high), -(-columns // wide))
-        # A client of scales by row has them in the model's dtype.
+        # Clients of scales by row store them in the model's dtype.
         scales = torch.float32 if block else header.dtype
         stored = [
             TensorHeader(header.name, header.shape, dtype),
@@ -280,16 +280,16 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-# What a recipe may ask for.
+# Values of `quantise` in a recipe.
 QUANTISED = ("none", SAME, *LAYOUTS, "gguf", *(f"gguf-{kind.lower()}" for kind in WRITTEN))
 
-# What config.json says of a quantised output, and of the modules in it that are plain.
+# The entries of config.json for a quantised output, with its plain modules.
 
-_OTHER_NAME = "ignored_layers"  # of modules_to_not_convert, which is not looked for beside it
+_OTHER_NAME = "ignored_layers"  # if it is there, modules_to_not_convert is not read
 
 
 def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a format with modules that are plain beside those that it names.
+    """Return the settings of a format, with more modules that are plain.
 
     Example:
         >>> with_plain({"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, ["a", "lm_head"])
@@ -299,8 +299,8 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
         return {**settings}
     method = str(settings.get("quant_method"))
     if method in ("gptq", "awq"):
-        # GPTQModel's form, which vLLM reads of GPTQ too: `-:` and a regular expression of names. Of
-        # AWQ GPTQModel reads no other; AutoAWQ, transformers and vLLM read the list below.
+        # GPTQModel's form, which vLLM reads for GPTQ too: `-:` and a regular expression of names. For AWQ,
+        # GPTQModel reads this form only; AutoAWQ, transformers and vLLM read the list below.
         given: object = settings.get("dynamic")
         known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
         plain: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}

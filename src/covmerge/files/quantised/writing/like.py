@@ -1,4 +1,4 @@
-"""How a tensor is packed as one is that is stored: each kind of packed tensor with what packs it."""
+"""The packing of a tensor that is stored like a given one: the writer of each kind of packed tensor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from covmerge.files.quantised.writing.integers import of_grouped, of_words
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.files.quantised.writing.scaled import of_scaled
 
-# MXFP4 (OCP Microscaling Formats 1.0, 6.3): E2M1 numbers with an exponent for 32 of a row.
+# MXFP4 (OCP Microscaling Formats 1.0, 6.3): E2M1 numbers, with one exponent for 32 numbers of a row.
 
-_LARGEST = 2  # exponent of the largest number of E2M1, 6
+_LARGEST = 2  # exponent of 6, the largest E2M1 number
 _SIGN = 8
 
 
 def _bounds() -> Tensor:
-    """From where on the next number is nearer; halfway between two the one with an even code is taken."""
+    """Return the bounds between E2M1 numbers; a number halfway between two gets the even code."""
     middles = (E2M1[:-1] + E2M1[1:]) / 2
     below = torch.nextafter(middles, torch.zeros(()))
     return torch.where(torch.arange(len(middles)) % 2 == 1, below, middles)
@@ -37,7 +37,7 @@ def _bounds() -> Tensor:
 
 @dataclass(frozen=True)
 class ToExperts:
-    """w ≈ v[q] · 2^e, with e = ⌊log₂ max |w|⌋ − 2 of its group; what then is above 6 becomes 6."""
+    """w ≈ v[q] · 2^e, with e = ⌊log₂ max |w|⌋ − 2 of the group; scaled numbers above 6 become 6."""
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         experts, d_in, d_out = weights.shape
@@ -50,7 +50,7 @@ class ToExperts:
                 part = slice(few.start, few.stop)
                 grouped = matrix[:, part].mT.reshape(len(few), groups, GROUP)
                 largest = grouped.abs().amax(2)
-                # Of m · 2^x, m in [0.5, 1): the exponent of its first bit is x − 1.
+                # frexp gives m · 2^x with m in [0.5, 1), so the exponent of the first bit is x − 1.
                 exponent = torch.frexp(largest).exponent - 1 - _LARGEST
                 exponent = torch.where(largest == 0, 0, exponent).clamp(-BIAS, BIAS)
                 numbers = torch.ldexp(grouped, -exponent[:, :, None])
@@ -62,16 +62,16 @@ class ToExperts:
 
 
 def of_experts(packed: Experts, headers: Mapping[str, TensorHeader]) -> Packing:
-    """Return how experts are packed as those are that a checkpoint has."""
+    """Return the packing of experts that are stored like experts of a checkpoint."""
     return Packing(packed, tuple(Part(headers[name]) for name in packed.stored), ToExperts())
 
 
 def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
-    """Return how a tensor is packed in a checkpoint.
+    """Return the packing of a tensor like that in a checkpoint.
 
     Args:
-        model: the checkpoint's, whose weights are here.
-        header: of the tensor, in the dtype that it is to be read as.
+        model: the checkpoint's quantisation; its weights must be local.
+        header: the tensor's header, with the dtype in which it will be read.
     """
     packed: Any = model.packed[header.name]
     if packed.header != header:
@@ -82,7 +82,7 @@ def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
 
 
 def is_written(packed: Packed) -> bool:
-    """Whether tensors can be packed as this one is."""
+    """Return whether tensors can be packed like this one."""
     return _writer(packed) is not None
 
 
@@ -92,13 +92,13 @@ def packing_like(
     settings: Mapping[str, Any],
     maps: Mapping[str, Tensor],
 ) -> Packing:
-    """Return how a tensor is packed that is read so.
+    """Return the packing that gives a packed tensor like this one.
 
     Args:
-        packed: what reads it.
-        headers: of what is stored of it.
-        settings: what config.json says of the format.
-        maps: stored tensors that say what numbers stand for.
+        packed: the packed tensor.
+        headers: headers of its stored parts.
+        settings: the entries of config.json for the format.
+        maps: stored tensors with the values of codes.
     """
     writer = _writer(packed)
     if writer is None:
@@ -110,7 +110,7 @@ _Writer = Callable[[Mapping[str, TensorHeader], Mapping[str, Any], Mapping[str, 
 
 
 def _writer(packed: Packed) -> _Writer | None:
-    """Return what packs a tensor as one that is read so; None: it is read and not written."""
+    """Return the function that packs tensors like this one; None: such tensors are only read."""
     match packed:
         case Scaled() if packed.bits == BYTE and packed.whole is None:
             return lambda headers, settings, _maps: of_scaled(
@@ -133,7 +133,7 @@ def _writer(packed: Packed) -> _Writer | None:
 
 
 def _is_symmetric(settings: Mapping[str, Any]) -> bool:
-    """Whether zero points are the middle; what a config leaves open is taken as its clients take it."""
+    """Return whether zero points are the middle of the range, by the config or its clients' default."""
     if settings.get("quant_method") == "awq":
         return not settings.get("zero_point", True)
     return bool(settings.get("sym", True))

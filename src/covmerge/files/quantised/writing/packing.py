@@ -1,7 +1,7 @@
-"""How one tensor is stored packed: its parts, which rows of them some rows of it are, and the rounding.
+"""How a tensor is stored packed: its parts, the rows of each part for some rows, and the rounding.
 
-What is packed is rounded to the nearest number that its format has, and nothing else is done to it.
-How near that is, is found by the format's own reader.
+Weights are rounded to the nearest number of the format, and nothing else is done to them. The format's own
+reader measures the rounding error.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from covmerge.files.quantised.packed import Packed, pieces
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor of a packed one.
+    """A stored tensor that is a part of a packed one.
 
     Attributes:
-        header: what is stored.
-        share: how many of its rows one row of the weight has; None: it is the same whatever the weights,
-            and stored with the first of them.
+        header: the stored tensor's header.
+        share: the number of its rows for one row of the weight; None: it does not depend on the rows, and
+            is stored with the first of them.
     """
 
     header: TensorHeader
     share: Fraction | None = Fraction(1)
 
     def held(self, rows: range) -> range:
-        """Return its rows for some rows of the weight."""
+        """Return the rows of the part for some rows of the weight."""
         assert self.share is not None
         stop = min(ceil(rows.stop * self.share), self.header.shape[0])
         return range(int(rows.start * self.share), stop)
 
 
 class Quantiser(Protocol):
-    """Rounds weights; an object that tells itself from others by its `repr`."""
+    """A function object that rounds weights; its `repr` distinguishes it from others."""
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of some rows, in float32, that begin where `Packing.step` divides."""
+        """Return the parts for some float32 rows, whose first row is a multiple of `Packing.step`."""
         ...
 
 
@@ -53,12 +53,12 @@ class Packing:
     """How one tensor is stored packed.
 
     Attributes:
-        packed: what reads it.
-        parts: what is stored of it.
-        quantise: what makes these parts of weights.
-        whole: whether that takes all rows at once, as one number is of all of them, or rows lie
-            side by side in what is stored.
-        group: rows that are stored in another order among each other.
+        packed: the packed tensor, which reads the result.
+        parts: its stored parts.
+        quantise: the function that makes the parts from weights.
+        whole: whether it needs all rows at once, because one number depends on all rows, or because rows
+            lie side by side in a stored tensor.
+        group: number of rows that are stored in another order among each other.
     """
 
     packed: Packed
@@ -69,12 +69,12 @@ class Packing:
 
     @property
     def step(self) -> int | None:
-        """Rows that share a number or a byte, or are mixed; None: all of them."""
+        """Number of rows that share a number or a byte, or are stored in another order; None: all rows."""
         shares = [part.share.denominator for part in self.parts if part.share is not None]
         return None if self.whole else lcm(self.group, *shares)
 
     def held(self, rows: range | None) -> list[tuple[Part, range | None] | None]:
-        """Return each part with its rows of some rows of the weight; None: it lies with the first ones."""
+        """Return each part with its rows for rows of the weight; None: it is stored with the first rows."""
         if rows is None or self.whole:
             return [(part, None) for part in self.parts]
         return [
@@ -87,14 +87,14 @@ class Packing:
         ]
 
     def placed(self, parts: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
-        """Return those of the parts of some rows that lie where these rows do."""
+        """Return those of the parts of some rows that are stored with these rows."""
         held = self.held(rows)
         return tuple(part for part, place in zip(parts, held, strict=True) if place is not None)
 
     def taken(self, stored: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
-        """Return what another checkpoint stores of some rows, in the sizes that are planned.
+        """Return what another checkpoint stores for some rows, in the planned sizes.
 
-        Of bitsandbytes' JSON it may be shorter, and is filled up with spaces.
+        bitsandbytes' JSON may be shorter than planned, and is padded with spaces.
         """
         held = (place for place in self.held(rows) if place is not None)
         return tuple(
@@ -105,7 +105,7 @@ class Packing:
         )
 
     def unpacked(self, parts: Sequence[Tensor], rows: range) -> Iterator[tuple[range, Tensor]]:
-        """Yield what a reader makes of packed rows, a few at a time."""
+        """Yield the values that a reader gets from packed rows, a few rows at a time."""
         held = {
             part.header.name: (
                 tensor,

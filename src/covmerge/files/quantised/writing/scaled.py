@@ -1,4 +1,4 @@
-"""Numbers of 8 bits times the scale of their tensor, row or block: FP8, and compressed-tensors' INT8."""
+"""8-bit numbers times the scale of their tensor, row or block: FP8, and compressed-tensors' INT8."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.maths.linalg.stored import stored_as
 
-# Scales of integers: how small they may be; without a zero point there is one more below 0 than above.
+# Scales of integers: their least value, and the use of the lowest integer, which has no positive
+# counterpart.
 #
-# Some clients use all of them, −8 to 7, and others leave the lowest out, −7 to 7. Of both scales the one
-# is taken whose numbers are nearer to the weights: so that weights that either made are found again.
+# Some clients use all integers, −8 to 7, and others leave out the lowest, −7 to 7. Of both scales the one
+# is taken whose numbers are nearer to the weights, so that weights made by either client are reproduced.
 
 
 def symmetric_scales(low: Tensor, top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the scale that uses the lowest number too, and the one that does not.
+    """Return the scale that uses the lowest integer too, and the one that does not.
 
     Args:
-        low: the least of some weights, at most 0.
-        top: the largest, at least 0.
+        low: the least weight of each block, or 0 if that is less.
+        top: the largest weight of each block, or 0 if that is larger.
         most: the largest integer.
     """
     return torch.maximum(top / most, -low / (most + 1)), torch.maximum(top, -low) / most
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return the least scale that is stored in a dtype, and is not 0 there."""
+    """Return the least scale that is not 0 in a dtype; no subnormal except in float16."""
     if dtype is not torch.float16:
         return torch.finfo(torch.float32).tiny
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def nearer(first: Tensor, second: Tensor, error: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return of two scales, place by place, the one with the smaller error."""
+    """Return the one of two scales with the smaller error, place by place."""
     return torch.where(error(second) < error(first), second, first)
 
 
 @dataclass(frozen=True)
 class ToScaled:
-    """w ≈ (q − z) · s, with s the least that has all weights of its block within the range of q.
+    """w ≈ (q − z) · s, with the least s that keeps all weights of the block within the range of q.
 
     Attributes:
-        dtype: of q.
-        scales: the dtype of s.
-        block: rows and columns that have one s.
-        zeros: the dtype of z; None: there is none.
+        dtype: dtype of q.
+        scales: dtype of s.
+        block: rows and columns of a block with one s.
+        zeros: dtype of z; None: there are no zero points.
         powers: whether s is a power of two.
-        axes: how many axes s is stored with.
+        axes: number of axes with which s is stored.
     """
 
     dtype: torch.dtype
@@ -97,7 +98,7 @@ class ToScaled:
         )
 
     def _of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales as a reader has them, and zero points, of `(rows, high, columns, wide)`."""
+        """Return scales as a reader gets them, and zero points, for `(rows, high, columns, wide)`."""
         low, top = blocks.amin((1, 3)).clamp_max(0.0), blocks.amax((1, 3)).clamp_min(0.0)
 
         def error(scale: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class ToScaled:
         return self._chosen(low, top, error)
 
     def _of_all(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of all of a matrix, in pieces."""
+        """Return scale and zero point of a whole matrix, computed in pieces."""
         low, top = weights.amin().clamp_max(0.0), weights.amax().clamp_min(0.0)
 
         def error(scale: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class ToScaled:
     def _chosen(
         self, low: Tensor, top: Tensor, error: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Scales and zero points of the least and largest weights; of two that with the smaller error."""
+        """Return scales and zero points for least and largest weights; of two, those with less error."""
         least, most = self._range
         if self.zeros is not None:
             scale = self._read((top - low) / (most - least))
@@ -137,7 +138,7 @@ class ToScaled:
         return scale, torch.zeros_like(scale)
 
     def _read(self, scales: Tensor) -> Tensor:
-        """Scales as a reader has them; 1 of weights that are all 0."""
+        """Return scales as a reader gets them; 1 for weights that are all 0."""
         if self.powers:
             fraction, exponent = torch.frexp(scales)
             scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
@@ -161,7 +162,7 @@ class ToScaled:
 def of_scaled(
     packed: Scaled, headers: Mapping[str, TensorHeader], *, powers: bool = False
 ) -> Packing:
-    """Return how a layer is packed as one is that a checkpoint has."""
+    """Return the packing of a layer that is stored like a layer of a checkpoint."""
     weight, scale, *zeros = (headers[name] for name in packed.stored)
     rows, _ = packed.header.shape
     high, _ = packed.block
@@ -180,12 +181,12 @@ def of_scaled(
 
 
 def _spread(scales: Tensor) -> Tensor:
-    """Scales of blocks beside `(rows, high, columns, wide)`."""
+    """Return scales in a shape that broadcasts with `(rows, high, columns, wide)`."""
     return scales[:, None, :, None]
 
 
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in a dtype; torch's own cast to exponents alone rounds them up by a way of its own."""
+    """Return scales in a dtype; torch's cast to exponents rounds up in its own way."""
     if dtype not in EXPONENTS:
         return stored_as(scales, dtype)
     exponents = torch.frexp(scales).exponent.sub(1).clamp(-BIAS, BIAS)
