@@ -1,4 +1,4 @@
-"""Commands on experts: `covmerge inspect`, `extract`, `compare`, `search`: their flags."""
+"""Flags of the commands on experts: `covmerge inspect`, `extract`, `compare` and `search`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def extract(
     given = options.given(locals())
     from covmerge.front.cli import flags, merging
 
-    # Of one expert, the average is the expert.
+    # The average of one expert is that expert.
     given |= {"experts": [f"expert={expert}"], "method": "average"}
     recipe = flags.read_recipe(None, given)
     merging.merge_to(recipe, out, flags.shown_options(given), verbose=verbose, as_json=as_json)

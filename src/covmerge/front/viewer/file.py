@@ -1,4 +1,4 @@
-"""The page as one file, which loads nothing."""
+"""The page as one file, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from covmerge.front.viewer.scene import Scene
 
 FILE_NAME = "view.html"
 _GENERATOR = "covmerge view "
-_SCRIPTS = ("prediction.js", "recipe.js", "view.js")  # each uses those before it
+_SCRIPTS = ("prediction.js", "recipe.js", "view.js")  # each script uses those before it
 
 
 def check_page(path: Path, *, overwrite: bool = False) -> None:
-    """Check that a page can be written: to a new file, over an earlier page, or with leave."""
+    """Check that a page can be written: to a new file, over an earlier page, or with `overwrite`."""
     check_place(path, FILE_NAME, "page of weights", _GENERATOR, overwrite=overwrite)
 
 
 def write_html(scene: Scene, path: Path, *, overwrite: bool = False) -> None:
-    """Write the page whole, or leave everything as it was."""
+    """Write the whole page, or leave everything unchanged."""
     check_page(path, overwrite=overwrite)
     replace_file(path, render(scene))
 
@@ -34,11 +34,11 @@ def write_html(scene: Scene, path: Path, *, overwrite: bool = False) -> None:
 def render(scene: Scene) -> str:
     """Return the page of a scene.
 
-    Its policy allows this style and these scripts, by their hashes, and nothing else. Names of strangers
-    are in its data alone, which has no `<`.
+    The page's security policy allows only this style and this script, by their hashes. Names from
+    checkpoints are only in the data, which has no `<`.
     """
     style = _colours() + _part("view.css")
-    # One script: a page that is opened as a file may not import others.
+    # There is one script, because a page that is opened as a file may not import others.
     script = re.sub(r"(?m)^(export |import .*\n)", "", "".join(map(_part, _SCRIPTS)))
     data = json.dumps(scene.as_json(), allow_nan=False).replace("<", "\\u003c")
     policy = (
@@ -64,7 +64,7 @@ def _part(name: str) -> str:
 
 
 def _colours() -> str:
-    """The report's colours, of light and dark paper."""
+    """Return the report's colours, for light and dark backgrounds."""
     light = " ".join(f"--{name}: {colour.light};" for name, colour in COLOURS.items())
     dark = " ".join(f"--{name}: {colour.dark};" for name, colour in COLOURS.items())
     return (
