@@ -57,8 +57,8 @@ class RankJob:
         """Lead, or help the leader until the output is published; take over from a leader that has gone.
 
         Raises:
-            InputError: no rank leads, the others' work is not visible here, or the leader raised
-                the error.
+            InputError: no rank leads, the others' work is not visible here, or this rank leads and its
+                merge fails.
         """
         self.work.checkpoints.check_versions()
         gathering = self._gathering()

@@ -24,8 +24,8 @@ class AdaptedBase(View):
     """A base whose weights are not needed, so that they are neither downloaded nor hashed.
 
     The base may be stored quantised (bitsandbytes, GPTQ, AWQ, ...). Then `headers` has the tensors
-    that the adapters update, with their unquantised shapes, and of the other tensors those that are
-    not quantised.
+    that the adapters update, with their unquantised shapes, and the other tensors that are not
+    quantised.
     """
 
     def __init__(self, stored: Checkpoint, adapters: Iterable[Checkpoint]) -> None:

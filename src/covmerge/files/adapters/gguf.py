@@ -32,7 +32,7 @@ ARCHITECTURES = frozenset(
 )
 _HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _ENDS: Mapping[str, str] = {".weight.lora_a": ".lora_A.weight", ".weight.lora_b": ".lora_B.weight"}
-# Of the token table, A is stored transposed, and B is not.
+# A of the token table is stored transposed, but B is not.
 _TABLE = "token_embd"
 _TABLE_ENDS = {".weight.lora_a": ".lora_embedding_A", ".weight.lora_b": ".lora_embedding_B"}
 _STEP = "merge the adapter that it was converted from"

@@ -94,7 +94,7 @@ class WholeTensor:
     Attributes:
         names: its names in the model that the adapter is loaded over: several if the tensor is tied.
         stored: its shape and dtype.
-        modules: the modules that PEFT replaces with it; empty for a bias, which is replaced by itself.
+        modules: the modules that PEFT replaces with it; empty for a bias, which is replaced alone.
         beside_factors: whether its module has factors too, so that PEFT's wrapper is around the layer.
     """
 

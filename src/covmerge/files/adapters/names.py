@@ -20,7 +20,7 @@ from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE
 from covmerge.files.adapters.types.lycoris import DIFF, DIFFERENCE, OF_BIAS, OF_GROUPS, is_grouped
 
-_PARTS = {  # ends of names; of two ends of which one ends in the other, the longer comes first
+_PARTS = {  # ends of names; a longer end comes before a shorter one that it ends in
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
     ".lora_B.bias": "bias",
@@ -61,7 +61,7 @@ _RESIZED = ".token_adapter.base_layer."
 # The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
-_KINDS = {  # what is refused, by part of its name
+_KINDS = {  # refused kinds of layers, by part of their names
     "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
     "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
     "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",

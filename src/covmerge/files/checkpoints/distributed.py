@@ -7,7 +7,7 @@
                         or all of them as one safetensors file
 
 The pickle is read as records (`unpickler.py`), so that no class in it is created and no function
-called. A tensor is composed of its chunks, of which only the wanted rows are read.
+called. A tensor is composed of its chunks; only the wanted rows are read.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Journal:
     def resume(
         cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
     ) -> Journal:
-        """Read a journal to go on with it; a torn last line is cut off. Arguments are those of `create`.
+        """Read a journal to continue it; a torn last line is cut off. Arguments are those of `create`.
 
         If two lines have the same rows (recomputed after a failed check), the later line counts.
 

@@ -154,8 +154,8 @@ def _of_state(
 ) -> tuple[Mapping[object, object], tuple[str, ...]]:
     """Return the weights in a training state with a note, or the whole content if it has no weights.
 
-    Of several dicts of tensors, the one under a usual key has the model's weights. A dict under
-    another key counts only if it is the only one.
+    If there are several dicts of tensors, the one under a usual key has the model's weights. A dict
+    under another key counts only if it is the only one.
 
     Args:
         content: the content of the file.
@@ -258,7 +258,7 @@ class PickledTensors:
         return whole_booleans(self._laid[name].tensor(rows), f"{self.path}: '{name}'")
 
     def close(self) -> None:
-        """Release what is in memory."""
+        """Release the tensors in memory."""
         self._laid = {}
 
 

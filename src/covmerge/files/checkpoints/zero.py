@@ -205,7 +205,7 @@ def _trained(
 
 def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[Piece]:
     """Yield pieces of a rank's flat tensors from `start` on, with the numbers from `at` on of a tensor."""
-    stop = start + min(size, max(0, whole - at))  # what is beyond is padding
+    stop = start + min(size, max(0, whole - at))  # the rest is padding
     for first, part in group:
         begin, end = max(start, first), min(stop, first + part.laid.shape[0])
         if begin < end:

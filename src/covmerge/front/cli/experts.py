@@ -85,7 +85,7 @@ def extract(
     verbose: options.Verbose = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+    """Turn a full fine-tune into an adapter: the best approximation of its rank, layer by layer.
 
     covmerge extract ./base ./code ./code-lora --rank 32
     """

@@ -72,7 +72,7 @@ class Speed:
         counted even if no gate fires, and a file that was read a moment ago comes from memory.
         """
         moved = 0.0 if self.read is None else (plan.read_bytes + plan.write_bytes) / self.read
-        # The sources are hashed once. Of the output, each file and each tensor are hashed.
+        # The sources are hashed once; the output is hashed twice: by file and by tensor.
         hashed = sum(item.read_bytes for item in plan.items) + 2 * plan.write_bytes
         computed = hashed / self.hashed + sum(map(self._item_seconds, plan.items))
         return self.begun + max(computed, moved)

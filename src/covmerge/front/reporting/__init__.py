@@ -1,4 +1,4 @@
-"""A report of what a merge did, for people.
+"""A readable report of what a merge did.
 
 job       reads base, experts and output again
 data      the content of the report

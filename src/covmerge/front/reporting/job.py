@@ -79,7 +79,7 @@ class ReportJob:
 
 
 def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
-    """Return the recipe's merge without spectral refinement, or None if it has no refinement."""
+    """Return the merge without spectral refinement; None if it has none, needs the base, or varies."""
     settings = Settings(registry.get(recipe.method), recipe.parameters, family)
     parameters = settings.shown()
     before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")

@@ -341,7 +341,7 @@ class _Merged:
 class _Whole:
     """The tensors that the adapter holds whole.
 
-    PEFT replaces biases by themselves. Of everything else it replaces all tensors of a module, if
+    PEFT replaces each bias separately. For other tensors it replaces all tensors of a module, if
     the module has no modules inside. PEFT unties tied tensors, so that each of their modules gets a
     copy.
     """

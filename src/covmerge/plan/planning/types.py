@@ -212,7 +212,7 @@ class Plan:
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:
-        """Return a hash of all that the output's bytes depend on: recipe, sources, code, tensors, actions.
+        """Return a hash of everything that the output depends on: recipe, sources, code, tensors, actions.
 
         The order of the experts counts, because they are summed in it.
         """

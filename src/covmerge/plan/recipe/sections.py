@@ -269,7 +269,7 @@ class Run(StrictModel):
 
         An exponential moving average over n checkpoints, without its initial value, has the weights
         w_k ∝ d^(n−k), k = 1, ..., n. A decay f from 1 to 0 has the weights c_k = f(x_(k−1)) −
-        f(x_k), by which what was learnt between s_k and s_(k+1) counts f(x_k) times (WSM,
+        f(x_k), so that the learning between s_k and s_(k+1) is weighted by f(x_k) (WSM,
         arXiv:2507.17634). Departs from the paper: x_k depends on steps, (s_(k+1) − s_1) / (s_n −
         s_1) · (n − 1) / n, which is k / n if the steps are evenly spaced.
 

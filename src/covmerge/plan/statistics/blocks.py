@@ -208,7 +208,7 @@ _MOST_BATCHES = 1000  # each one waits in a thread
 
 
 class Blocks:
-    """A model without its head, of whose blocks only one at a time has weights."""
+    """A model without its head; only one of its blocks at a time has weights in memory."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device) -> None:
         self.model = load_model(checkpoint, device, head=False, by_block=True)

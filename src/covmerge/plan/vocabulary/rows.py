@@ -76,7 +76,7 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
     """Return the tensors whose first axis is the vocabulary.
 
     These are token embedding, output embedding, and the latter's bias. Without a config, any number
-    of rows is accepted. With a config, a tensor with another number of rows is no such table.
+    of rows is accepted. With a config, a tensor with another number of rows is not a vocabulary table.
 
     Raises:
         InputError: there is no table, their numbers of rows differ, or a tensor has the vocabulary

@@ -48,7 +48,7 @@ NOT_READ: Mapping[str, str] = {
 
 
 def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> AdapterType | None:
-    """Return the type of a layer in a LoRA or in a file by itself, from its parts; None: plain LoRA.
+    """Return the type of a layer in a LoRA or in its own file, from its parts; None: plain LoRA.
 
     Args:
         parts: the adapter's tensors for the layer.
