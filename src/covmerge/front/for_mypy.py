@@ -1,4 +1,4 @@
-"""The signature of `merge` for mypy, whose version 2.4 would refuse the parameters of methods."""
+"""The signature of `merge` for mypy 2.4, which lacks `extra_items` and would refuse methods' parameters."""
 
 from __future__ import annotations
 

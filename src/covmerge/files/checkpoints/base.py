@@ -62,9 +62,9 @@ class FactorHeader:
 
     Attributes:
         name: name of the base's tensor.
-        shape: shape of the base's tensor as it is stored, all axes after the first as one: `(c_out,
-            c_in · window)` of a convolution, `(d_out, 1)` of a bias, `(count, d_out · d_in)` of a
-            stack of matrices.
+        shape: shape of the base's tensor as it is stored, all axes after the first as one:
+            `(c_out, c_in · window)` for a convolution, `(d_out, 1)` for a bias, and
+            `(count, d_out · d_in)` for a stack of matrices.
         rank: number of terms; for a stack, of each matrix.
         dtype: the dtype of the stored factors.
         elements: number of elements of the factors that are held while the update, or rows of it,

@@ -49,9 +49,10 @@ _MANY = 200
 class RemoteCheckpoint(View):
     """A checkpoint in a store of another machine.
 
-    stored: the checkpoint of its files of weights, read from the other machine.
-    store: the folder of the checkpoint, or the folder that has its file.
-    whole: whether it is the whole folder, so that files beside the weights belong to it.
+    Args:
+        stored: the checkpoint of its files of weights, read from the other machine.
+        store: the folder of the checkpoint, or the folder that has its file.
+        whole: whether it is the whole folder, so that files beside the weights belong to it.
     """
 
     def __init__(self, stored: FileCheckpoint, store: RemoteStore, *, whole: bool) -> None:

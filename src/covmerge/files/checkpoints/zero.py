@@ -204,7 +204,7 @@ def _trained(
 
 
 def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[Piece]:
-    """Yield pieces of a rank's flat tensors from `start` on, with the numbers from `at` on of a tensor."""
+    """Yield a rank's pieces of a tensor of `whole` numbers: those from `at` on, stored from `start` on."""
     stop = start + min(size, max(0, whole - at))  # the rest is padding
     for first, part in group:
         begin, end = max(start, first), min(stop, first + part.laid.shape[0])

@@ -92,10 +92,11 @@ _BIAS = "bias"
 class AdapterPlan:
     """The plan of all tensors of an adapter.
 
-    tensors: the tensors that are merged, compared, or held by the adapter.
-    thin: names of tensors whose merge on the factors of the updates is exact.
-    parameters: names of all tensors of the model that the adapter is loaded over.
-    notes: notes for the user.
+    Attributes:
+        tensors: the tensors that are merged, compared, or held by the adapter.
+        thin: names of tensors whose merge on the factors of the updates is exact.
+        parameters: names of all tensors of the model that the adapter is loaded over.
+        notes: notes for the user.
     """
 
     tensors: tuple[TensorPlan, ...]

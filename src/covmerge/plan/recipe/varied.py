@@ -181,7 +181,7 @@ def containing(text: str) -> str:
 
 
 def _between(points: Sequence[float], depth: float) -> float:
-    """Interpolate between evenly spaced points; of truth values, return the last one at or before."""
+    """Interpolate between points evenly spaced from 0 to 1; of truth values, take the last before."""
     place = depth * (len(points) - 1)
     before = int(place)
     if isinstance(points[0], bool):

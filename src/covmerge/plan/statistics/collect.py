@@ -125,10 +125,8 @@ def collect(
             a model writes is fitted to it; other batches are assumed to be small. A model that does
             not fit is run block by block if only Gram matrices are asked for; it cannot write
             texts.
-        progress: receives the progress after every batch.
-        overwrite: whether an existing statistics file may be replaced.
-        progress: called for every batch.
-        overwrite: replace a statistics file.
+        progress: called after every batch.
+        overwrite: replace an existing statistics file.
         **reading: how examples become batches; the attributes of `Reading`: `max_examples`,
             `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.
 
