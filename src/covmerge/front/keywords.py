@@ -102,7 +102,7 @@ class MergeKeywords(CompareKeywords, total=False, extra_items=Any):
             form (`adapter`) or in the named form.
         rank: largest rank of the merged adapter; by default the adapter is exact, with the sum of
             all ranks.
-        whole: have the adapter also store what full models changed outside their layers.
+        whole: have the adapter also store what full models changed outside their layers, as whole tensors.
         shard_size: largest file, such as 5GB (the default) or 512MiB.
         quantise: quantised format of linear layers: `same` (that of the base), `fp8-block`, `nf4`,
             `gptq` and others (docs/quantised.md).
@@ -138,7 +138,7 @@ def descriptions() -> dict[str, str]:
 
     Example:
         >>> descriptions()["whole"]
-        'have the adapter also store what full models changed outside their layers.'
+        'have the adapter also store what full models changed outside their layers, as whole tensors.'
     """
     found = (entry for group in _ALL for entry in _ENTRY.findall(cleandoc(group.__doc__ or "")))
     return {name: " ".join(text.split()) for name, text in found}
