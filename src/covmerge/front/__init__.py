@@ -1,1 +1,1 @@
-"""What people call: the Python functions, the command line, reports and pages."""
+"""The user interfaces: the Python functions, the command line, reports and HTML pages."""

@@ -1,4 +1,4 @@
-"""The public functions: a recipe or plain arguments in, one merged model out."""
+"""The public functions, which take a recipe or plain arguments and return one merged model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from covmerge.run.sources import Source, open_recipe
 _BY_FLAG = {flag: name for name, flag in FLAGS.items()}
 
 
-# A call that says nothing of `out` fits both overloads; the first one counts.
+# Without `out`, a call fits both overloads; the first one counts.
 @overload
 def merge(  # pyright: ignore[reportOverlappingOverload]
     base: Source,
@@ -80,23 +80,23 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+        base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
             torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a name, as `covmerge.methods.names()` has them, with parameters too: `ties(density=0.3)`;
-            or a function or class `(LinearGroup, *, parameters) -> Merged`, which is registered under its
-            own name. Without one it is `average` of one expert alone, which is added to its base, and
-            `auto` of several.
+        method: a name from `covmerge.methods.names()`, with parameters if wanted:
+            `ties(density=0.3)`; or a function or class `(LinearGroup, *, parameters) -> Merged`,
+            which is registered under its own name. Without a method, one expert alone is added to
+            its base (`average`), and several are merged by `auto`.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
-        **options: as `MergeKeywords` has them, and the method's parameters.
+        **options: the keywords of `MergeKeywords`, and the method's parameters.
 
     Returns:
-        `MergedTensors` without `out`, `MergedFolder` with it.
+        `MergedTensors` without `out`, or `MergedFolder` with it.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: nowhere by itself; see each method.
+    Departs from the paper: not by itself; see each method.
 
     Example:
         >>> import torch
@@ -135,21 +135,21 @@ def extract(
     whole: bool = False,
     **options: Unpack[ExtractKeywords],
 ) -> MergedFolder:
-    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+    """Turn a full fine-tune into an adapter: the best approximation of its rank, layer by layer.
 
     BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ `(d_out, d_in)`, with B `(d_out, rank)` and A
-    `(rank, d_in)` (Eckart–Young). What each layer loses, and what lies outside the layers, is in
-    `stats` and in `covmerge.json`.
+    `(rank, d_in)` (Eckart–Young). The loss of each layer, and the changes outside the layers, are
+    in `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+        base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
             torch module.
-        expert: the model that was fine-tuned from it.
+        expert: the model that was fine-tuned from the base.
         out: folder to write.
-        rank: of every layer's update.
-        form: for PEFT, or a LoRA file of a part of a diffusion model.
-        whole: hold what the expert changed outside its layers (norms, biases, tied embeddings) too.
-        **options: as `ExtractKeywords` has them.
+        rank: rank of every layer's update.
+        form: `adapter` for PEFT; `kohya` or `diffusers` for a LoRA file of a part of a diffusion model.
+        whole: also store the expert's changes outside its layers (norms, biases, tied embeddings).
+        **options: the keywords of `ExtractKeywords`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -169,7 +169,7 @@ def extract(
     return merge(
         base,
         {"expert": expert},
-        "average",  # of one expert, the expert
+        "average",  # the average of one expert is that expert
         out,
         form=form,
         rank=rank,
@@ -188,27 +188,28 @@ def compare(
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Unpack[CompareKeywords],
 ) -> Comparison:
-    """Merge by many methods in one reading pass, and say how their results differ.
+    """Merge by many methods while reading the inputs once, and report how the results differ.
 
-    Every task vector is read once for all methods; see `merge` for the arguments they share. A `score` may
-    also be a function of a model's folder, which returns a number, or by task a number or one number for
-    each example. Scores are kept in `out`, but not those of a function. A model that cannot be scored is in
-    `scores.failed`, with a Python warning.
+    Every task vector is read once for all methods; see `merge` for the arguments that both have. A `score`
+    may also be a function of a model's folder. It returns a number, or for each task a number or a list with
+    one number for each example. Scores are kept in `out`, except those of a function. A model that cannot be
+    scored is in `scores.failed`, with a Python warning.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+        base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
             torch module.
         experts: sources by name, or a sequence.
-        methods: as in `merge`, or pairs of one and its parameters; one may stand several times with other
-            parameters. `all`: every method that can run on what is given.
-        out: folder for the models, one each; None writes none and only compares.
-        parameters: by method, for those that are not to run at their defaults.
-        **options: as `CompareKeywords` has them.
+        methods: methods as in `merge`, or pairs of a method and its parameters; a method may occur
+            several times with different parameters. `all`: every method that can run on the inputs.
+        out: folder for the models, with one subfolder for each; None writes no models and only
+            compares.
+        parameters: parameters by method, for methods that are not to run with their defaults.
+        **options: the keywords of `CompareKeywords`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: nowhere by itself; see each method.
+    Departs from the paper: not by itself; see each method.
 
     Example:
         >>> import torch
@@ -246,13 +247,13 @@ def search(
     out: str | Path,
     **options: Unpack[SearchKeywords],
 ) -> Search:
-    """Choose the values of a recipe that are marked, `{search: [0, 1.5]}`, by a score.
+    """Choose the values that a recipe marks with `{search: [0, 1.5]}`, by a score.
 
     Args:
-        recipe: a recipe file, or a mapping that holds what one does.
-        score: as `compare` takes it; more is better.
-        out: folder of the record, the table, the best recipe and its model.
-        **options: as `SearchKeywords` has them.
+        recipe: a recipe file, or a mapping with the content of one.
+        score: as in `compare`; more is better.
+        out: folder for the record, the table, the best recipe and its model.
+        **options: the keywords of `SearchKeywords`.
 
     Raises:
         InputError: anything wrong with the inputs.
@@ -300,23 +301,23 @@ def inspect(
     spectra: SpectraOf = "some",
     **options: Unpack[AlignKeywords],
 ) -> Inspection:
-    """Look at experts before they are merged: do they fit, what did they change, where do they clash?
+    """Analyse experts before merging: do they fit, what did they change, where do they conflict?
 
-    Reads every tensor once, in bounded memory, and merges nothing. What cannot be merged is a
-    finding of the result and not an error.
+    Reads every tensor once, in bounded memory, and merges nothing. If something cannot be merged,
+    this is a finding of the result, not an error.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+        base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
             torch module.
         experts: sources by name, or a sequence.
-        spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
-            of all matrices, of some, evenly, where all would be long, or of none.
-        **options: as `AlignKeywords` has them.
+        spectra: of which matrices to compute singular values, for ranks and overlaps (most of the
+            work): all; some, evenly chosen, where all would take long; or none.
+        **options: the keywords of `AlignKeywords`.
 
     Raises:
         InputError: a source that cannot be opened.
 
-    Departs from the paper: nowhere by itself; γ is that of ACE (Eq. 7).
+    Departs from the paper: not by itself; γ is that of ACE (Eq. 7).
 
     Example:
         >>> import torch
@@ -342,18 +343,18 @@ def report(
     merged: MergeResult | None = None,
     **options: Unpack[RunKeywords],
 ) -> Report:
-    """Say what a merge did, layer by layer: reads the output, its base and its experts again.
+    """Report what a merge did, layer by layer, by reading its output, its base and its experts again.
 
     Args:
-        out: an output of covmerge; its sources are where its manifest says.
-        spectra: whose singular values are taken; see `inspect`.
-        merged: the merge that wrote it, whose times are shown too.
-        **options: as `RunKeywords` has them.
+        out: an output of covmerge; its manifest says where its sources are.
+        spectra: of which matrices to compute singular values; see `inspect`.
+        merged: the result of the merge that wrote the output, to show its times too.
+        **options: the keywords of `RunKeywords`.
 
     Raises:
-        InputError: not an output of covmerge, or a source that is no longer there.
+        InputError: the folder is not an output of covmerge, or a source no longer exists.
 
-    Departs from the paper: nowhere by itself.
+    Departs from the paper: not by itself.
     """
     _check_known("report", RunKeywords, options)
     job = ReportJob(
@@ -371,7 +372,7 @@ def run_recipe(recipe: Recipe, out: None, options: RunOptions | None = None) -> 
 @overload
 def run_recipe(recipe: Recipe, out: Path, options: RunOptions | None = None) -> MergedFolder: ...
 def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
-    """Carry out a recipe; see `merge`."""
+    """Merge by a recipe; see `merge`."""
     target = None if out is None else destination_of(out)
     job = Job(recipe, target, options or RunOptions())
     with open_recipe(recipe) as checkpoints:
@@ -379,10 +380,10 @@ def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = No
 
 
 def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan, MemoryPlan]:
-    """Plan a recipe without reading a tensor: the dry run.
+    """Plan the merge of a recipe without reading a tensor: the dry run.
 
     Raises:
-        InputError: everything that would stop the merge before its first tensor.
+        InputError: any error that would stop the merge before its first tensor.
     """
     with open_recipe(recipe) as checkpoints:
         options = options or RunOptions()
@@ -391,7 +392,7 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
 
 
 def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, Any]) -> Recipe:
-    """The arguments of a public function as the recipe that is recorded."""
+    """Return the arguments of a public function as the recipe that is recorded."""
     nothing = {name for name in ("weights", "statistics", "tensors") if settings.get(name) is None}
     fields = {name: _plain(value) for name, value in settings.items() if name not in nothing}
     for name in {"before", "after", "allow", "keep", "rules"} & fields.keys():
@@ -410,14 +411,14 @@ def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, 
 
 
 def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tell the keywords of `merge` from the method's parameters.
+    """Split the options into keywords of `merge` and parameters of the method.
 
     Raises:
-        RecipeError: a name that is neither, and is much like one of the keywords.
+        RecipeError: a name is neither, but close to one of the keywords.
     """
     keywords = MergeKeywords.__annotations__
     params = {name: value for name, value in options.items() if name not in keywords}
-    # Where none is named, what is a parameter of another than the chosen one is said later.
+    # If no method is given, a parameter that the chosen method does not have is refused later.
     methods = [registry.get(method)] if method else list(registry)
     known = {parameter.name for one in methods for parameter in one.parameters}
     for name in sorted(params):
@@ -451,10 +452,10 @@ def _fields_of(job: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:
-    """Refuse what a function does not take, of callers without a type checker.
+    """Raise an error for unknown keywords, from callers without a type checker.
 
     Raises:
-        RecipeError: it would be dropped.
+        RecipeError: a keyword is unknown, and would be ignored.
     """
     known = keywords.__annotations__
     for name in options:
@@ -469,7 +470,7 @@ def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any])
 
 
 def _named_method(rule: Any) -> Any:
-    """A rule with its method's name, where that is passed as a function."""
+    """Return a rule with its method's name, if the method is given as a function."""
     if not isinstance(rule, Mapping):
         return rule
     raw = cast("Mapping[str, Any]", rule)
@@ -479,7 +480,7 @@ def _named_method(rule: Any) -> Any:
 
 
 def _files(statistics: object) -> dict[str, str]:
-    """The files of statistics, by expert."""
+    """Return the files of statistics by expert."""
     if not isinstance(statistics, Mapping):
         raise RecipeError(
             f"statistics is a {type(statistics).__name__}, no mapping: pass {{expert: FILE}}"
@@ -495,7 +496,7 @@ def _files(statistics: object) -> dict[str, str]:
 
 
 def _label(whose: str, source: Source | None) -> str:
-    """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
+    """Return how the recorded recipe names a source; callers without a type checker may pass None."""
     if source is None:
         raise RecipeError(
             f"{whose} is None: pass a folder, a file, org/name, a state dict or a module"
@@ -523,7 +524,7 @@ def _label(whose: str, source: Source | None) -> str:
 
 
 def _is_adapter(source: Any) -> bool:
-    """Whether it is the pair of PEFT's state dict and its configuration, or what to_dict makes of that."""
+    """Return whether a source is PEFT's state dict with its configuration, also as `to_dict` gives it."""
     if not isinstance(source, tuple) or len(cast("tuple[Any, ...]", source)) != 2:
         return False
     tensors, config = cast("tuple[Any, Any]", source)
@@ -535,14 +536,14 @@ def _is_adapter(source: Any) -> bool:
 
 
 def _listed(name: str, given: object) -> list[Any]:
-    """What is given in order; a text is a sequence too, of its letters."""
+    """Return a given sequence as a list; a string is refused, because it is a sequence of letters."""
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise RecipeError(f"{name}: {given!r} is no list: pass [{given!r}]")
     return list(cast("Iterable[Any]", given))
 
 
 def _plain(value: Any) -> Any:
-    """Return what a recipe holds for a value of torch or numpy: the name of a dtype, a number."""
+    """Return a value of torch or numpy as a recipe stores it: the name of a dtype, or numbers."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
@@ -553,7 +554,7 @@ def _plain(value: Any) -> Any:
 
 
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:
-    one: object = experts  # which callers without a type checker pass by itself
+    one: object = experts  # callers without a type checker may pass one source alone
     if _is_adapter(one) or isinstance(one, str | Path | nn.Module):
         raise RecipeError("experts: one alone is given: pass a list, [expert], or {name: expert}")
     if isinstance(experts, Mapping):

@@ -1,4 +1,4 @@
-"""What mypy sees of `merge`: 2.4 knows no `extra_items`, and would refuse parameters of methods."""
+"""The signature of `merge` for mypy 2.4, which lacks `extra_items` and would refuse methods' parameters."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def merge(
     **options: Any,
 ) -> MergedFolder: ...
 def merge(*_: Any, **__: Any) -> Any:
-    """Nobody calls it."""
+    """Exist for mypy only; nothing calls this."""

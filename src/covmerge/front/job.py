@@ -1,4 +1,4 @@
-"""One merge from open checkpoints to a verified result: tensors in memory, or files."""
+"""One merge, from open checkpoints to a verified result: tensors in memory, or files."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.work import Work
 
-# A merge in memory, written afterwards as a merge to disk would have written it.
+# A merge in memory that is written afterwards, as a merge to disk would have written it.
 
 _UNKNOWN = {"tensors": f"{NOT_KNOWN}: they were in memory"}
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Writes the result of a merge in memory.
+    """A writer of the result of a merge in memory.
 
     Attributes:
-        work: what was done; the sources may be closed.
-        done: what the engine did.
-        fit: what there is to say of the experts.
+        work: the work that was done; the sources may be closed.
+        done: the engine's result.
+        fit: the findings about the experts.
         parts: the merged tensors, by part and name.
-        given: those of the model as the result has them, which its owner may replace.
+        given: the model's tensors as they are in the result; the caller may replace them.
     """
 
     work: Work
@@ -61,7 +61,7 @@ class Saver:
     given: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        """Remember the tensors, and what of the sources may change."""
+        """Record the tensors, and the facts about the sources that may change."""
         _ = (
             self._versions,
             self._merged,
@@ -70,7 +70,7 @@ class Saver:
         )
 
     def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
-        """Write files as a merge to disk, and check them.
+        """Write the files of a merge to disk, and verify them.
 
         Raises:
             InputError: the folder may not be written, or a source or a tensor changed since the merge.
@@ -118,14 +118,14 @@ class Saver:
         return dict(self.given)
 
     def _changed(self) -> list[str]:
-        """The tensors that were written to, replaced, added or taken out since."""
+        """Return the tensors that were written to, replaced, added or removed since the merge."""
         now = self._written()
         written = [key[1] for key, count in self._versions.items() if now[key] != count]
         merged, given = self._merged, self.given
         return written + [n for n in {**merged, **given} if merged.get(n) is not given.get(n)]
 
     def _written(self) -> Mapping[tuple[str, str], int | None]:
-        """How often each tensor was written to, as torch counts it; None where it does not."""
+        """Return how often each tensor was written to, by torch's count; None if torch does not count."""
         return {
             (part, name): None if tensor.is_inference() else tensor._version
             for part, tensors in self.parts.items()
@@ -134,20 +134,20 @@ class Saver:
 
 
 def _hashes(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Hashes of a source; the tensors of one in memory are the caller's, and may be others by now."""
+    """Return the hashes of a source; tensors in memory may have changed, so they have no hashes."""
     return _UNKNOWN if checkpoint.is_held else fingerprint(checkpoint)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, where its output appears (None: as tensors in memory), and the options."""
+    """A recipe, the place of its output (None: tensors in memory), and the options."""
 
     recipe: Recipe
     out: Destination | None
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> MergeResult:
-        """Plan, then merge to tensors in memory or to `out`."""
+        """Plan the merge, then merge to tensors in memory or to `out`."""
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
         if self.out is None and self.recipe.output.quantise != "none":
@@ -165,7 +165,7 @@ class Job:
                     self.out, overwrite=self.options.overwrite, resume=self.options.resume
                 ).check()
         (plan,), checkpoints = checkpoints.plans([self.recipe])
-        # A merge in memory holds its whole output beside the work.
+        # A merge in memory holds its whole output in addition to the workspace.
         in_memory = self.out is None or self.out.work.folder is None
         memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
         work = Work([plan], checkpoints, memory, self.options)
@@ -179,7 +179,7 @@ class Job:
 
     @property
     def _helps(self) -> bool:
-        """Whether another process is to make the output."""
+        """Whether this process only helps another process that makes the output."""
         return self.options.rank is not None and self.options.rank.number > 0
 
     def _to_memory(self, work: Work) -> MergedTensors:
@@ -192,7 +192,7 @@ class Job:
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found, base = output.tensors, work.checkpoints.base
-        # The names that were given; in files a tied tensor stands once.
+        # The given names also of tied tensors; files have a tied tensor once.
         tied: Mapping[str, str] = plan.tied[None] if base.is_held else {}
         tensors = _whole_model(plan, found)
         tensors |= {n: tensors[name] for n, name in tied.items() if name in tensors}
@@ -217,7 +217,7 @@ class Job:
     def _among_ranks(
         self, work: Work, out: Destination, before: object | None, rank: Rank
     ) -> MergeResult:
-        """Do a part of the merge, or lead those who do."""
+        """Do a part of the merge, or lead the processes that do."""
 
         def lead(gathering: Gathering, taking_over: bool) -> MergeResult | None:
             resume = self.options.resume or taking_over
@@ -239,8 +239,8 @@ class Job:
     ) -> MergeResult:
         options, folder = self.options, out.work.folder
         if folder is not None and not (options.resume or options.overwrite):
-            # Before anything is downloaded. What an earlier merge holds may be the space that this
-            # one will use; the writer reserves its space in any case.
+            # This check comes before any download. The space that an earlier output takes may
+            # become free for this merge; the writer reserves its space in any case.
             room_for([work.plan], folder).check()
         with ExitStack() as stack:
             staging = stack.enter_context(
@@ -253,7 +253,7 @@ class Job:
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
             sources = {**work.checkpoints.identity(), COMPUTED: options.computed()}
-            # Ranks take the threads of the one that leads, so these belong to its journal alone.
+            # The other ranks use the leader's number of threads, so only its own journal records it.
             identity = {**sources, THREADS: options.threads_for(work.plan)}
             fields = {
                 "covmerge": own_version(),
@@ -263,8 +263,8 @@ class Job:
                 **identity,
                 PROCESSOR: options.processor,
             }
-            # A journal of another plan is an error that leaves the earlier work as it is; whatever
-            # goes wrong after it leaves nothing behind.
+            # If the journal belongs to another plan, an error is raised and the earlier work stays.
+            # Any error after this point removes the work.
             begin = Journal.resume if staging.resuming else Journal.create
             journal = begin(staging.journal, work.plan.digest(identity), fields)
             if journal.processor not in (None, options.processor):
@@ -294,7 +294,7 @@ class Job:
                         fit=fit,
                         read=executor.read_files,
                     )
-            except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
+            except Exception:  # any error; Ctrl-C is no Exception, and keeps the work
                 staging.discard()
                 raise
             staging.commit()
@@ -302,7 +302,7 @@ class Job:
 
 
 def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of a model and of its modules, by their names in the whole."""
+    """Return the tensors of a model and of its modules, by their names in the whole model."""
     return dict(found.get(MODEL, {})) | {
         f"{module.prefix}{name}": tensor
         for part, module in plan.modules.items()
@@ -311,4 +311,4 @@ def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[
 
 
 class _NothingBegunError(Exception):
-    """There is no work of another process to go on with."""
+    """Another process left no work that could be continued."""

@@ -1,6 +1,6 @@
-"""Keyword arguments of the public functions. Their descriptions are the flags' help and the reference page.
+"""Keyword arguments of the public functions; their descriptions are also the flags' help.
 
-Nothing here imports torch: the command line shows its help without it.
+Nothing here imports torch, because the command line shows its help without torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class RunKeywords(TypedDict, total=False):
     Attributes:
         device: where the mathematics runs: `cpu`, `cuda`, `cuda:1`, `mps` or `auto`.
         threads: CPU threads; torch's setting by default.
-        max_memory: memory of the process, such as 8GB; obeyed, or refused before any work.
-        progress: called for every finished piece of work: a function of the bytes done, the bytes in all
-            and the tensor last done, a `Progress`, or a class of bars such as `tqdm.auto.tqdm`.
+        max_memory: memory of the process, such as 8GB; the limit is kept, or the work is refused
+            before it begins.
+        progress: called for every finished piece of work: a function of the bytes done, all bytes
+            and the last finished tensor; a `Progress`; or a class of bars such as `tqdm.auto.tqdm`.
     """
 
     device: str | torch.device
@@ -44,12 +45,12 @@ class RunKeywords(TypedDict, total=False):
 
 
 class AlignKeywords(RunKeywords, total=False):
-    """Which tensors are taken, and how they are computed.
+    """Which tensors are used, and how they are computed.
 
     Attributes:
         tensors: what happens to tensors of a kind, such as `embeddings`; see `tensors` of a recipe.
         rules: exceptions by tensor name or role; see `rules` of a recipe.
-        dtype: dtype of the computation: `float32`, by default, or `float64`.
+        dtype: dtype of the computation: `float32` (the default) or `float64`.
     """
 
     tensors: Mapping[str, str] | None
@@ -61,12 +62,12 @@ class ExtractKeywords(AlignKeywords, total=False):
     """How tensors are stored, and what stops the work.
 
     Attributes:
-        allow: faults of the experts in spite of which a merge goes on, though they make it worthless:
+        allow: faults of the experts that do not stop the merge, although they make it worthless:
             `not-a-fine-tune`, `swapped-tensors`, `unchanged-expert` or `changed-integers`.
-        out_dtype: stored dtype: `base` (the base's, by default), `float32`, `float16`, `bfloat16` or
-            `float64`.
-        workers: processes that share the work, with the same bytes; `auto`: as many as the work, the cores
-            and the memory are worth. Sources and output are files then.
+        out_dtype: stored dtype: `base` (that of the base, the default), `float32`, `float16`,
+            `bfloat16` or `float64`.
+        workers: processes that share the work, with the same result; `auto`: as many as are useful
+            for the work, the cores and the memory. Sources and output must then be files.
         overwrite: replace an earlier output of covmerge.
     """
 
@@ -77,15 +78,16 @@ class ExtractKeywords(AlignKeywords, total=False):
 
 
 class MethodKeywords(ExtractKeywords, total=False):
-    """What each expert counts for, and what is done beside the method.
+    """The experts' weights, and what is done besides the method.
 
     Attributes:
-        weights: share of each expert; 1 is neutral. Of an expert alone it is the share of its update.
+        weights: weight of each expert; 1 is neutral. For a single expert, it scales the expert's
+            update.
         statistics: statistics files of experts, from `covmerge collect`, for methods that use data.
-        tokenizer: whose tokens the output has: `base`, an expert's name, or `union` for all; embeddings are
-            then merged token by token.
+        tokenizer: which tokens the output has: those of the `base`, of an expert (its name), or of
+            all (`union`); embeddings are then merged token by token.
         before: steps before the method, in order; see `covmerge methods`.
-        after: steps after the method, likewise.
+        after: steps after the method, in order.
     """
 
     weights: Mapping[str, float] | Sequence[float] | None
@@ -96,23 +98,25 @@ class MethodKeywords(ExtractKeywords, total=False):
 
 
 class MergeKeywords(MethodKeywords, total=False, extra_items=Any):
-    """How the output is written, and who shares the work. Other keywords are the method's parameters.
+    """How the output is written, and what shares the work; other keywords are the method's parameters.
 
     Attributes:
-        form: merged weights (`model`, by default), or one adapter of the base: in the experts' form
-            (`adapter`) or the one named.
-        rank: largest rank of the merged adapter; exact, of all ranks together, by default.
-        whole: have the adapter hold what full models changed outside their layers, as it is.
+        form: merged weights (`model`, the default), or one adapter of the base: in the experts'
+            form (`adapter`) or in the named form.
+        rank: largest rank of the merged adapter; by default the adapter is exact, with the sum of
+            all ranks.
+        whole: have the adapter also store what full models changed outside their layers, as whole tensors.
         shard_size: largest file, such as 5GB (the default) or 512MiB.
-        quantise: quantised format of linear layers: `same` (as the base), `fp8-block`, `nf4`, `gptq` and
-            others (docs/quantised.md).
-        keep: patterns of tensor names that quantising leaves plain, such as '*.down_proj.*'.
-        executor: what does the work: `threads`, `processes`, `ranks` or `ray`. `ranks`: several processes,
-            which srun or torchrun started for one output, share it. `ray`: the nodes of a Ray cluster do
-            it; they share sources and output. By default threads, or processes where there are workers.
-        address: of the Ray cluster, as `ray.init` takes it; within `ray job submit` it is known.
-        patience: seconds for which a rank that is not heard of is taken to be there; 120 by default.
-        resume: go on with an interrupted merge.
+        quantise: quantised format of linear layers: `same` (that of the base), `fp8-block`, `nf4`,
+            `gptq` and others (docs/quantised.md).
+        keep: patterns of tensor names that are not quantised, such as '*.down_proj.*'.
+        executor: what does the work: `threads`, `processes`, `ranks` or `ray`. `ranks`: several
+            processes, which srun or torchrun started for one output, share the work. `ray`: the
+            nodes of a Ray cluster share the work; they need the same sources and output. The
+            default is threads, or processes if there are workers.
+        address: address of the Ray cluster, as for `ray.init`; within `ray job submit` it is known.
+        patience: seconds without a sign from a rank after which it counts as gone; 120 by default.
+        resume: continue an interrupted merge.
     """
 
     form: OutputForm
@@ -183,11 +187,11 @@ _ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 @cache
 def descriptions(keywords: Any) -> dict[str, str]:
-    """Return what each of some keywords is for, as one sentence or more.
+    """Return the description of each keyword, of one or more sentences.
 
     Example:
         >>> descriptions(MergeKeywords)["whole"]
-        'have the adapter hold what full models changed outside their layers, as it is.'
+        'have the adapter also store what full models changed outside their layers, as whole tensors.'
     """
     found: dict[str, str] = {}
     for group in get_original_bases(keywords):
@@ -198,11 +202,11 @@ def descriptions(keywords: Any) -> dict[str, str]:
 
 
 def takes(keywords: type[Mapping[str, Any]], job: Any = None) -> Callable[[_F], _F]:
-    """Have `help` and completion list the keywords of a function that takes them as `**options`.
+    """Make `help` and completion list the keywords of a function that takes them as `**options`.
 
     Args:
-        keywords: which they are.
-        job: what is made of them, whose fields have the defaults.
+        keywords: the TypedDict of the keywords.
+        job: the dataclass that they become, whose fields have the defaults.
     """
 
     def listed(function: _F) -> _F:

@@ -1,4 +1,4 @@
-"""A finished output put on the Hugging Face Hub: verified, checked, and committed at once."""
+"""Pushing a finished output to the Hugging Face Hub, after verification and in one commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covmerge.files.stores.hub import TIMEOUT
 from covmerge.run.export.markdown import read_front_matter
 from covmerge.run.verification import verify
 
-# One commit to a repository of the Hugging Face Hub, and what the Hub may have against it.
+# One commit to a repository of the Hugging Face Hub, and the errors that the Hub may return.
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
@@ -34,13 +34,13 @@ def commit_files(
     branch: str | None,
     message: str,
 ) -> str:
-    """Commit files of a folder to a model's repository, all at once; return the commit's address.
+    """Commit files of a folder to a model's repository in one commit; return the commit's address.
 
-    The repository and the branch are made if they are not there. Other files there stay.
+    The repository and the branch are created if they do not exist. Other files in the repository stay.
 
     Raises:
-        InputError: the client is not installed, the Hub cannot be reached or refuses, or what is
-            there already does not go with these files.
+        InputError: the client is not installed, the Hub cannot be reached or refuses, or files in
+            the repository conflict with these.
     """
     try:
         from huggingface_hub import CommitOperationAdd, HfApi
@@ -66,13 +66,13 @@ def commit_files(
             )
         _refuse_other_weights(repository, [file.rfilename for file in there.siblings or ()], names)
         files = [CommitOperationAdd(name, folder / name) for name in names]
-        # One commit, where upload_folder may make several: nobody meets half a model.
+        # upload_folder may make several commits. With one commit, nobody downloads half a model.
         done = api.create_commit(repository, files, commit_message=message, revision=branch)
     return done.commit_url
 
 
 def _refuse_other_weights(repository: str, there: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse weights that would stand beside these, or be loaded in their place."""
+    """Raise an error for other weights in the repository, which might be loaded in place of these."""
     other = [file for file in there if file.endswith(_WEIGHTS) and file not in names]
     if other:
         raise InputError(
@@ -84,7 +84,7 @@ def _refuse_other_weights(repository: str, there: Sequence[str], names: Sequence
 
 @contextmanager
 def _named_refusals(repository: str) -> Generator[None, None, None]:
-    """Turn what the Hub's client raises on a push into an error that says what to do next."""
+    """Turn errors of the Hub's client on a push into errors that say what to do next."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -94,7 +94,7 @@ def _named_refusals(repository: str) -> Generator[None, None, None]:
     except InputError:
         raise
     except Exception as error:  # see `hub.py`
-        # Of a file that did not arrive the client tells the reason as the cause.
+        # If a file did not arrive, the client gives the reason as the cause.
         cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
@@ -122,13 +122,13 @@ def _named_refusals(repository: str) -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class Published:
-    """An output on the Hub.
+    """A pushed output on the Hub.
 
     Attributes:
-        url: of the commit.
+        url: address of the commit.
         repository: `org/name`.
-        files: what was committed, as paths in the folder.
-        notes: what a user should know of what others now see.
+        files: the committed files, as paths in the folder.
+        notes: notes to the user about what others can now see.
     """
 
     url: str
@@ -137,13 +137,13 @@ class Published:
     notes: tuple[str, ...]
 
     def summary(self) -> dict[str, Json]:
-        """Return it as plain JSON."""
+        """Return the publication as plain JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Publication:
-    """An output that may be pushed; `prepare` makes it."""
+    """A verified output that can be pushed; `prepare` makes it."""
 
     folder: Path
     files: tuple[str, ...]
@@ -172,26 +172,26 @@ def push(
     revision: str | None = None,
     message: str | None = None,
 ) -> Published:
-    """Put a finished output on the Hugging Face Hub, in one commit, after verifying it.
+    """Push a finished output to the Hugging Face Hub, in one commit, after verifying it.
 
-    The repository and the branch are made if they are not there. Hidden files are not pushed.
+    The repository and the branch are created if they do not exist. Hidden files are not pushed.
 
     Args:
         out: folder that a merge wrote.
         repository: `org/name`.
-        private: whether nobody else may see it.
-        revision: branch; None is the default one.
-        message: of the commit.
+        private: whether a new repository is private; an existing public one is refused.
+        revision: branch; None is the default branch.
+        message: message of the commit.
 
     Raises:
         CheckFailed: the output fails its verification.
-        InputError: it is no finished output, or the Hub cannot be reached or refuses it.
+        InputError: the folder is not a finished output, or the Hub cannot be reached or refuses it.
     """
     return prepare(out, repository, message=message).send(private=private, revision=revision)
 
 
 def prepare(out: str | Path, repository: str, *, message: str | None = None) -> Publication:
-    """Verify an output and check what others would see of it; nothing is sent."""
+    """Verify an output and collect notes on what others would see of it; nothing is sent."""
     folder = Path(out)
     named = hub_id(repository)
     if named is None or named.revision is not None:
@@ -217,7 +217,7 @@ def _files(folder: Path, inside: str = "") -> Iterator[str]:
     for path in sorted(folder.iterdir()):
         name = f"{inside}{path.name}"
         if path.name.startswith("."):
-            continue  # of editors, of the system, or not finished
+            continue  # of editors or of the system, or unfinished
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise InputError(f"{path} is neither a file nor a folder: put the file itself there")
         if path.is_dir():

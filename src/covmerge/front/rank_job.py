@@ -1,4 +1,4 @@
-"""One rank's part in a merge that several processes were started for: one leads, the others help."""
+"""The part of one rank in a merge that several processes share: one leads, the others help."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from covmerge.run.verification import WeightsCheck
 from covmerge.run.work import Work
 
 _FOLDER = "ranks"
-# Seconds after which an output is missed whose work is gone: so long NFS shows what was before.
+# Longest wait, in seconds, for an output whose work folder has gone: NFS may show old content so long.
 _SHOWN_AFTER = 60.0
 _STATS = ("totals", "heads", "rescalers", "tensors")
 
-# Does the merge as the one that leads; the flag says whether it takes over. None: there is nothing to
-# take over.
+# A function that does the merge as the leader; the flag says whether it takes over. It returns None
+# if there is nothing to take over.
 Lead = Callable[[Gathering, bool], MergeResult | None]
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank knows of the merge.
+    """A rank's part in a merge.
 
     Attributes:
-        work: what is done; its memory is this rank's own.
+        work: the work to do; its memory plan is this rank's own.
         out: where the output appears.
-        before: what was there when this rank began.
-        rank: which this is.
+        before: what was at the output's place when this rank began.
+        rank: this rank.
     """
 
     work: Work
@@ -54,10 +54,11 @@ class RankJob:
     rank: Rank
 
     def run(self, lead: Lead) -> MergeResult:
-        """Lead, or help whoever does until the output is there; take over from one that is gone.
+        """Lead, or help the leader until the output is published; take over from a leader that has gone.
 
         Raises:
-            InputError: nobody leads, what others do is not visible here, or all that who leads raises.
+            InputError: no rank leads, the others' work is not visible here, or this rank leads and its
+                merge fails.
         """
         self.work.checkpoints.check_versions()
         gathering = self._gathering()
@@ -82,14 +83,15 @@ class RankJob:
                 joined = gathering.join(digest, self._is_published, patience)
             except InputError:
                 if self.before is not None and self._is_of_this_recipe():
-                    return self._published(batches)  # it had been replaced before this rank came
+                    return self._published(batches)  # it was replaced before this rank came
                 raise
             if joined is None:
                 return self._published(batches)
             session, threads = joined
             batches += self._help(session, threads)
             gathering.leave(session)
-            # A merge without a leader was killed before: the user says whether to go on with it.
+            # A session that never had a leader is left from a killed merge: the user decides
+            # whether to continue it.
             leads = taking_over = session.was_led or self.work.options.resume
             patience = min(patience, _SHOWN_AFTER)
 
@@ -103,7 +105,7 @@ class RankJob:
         return Gathering(folder / _FOLDER, self.rank, self.work.options.patience)
 
     def _help(self, session: Session, threads: int) -> int:
-        """Do what there is to do until the session is over; return how many items were done here."""
+        """Do work until the session is over; return how many items were done here."""
         self.work.checkpoints.materialize(leads=False)
         with (
             closing(Ranks(self.work.executor(), session)) as executor,
@@ -129,11 +131,11 @@ class RankJob:
         return executor.done_here
 
     def _opened(self, session: Session) -> Output:
-        """Return the output's files, which the rank that leads has made.
+        """Return the output's files, which the leader has created.
 
         Raises:
-            LeaderGoneError: nobody leads: what a killed merge left lies here.
-            CheckpointError: they are not there.
+            LeaderGoneError: no rank leads; the files are those of a killed merge.
+            CheckpointError: the files do not exist.
         """
         while True:
             try:
@@ -148,7 +150,7 @@ class RankJob:
         return self.out.occupant() not in (None, self.before)
 
     def _was_there(self) -> bool:
-        """Whether the others were done before this rank had started."""
+        """Return whether the other ranks had finished before this rank started."""
         if self.before is None or self.work.options.overwrite:
             return False
         if not self._is_of_this_recipe():
@@ -166,7 +168,7 @@ class RankJob:
         return not differing(manifest["recipe"], dump_recipe(self.work.plan.recipe))
 
     def _published(self, batches: int) -> MergeResult:
-        """What there is to say of a merge that another rank has ended."""
+        """Return the result of a merge that another rank has finished."""
         if not batches and not self.out.is_made_here():
             raise InputError(
                 f"{self.rank} did nothing: {self.out} is there, and nothing was seen of the work on it in "

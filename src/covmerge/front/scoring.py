@@ -1,4 +1,4 @@
-"""The command that scores a merge beside others, for the end of a merge and for its report."""
+"""The command that scores a merge and others, for the end of a merge and for its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from covmerge.maths.methods import registry
 from covmerge.plan.recipe import TensorRules
 
-_BESIDE = ("auto", "tsv_m", "iso_c")  # methods that a merge is scored beside
+_BESIDE = ("auto", "tsv_m", "iso_c")  # methods to score beside the method of the merge
 EVALUATION = "python your_eval.py {model}"
 
 
@@ -18,11 +18,12 @@ def score_command(recipe: Mapping[str, Any], out: str) -> str | None:
     """Return a command that merges the same experts by this method and others, and scores each.
 
     Args:
-        recipe: as covmerge.json has it.
-        out: the merge's folder; the models come beside it.
+        recipe: the recipe as in covmerge.json.
+        out: the merge's folder; the models are put beside it.
 
     Returns:
-        None where flags cannot say what the recipe says, or `compare` has nothing to compare.
+        The command; None if the recipe cannot be expressed by flags, or `compare` has nothing to
+        compare.
 
     Example:
         >>> experts = {"a": {"source": "./a", "weight": 1.0}, "b": {"source": "b c", "weight": 1.0}}
@@ -55,7 +56,7 @@ def score_command(recipe: Mapping[str, Any], out: str) -> str | None:
 
 
 def _is_more(recipe: Mapping[str, Any]) -> bool:
-    """Whether there is something that the command's flags do not say."""
+    """Return whether a recipe has settings that the command's flags cannot express."""
     experts = recipe["experts"].values()
     said = ("rules", "before", "after", "slices", "moe", "tokenizer", "allow")
     plain = recipe.get("output", {}).get("quantise", "none") == "none" and all(

@@ -1,1 +1,1 @@
-"""What is to be done: recipes, vocabularies, statistics, and the plan made of them."""
+"""From recipes to plans: recipes, vocabularies, statistics, and the plans made from them."""

@@ -1,1 +1,1 @@
-"""Adapters: read over their base as one checkpoint, whatever library wrote them."""
+"""Adapters: readers that show any library's adapter over its base as one checkpoint."""

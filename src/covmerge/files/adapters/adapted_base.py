@@ -1,4 +1,4 @@
-"""The base of adapters that become one adapter: its headers, and a weight only when it is asked for."""
+"""The base of adapters that become one adapter: its headers, and weights only when they are asked for."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from covmerge.files.checkpoints.base import Checkpoint, Content
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.view import View
 
-# A module with anything else is stored in packed form.
+# A module that has tensors with other endings is stored in packed form.
 _PLAIN = ("weight", "bias")
 
 
 class AdaptedBase(View):
-    """A base whose weights are of no interest, so that they are not downloaded or hashed.
+    """A base whose weights are not needed, so that they are neither downloaded nor hashed.
 
-    It may be stored quantised (bitsandbytes, GPTQ, AWQ, ...): then `headers` has what the adapters
-    update as it would be without, and of the rest what is stored plainly.
+    The base may be stored quantised (bitsandbytes, GPTQ, AWQ, ...). Then `headers` has the tensors
+    that the adapters update, with their unquantised shapes, and the other tensors that are not
+    quantised.
     """
 
     def __init__(self, stored: Checkpoint, adapters: Iterable[Checkpoint]) -> None:
         super().__init__(stored)
-        self.decides = False  # unless an adapter trained some of them whole
+        self.decides = False  # changes if an adapter trained some tensors whole
         config = stored.config
         self._packed: frozenset[str] = frozenset()
         headers = dict(stored.headers)
@@ -52,7 +53,7 @@ class AdaptedBase(View):
         """See `Checkpoint.read`.
 
         Raises:
-            InputError: it is stored quantised.
+            InputError: the tensor is stored quantised.
         """
         if self._packs(name):
             raise InputError(
@@ -64,10 +65,10 @@ class AdaptedBase(View):
         return super().read(name, rows)
 
     def materialize(self) -> None:
-        """Fetch nothing yet."""
+        """Do nothing; `read` fetches the weights when they are needed."""
 
     def contents(self) -> Sequence[Content]:
-        """What is stored under which names alone, where the result does not depend on the weights."""
+        """Return the base's contents, or one hash of its headers if the result does not need weights."""
         if self.decides or self.identity()["kind"] == "hub":
             return self._stored.contents()
         digest = hashlib.sha256()

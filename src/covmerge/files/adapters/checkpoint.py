@@ -1,4 +1,4 @@
-"""Adapters: a base's tensors by their updates, and those that were trained whole."""
+"""Adapters: the updates of a base's tensors, and the tensors that were trained whole."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
 _FILES = (*_WEIGHTS, MLX_NAME, *ADAPTERHUB_NAMES)
-_MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
+_MAX_VALUES = 100_000  # of a configuration; it may list thousands of modules
 _LOST_BIASES = (
     "{} was trained with bias = lora_only and stores no bias: PEFT 0.8 to 0.20 did not save them. Where "
     "its layers have none, nothing is missing; otherwise save the trained model again with peft 0.21.2"
@@ -80,21 +80,21 @@ _LOST_BIASES = (
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
-# What files of weights are read as.
+# A function that turns an opened file into the checkpoint to read.
 StoredAs = Callable[[FileCheckpoint], Checkpoint]
 
 
 class AdapterCheckpoint(View):
-    """An adapter: `low_rank` updates of its base, and in `headers` the tensors that it replaces.
+    """An adapter: `low_rank` has the updates of its base, `headers` the tensors that it replaces.
 
-    A tensor that is both replaced and updated is in `headers` alone, and is read with its update.
+    A tensor that is both replaced and updated is only in `headers`. It is read with its update added.
 
     Args:
         stored: the file of weights.
-        contents: what its tensors are.
-        config: the configuration; None: the file is by itself.
-        notes: what is particular about how it was opened.
-        folds: the layers whose update is no product of stored factors; None: their base is not known.
+        contents: the meaning of its tensors.
+        config: the configuration; None: the file has no configuration.
+        notes: remarks about how it was opened.
+        folds: the layers whose update is not a product of stored factors; None: the base is not known.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AdapterCheckpoint(View):
             for name, update in contents.updates.items()
             if name not in contents.replaced
         }
-        # Under names that no base has, so that nobody passes over them.
+        # No base has these names, so the merge reports them as missing.
         unknown = {
             name: FactorHeader(name, factors.shape, factors.terms, factors.dtype, factors.numel)
             for name, factors in contents.wrapped.items()
@@ -138,7 +138,8 @@ class AdapterCheckpoint(View):
         self.replaced: Collection[str] = contents.replaced.keys() - self.folds.headers.keys()
         # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
         self._read_whole = lru_cache(maxsize=2)(stored.read)
-        # Tensors of which it changes parts (`rejoined`), and the base that has the parts.
+        # Tensors of which the adapter changes only parts (`rejoined`), and the base that has these
+        # parts.
         self._joined: Mapping[str, Callable[[range | None], Tensor]] = {}
         self._under: Checkpoint | None = None
         self.headers = MappingProxyType(
@@ -146,19 +147,19 @@ class AdapterCheckpoint(View):
         )
 
     def written_as(self, name: str) -> str:
-        """Return what its own file calls the base's tensor that it updates."""
+        """Return the name that the adapter's file has for a tensor of the base."""
         update = self._contents.updates.get(name) or self._contents.folded.get(name)
         return (update and update.written) or name
 
     def keeps_ties(self, name: str) -> bool:
-        """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
+        """Return whether tensors tied to this changed tensor stay tied to it when PEFT loads them."""
         layer = self._contents.folded.get(name)
         factors = layer is not None or name in self._contents.updates
         of_all = self._config is not None and self._config.keeps_ties and factors
         return of_all or (layer is not None and layer.kind.keeps_ties)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`; the new value, not what was added to the base."""
+        """Return the new value of a replaced tensor, not its difference from the base."""
         header = find_header(self.headers, name, rows, self.source)
         if name in self._joined:
             return self._joined[name](rows)
@@ -172,13 +173,13 @@ class AdapterCheckpoint(View):
         return value.to(header.dtype) + (left @ factors.right).to(header.dtype).view(value.shape)
 
     def read_factors(self, name: str) -> LowRank:
-        """Return the factors of an update, `left @ right` in the shape of `low_rank[name]`.
+        """Return the factors of an update: `left @ right` has the shape of `low_rank[name]`.
 
-        All scales are in `left`. float32, or float64 where that is stored.
+        All scales are in `left`. The dtype is float32, or float64 if the factors are stored so.
 
         Raises:
-            CheckpointError: there is no such update, it is that of a stack of matrices, or the
-                source changed or ended early.
+            CheckpointError: there is no such update, the update is that of a stack of matrices, or
+                the source changed or ended early.
         """
         found = self.read_update(name)
         if isinstance(found, tuple):
@@ -212,19 +213,21 @@ class AdapterCheckpoint(View):
         conv1d: Container[str] | None = None,
         of_base: Mapping[str, Any] | None = None,
     ) -> AdapterCheckpoint:
-        """Return this adapter under the names of a base's tensors, and as they are oriented.
+        """Return this adapter with the names and orientations of the base's tensors.
 
         Args:
             base: headers of the base.
-            conv1d: names of its layers that are stored as `(d_in, d_out)`, by which PEFT goes; None:
-                unknown, so that the adapter's `fan_in_fan_out` decides.
-            of_base: its configuration, by which rows in llama.cpp's order are known.
+            conv1d: names of the base's layers that are stored as `(d_in, d_out)`, as PEFT
+                determines it; None: they are unknown, so that the adapter's `fan_in_fan_out`
+                decides.
+            of_base: the base's configuration; it tells which rows are in llama.cpp's order.
 
-        Three kinds need the names. PEFT does not keep which of several parameters of a module its factors
-        are of, and how those of a stack of matrices lie: `find_parameters`. A file without
-        `adapter_config.json` has other names: Kohya's scripts write `_` for every `.`, and
-        diffusers begin names with the part of the pipeline. GGUF has names of its own. A part of which
-        the base has no tensor is left aside, with a note.
+        Three kinds of adapters need the names. PEFT does not store which of a module's parameters
+        its factors belong to, nor how the factors of a stack of matrices are ordered
+        (`find_parameters` finds out). A file without `adapter_config.json` has other names: Kohya's
+        scripts write `_` for every `.`, and diffusers begins names with the part of the pipeline.
+        GGUF has its own names. A part of a pipeline that the base does not have is left out, with a
+        note.
 
         Raises:
             CheckpointError: the base has no tensor for an update, or several.
@@ -249,11 +252,11 @@ class AdapterCheckpoint(View):
     def over(
         self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
     ) -> AdapterCheckpoint:
-        """Return this adapter over its base, from whose weights some types compute theirs.
+        """Return this adapter bound to its base, whose weights some types need to compute their own.
 
         Args:
-            base: that it is merged over.
-            names: of the base's tensors, by those that this adapter has for them.
+            base: the base that the adapter is merged over.
+            names: the base's tensor names, by the adapter's names for them.
             conv1d: as for `named_as`.
         """
         if not self._contents.folded:
@@ -266,12 +269,12 @@ class AdapterCheckpoint(View):
     def rejoined(
         self, base: Checkpoint, names: Mapping[str, str], made: Mapping[str, Assembly]
     ) -> AdapterCheckpoint:
-        """Return this adapter with tensors of which it changes parts, whole as the base's files have them.
+        """Return this adapter with each tensor that it changes in part made whole, as in the base's files.
 
         Args:
-            base: with the parts, by their own names.
-            names: this adapter's, by the base's.
-            made: by the name in the base's files, what they are made of.
+            base: the checkpoint that has the parts, under its own names.
+            names: this adapter's names, by the base's.
+            made: by the name in the base's files, how the tensor is made of parts.
         """
         held = {
             part: names[part] for one in made.values() for part in one.stored() if part in names
@@ -310,7 +313,7 @@ class AdapterCheckpoint(View):
         return found
 
     def materialize(self) -> None:
-        """See `Checkpoint.materialize`; its base's weights too, where an update is computed from them."""
+        """Fetch the adapter's weights, and the base's if an update is computed from them."""
         super().materialize()
         self.folds.materialize()
         if self._under is not None:
@@ -354,7 +357,7 @@ class AdapterCheckpoint(View):
     def _in_pieces(
         self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any] | None
     ) -> AdapterCheckpoint:
-        """Show what was trained whole in the base's pieces, where transformers has others in memory."""
+        """Split whole trained tensors as in the base's files; transformers joins some in memory."""
         replaced, headers = self._contents.replaced, self._stored.headers
         shapes = {name: headers[stored].shape for name, stored in replaced.items()}
         found, by = converted(
@@ -448,10 +451,10 @@ def _header(update: Update) -> FactorHeader:
 
 
 def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
-    """The factors in the orientation of the base's tensor, the scale in the left one."""
+    """Return the factors in the orientation of the base's tensor, with the scale in the left one."""
     left, right = (down.T, up.T) if update.transposed else (up, down)
     left, right = left.contiguous(), right.contiguous()
-    # Every merged adapter has the scale 1, and to multiply costs more than to read.
+    # Every merged adapter has the scale 1, and multiplying takes longer than reading.
     return LowRank(left if update.scale == 1 else left * update.scale, right)
 
 
@@ -466,19 +469,20 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
 
 
 def as_stored(files: FileCheckpoint) -> Checkpoint:
-    """Return files as the checkpoint that they are."""
+    """Return the files unchanged."""
     return files
 
 
 def open_adapter_folder(
     source: str, store: Store, stored_as: StoredAs = as_stored
 ) -> Checkpoint | None:
-    """Open the adapter that PEFT, mlx-lm, diffusers or adapters saved in a folder; None if there is none.
+    """Open an adapter of PEFT, mlx-lm, diffusers or AdapterHub in a folder; None if the folder has none.
 
     A model beside the adapter has precedence.
 
     Raises:
-        CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
+        CheckpointError: the adapter is damaged or its kind is not read, or there are several to
+            choose from.
     """
     try:
         names, folders = set(store.names()), store.folders()
@@ -501,9 +505,9 @@ def open_adapter_folder(
 def open_adapter_file(
     source: str, given: Path | StoredFile, stored_as: StoredAs = as_stored
 ) -> Checkpoint:
-    """Open one file of weights, as an adapter where its names are those of one.
+    """Open one file of weights, as an adapter if its tensors have the names of one.
 
-    They are PEFT's, diffusers' or those of Kohya's scripts.
+    These are the names of PEFT, diffusers or Kohya's scripts.
     """
     file = local_file(given)
     configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
@@ -535,13 +539,13 @@ def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
 def open_adapter_memory(
     tensors: Mapping[str, Tensor], config: object, under: Mapping[str, Tensor] | None = None
 ) -> AdapterCheckpoint:
-    """Open an adapter that PEFT has in memory, as if PEFT had saved it.
+    """Open an adapter that PEFT has in memory, as if PEFT had saved and covmerge read it.
 
     Args:
-        tensors: as `get_peft_model_state_dict` returns them.
-        config: a `PeftConfig`, what adapter_config.json has of it, or the `peft_config` of a model with one
-            adapter.
-        under: some weights of the model that it is in, by their names there.
+        tensors: what `get_peft_model_state_dict` returns.
+        config: a `PeftConfig`, a mapping with the fields of adapter_config.json, or the
+            `peft_config` of a model with one adapter.
+        under: some weights of the model that has the adapter, by their names in that model.
     """
     given: Any = config
     if isinstance(given, Mapping) and "peft_type" not in given:
@@ -553,16 +557,16 @@ def open_adapter_memory(
             )
         (given,) = named.values()
     settings: Any = cast("Any", given) if isinstance(given, Mapping) else given.to_dict()
-    # PEFT writes sets as lists, and sorts keys.
+    # PEFT's own file has lists for sets, and sorted keys.
     fields = json.loads(json.dumps(settings, default=list, sort_keys=True))
     stored = MemoryCheckpoint(tensors, settings=fields, under=under)
     return _as_adapter(stored, AdapterConfig(stored.source, fields), "the adapter in memory")
 
 
 def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:
-    """Open a repository of the Hub that holds an adapter and no model; None for any other.
+    """Open a repository of the Hub that holds an adapter and no model; return None for any other.
 
-    The adapter is downloaded: its headers say less than its configuration, and it is small.
+    The adapter is downloaded, because it is small and its configuration says more than its headers.
     """
     if is_offline(source):
         folder = cached_snapshot(source, name, revision)
@@ -579,7 +583,7 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
 
 
 def holds_adapter(names: Collection[str]) -> bool:
-    """Whether there is an adapter among the files of a folder, and no model.
+    """Return whether a folder's files include an adapter and no model.
 
     Example:
         >>> holds_adapter(["adapter_config.json", "adapter_model.safetensors"])
@@ -605,7 +609,7 @@ def _open(
     notes: tuple[str, ...] = (),
     stored_as: StoredAs = as_stored,
 ) -> AdapterCheckpoint:
-    """Open the adapter of a folder; its configuration says first whether it can be read at all."""
+    """Open the adapter of a folder; check its configuration first, which decides whether it can be read."""
     weights = next((name for name in _FILES if name in names), None)
     if ADAPTER_CONFIG not in names:
         raise CheckpointError(
@@ -646,7 +650,7 @@ def _as_adapter(
     whole: bool = False,
     notes: tuple[str, ...] = (),
 ) -> AdapterCheckpoint:
-    """See tensors as the adapter that they are by its configuration."""
+    """Return the stored tensors as the adapter that the configuration describes."""
     headers = {name: header for name, header in stored.headers.items() if header.module is None}
     contents = read_names(headers, config, stored.source)
     trained = {name: name for name in stored.headers if name not in headers}
@@ -666,13 +670,13 @@ def _as_adapter(
 
 
 def _lacks_biases(config: AdapterConfig, contents: Contents) -> bool:
-    """Whether biases were trained beside the factors, and none is stored."""
+    """Return whether the configuration says that biases were trained, and none is stored."""
     names = (name.removesuffix("weight") + "bias" for name in contents.updates)
     return config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(names)
 
 
 def _form_of(names: Collection[str]) -> LoraForm:
-    """Whose names a file by itself has."""
+    """Return which library's names a file without a configuration has."""
     if next(iter(names)).startswith("base_model."):
         return PEFT_FORM
     flat = any(name.endswith(".lora_down.weight") for name in names)
@@ -680,7 +684,7 @@ def _form_of(names: Collection[str]) -> LoraForm:
 
 
 def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
-    """Return what diffusers writes into a header: the configuration of each part, by its prefix."""
+    """Return the configuration of each part of a pipeline, by its prefix, from diffusers' file header."""
     if file.suffix != ".safetensors":
         return {}
     where = f"lora_adapter_metadata of {file}"

@@ -1,4 +1,4 @@
-"""`adapter_config.json` as PEFT writes it: what of it decides weights, and what is refused."""
+"""`adapter_config.json` of PEFT: the fields that decide weights, and the fields that are refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MERGE_FIRST = (
     "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge full "
     "models"
 )
-# Such an adapter, loaded again, makes PEFT change the base once more, and not always as in training.
+# PEFT changes the base again when it loads such an adapter, and not always as in training.
 _SAVE_AGAIN = (
     "only the trained model in memory has both. Save it again from there: merged "
     "(model.merge_and_unload()), or as plain LoRA (save_pretrained with "
     "path_initial_model_for_weight_conversion)"
 )
-# PEFT's own merge adds the updates of all copies of a layer to the one tensor that they share.
+# PEFT's own merge adds the updates of all copies of a layer to the one tensor that the copies share.
 _STACK_FIRST = (
     "stack the layers of its base first (a recipe with `slices` and the method passthrough), set "
     "layer_replication to null in adapter_config.json, and merge the adapter over the stacked base"
@@ -43,16 +43,16 @@ _CHANGES = "and it changes what the factors mean, or is not known here"
 _ADALORA = "ADALORA"
 _ALL_LINEAR = "all-linear"
 _MAX_NUMBER = 1e30
-_FROM_END = " from its end"  # a field of patterns, in the other order
+_FROM_END = " from its end"  # a field of patterns, searched in reverse order
 _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
-# Inits that leave the base as it was; what PEFT writes for any other refers to a changed base.
+# Inits that leave the base unchanged. With any other, the stored factors belong to a changed base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica", *LORA_INITS)
-# How Unsloth packs the factors B of a stack of experts, and the names by which it says so.
-_RANK_MAJOR = "rank_major"  # PEFT's: terms of all experts one after another
+# The orders in which Unsloth packs the factors B of a stack of experts, and the fields that name one.
+_RANK_MAJOR = "rank_major"  # PEFT's order: term after term, each for all experts
 _PACKED_BY_EXPERT = ("grouped_by_expert", "expert_major")
 _LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
-# The models whose experts Unsloth packed by expert before 2026.9.6, when it did not say so.
+# Models whose experts Unsloth packed by expert before 2026.9.6, without writing the order down.
 _ONCE_BY_EXPERT = frozenset(
     {
         *("deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite"),
@@ -67,7 +67,7 @@ _ONCE_BY_EXPERT = frozenset(
         ),
     }
 )
-_READ_OF_ALL = {  # types
+_READ_OF_ALL = {  # by every type
     "exclude_modules",
     "fan_in_fan_out",
     _LAYOUT,
@@ -77,7 +77,7 @@ _READ_OF_ALL = {  # types
     "peft_type",
     "target_modules",
 }
-_READ = _READ_OF_ALL | {  # of LoRA
+_READ = _READ_OF_ALL | {  # by LoRA
     *LORA_FIELDS,
     "alpha_pattern",
     "ensure_weight_tying",
@@ -123,7 +123,7 @@ _WITHOUT_EFFECT = {  # on the weights that are stored
 _KNOWN_OFF = {
     "alora_invocation_tokens",
     "arrow_config",
-    "enable_lora",  # of the first versions, as is merge_weights
+    "enable_lora",  # of PEFT's first versions, like merge_weights
     "layer_replication",
     "megatron_config",
     "merge_weights",
@@ -138,9 +138,9 @@ class AdapterConfig:
 
     Attributes:
         where: the adapter, for errors.
-        fields: as they are written.
-        architecture: whose names it has, where these are llama.cpp's.
-        keeps_ties: whether what is tied to an embedding that has factors stays tied to it, as in mlx-lm.
+        fields: the fields as written in the file.
+        architecture: the architecture by whose names llama.cpp calls the tensors; None: other names.
+        keeps_ties: whether tensors tied to an embedding with factors stay tied to it, as in mlx-lm.
     """
 
     where: str
@@ -168,7 +168,7 @@ class AdapterConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it, as far as it was asked for layers."""
+        """Notes for the user about this configuration; some arise only when layers are asked about."""
         unknown = sorted(set(self.fields) - self._known - _KNOWN_OFF)
         later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         return (
@@ -211,7 +211,7 @@ class AdapterConfig:
 
     @property
     def kind(self) -> AdapterType | None:
-        """Its type, if that is another than LoRA."""
+        """The adapter's type, or None for LoRA and AdaLoRA."""
         name: str = self.fields["peft_type"]
         return TYPES.get(name) or FORMER.get(name)
 
@@ -222,13 +222,13 @@ class AdapterConfig:
 
     @property
     def base_model(self) -> str | None:
-        """Path or Hub id of the base, as the training knew it."""
+        """Path or Hub id of the base that the adapter was trained on, as written at training."""
         name: object = self.fields.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
     @property
     def is_adalora(self) -> bool:
-        """Whether the factors are B, E and A, and the scale does not follow the rank."""
+        """Whether it is AdaLoRA: it has factors B, E and A, and its scale does not follow the rank."""
         return self.fields["peft_type"] == _ADALORA
 
     @property
@@ -238,14 +238,14 @@ class AdapterConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether what is tied to an embedding has its factors too, whatever `target_modules` says."""
+        """Whether tensors tied to an embedding get its factors too, whatever `target_modules` says."""
         return bool(self.fields.get("ensure_weight_tying"))
 
     def packs_by_expert(self, parameter: str) -> bool:
-        """Whether the columns of B of a stack lie expert after expert, and not term after term as PEFT's.
+        """Return whether B's columns in a stack lie expert after expert; PEFT's lie term after term.
 
         Raises:
-            CheckpointError: the configuration names a layout that is neither.
+            CheckpointError: the configuration names a layout that is neither of the two.
         """
         found = next((layout for layout in self._layouts(parameter) if layout is not None), None)
         if found is None:
@@ -255,7 +255,7 @@ class AdapterConfig:
         return found in _PACKED_BY_EXPERT
 
     def _layouts(self, parameter: str) -> Iterator[object]:
-        """What the configuration says of a parameter's layout, beside or in `auto_mapping`."""
+        """Yield the layouts that the configuration names for a parameter, beside and in `auto_mapping`."""
         for source in (self.fields, _object(self.fields.get("auto_mapping"))):
             parameters = _object(_object(source.get(_LAYOUTS)).get("parameters"))
             yield _object(parameters.get(parameter)).get(_LAYOUT)
@@ -263,7 +263,7 @@ class AdapterConfig:
 
     @property
     def _is_of_old_unsloth(self) -> bool:
-        """Whether an Unsloth wrote it that packed experts otherwise than PEFT and did not say so."""
+        """Whether an Unsloth wrote the file that packed experts by expert without saying so."""
         mapping = _object(self.fields.get("auto_mapping"))
         parts = str(mapping.get("parent_library")).split(".")
         library = [part.removeprefix("unsloth_compiled_module_") for part in parts]
@@ -275,16 +275,16 @@ class AdapterConfig:
         )
 
     def expect(self, modules: Iterable[str]) -> None:
-        """Match the patterns against modules of which much will be asked, and their parameters."""
+        """Match the patterns against many modules and their parameters at once, because this is faster."""
         ends = {end for found in self._parameters.values() for end in found}
         owners = list(modules)
         self._matcher.ask([*owners, *(f"{owner}.{end}" for owner in owners for end in ends)])
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what the product of the factors of `module` is multiplied by.
+        """Return the number that multiplies the product of the factors of `module`.
 
         Raises:
-            CheckpointError: the configuration gives another rank than is stored.
+            CheckpointError: the configuration and the stored factors disagree about the rank.
         """
         if self.is_adalora:
             alpha = self._number("lora_alpha", self.fields.get("lora_alpha", 8))
@@ -307,25 +307,25 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
 
     def ends_in(self, name: str, module: str) -> bool:
-        """Whether a field of patterns or of ends of names, wherever these begin, is about a module."""
+        """Return whether a module matches a field that has a pattern or a list of ends of names."""
         value: object = self.fields.get(name)
         if isinstance(value, str):
             return self._matches(name, module)
         return any(module.endswith(end) for end in self._texts(name))
 
     def rank(self, module: str) -> int:
-        """Return the rank that a layer, or a parameter by its full name, was given."""
+        """Return the configured rank of a layer, or of a parameter given by its full name."""
         return int(self._readings("r", "rank_pattern", module)[0])
 
     @property
     def rank_divisor(self) -> float:
-        """What AdaLoRA divides by where the file does not say: the rank it began with."""
+        """The number that AdaLoRA divides by if the file has none: the initial rank plus 1e-5."""
         return self._rank("init_r", self.fields.get("init_r", 12)) + _EPSILON
 
     def parameters(self, module: str) -> tuple[str, ...]:
-        """Return the names that `target_parameters` gives to what `module` has factors for.
+        """Return the parameters of `module` that `target_parameters` names.
 
-        None of them: it is a layer, with a weight.
+        An empty result means that the module is a layer and its weight has the factors.
         """
         if not self._parameters or self._matches("target_modules", module):
             return ()
@@ -333,10 +333,10 @@ class AdapterConfig:
         return tuple(sorted({name for names in found for name in names}))
 
     def check_target(self, module: str) -> None:
-        """Check that PEFT would put the factors of `module` to use.
+        """Check that PEFT would use the factors of `module`.
 
         Raises:
-            CheckpointError: it would leave them aside without a word.
+            CheckpointError: PEFT would ignore them without a message.
         """
         if self._matches("exclude_modules", module):
             self._refuse_target(module, "exclude_modules")
@@ -349,7 +349,7 @@ class AdapterConfig:
             self._refuse_target(module, "layers_to_transform")
 
     def refuse(self, name: str, why: str, step: str = MERGE_FIRST) -> NoReturn:
-        """Refuse the adapter over one field."""
+        """Raise an error that names one field, its value, the reason and the next step."""
         value = shorten(self.fields.get(name))
         step = _STACK_FIRST if name == "layer_replication" else step
         raise CheckpointError(f"{self.where} has {name} = {value}, {why}: {step}")
@@ -369,7 +369,7 @@ class AdapterConfig:
 
     @property
     def _known(self) -> set[str]:
-        """Fields that are read, or have no effect on what is stored."""
+        """The fields that are read, and the fields that do not affect what is stored."""
         kind = self.kind
         return _WITHOUT_EFFECT | (_READ_OF_ALL | kind.fields | kind.unused if kind else _READ)
 
@@ -381,7 +381,7 @@ class AdapterConfig:
         )
 
     def _readings(self, name: str, pattern_name: str, module: str) -> tuple[float, float]:
-        """What the first pattern that matches a module gives it, and what the last one gives."""
+        """Return a module's number by the first pattern that matches it, and by the last."""
         number = self._rank if name == "r" else self._number
         first = self._matcher.first(pattern_name, module)
         if first is None:
@@ -394,7 +394,7 @@ class AdapterConfig:
 
     @cached_property
     def _ordered(self) -> dict[str, dict[str, tuple[float, float, float]]]:
-        """By field and module, what its first and its last matching key give, and what was taken."""
+        """By field and module: the first matching key's number, the last one's, and the one taken."""
         return {}
 
     @cached_property
@@ -403,7 +403,7 @@ class AdapterConfig:
 
     @cached_property
     def _parameters(self) -> Mapping[str, set[str]]:
-        """Names of parameters by the end of their module's name, which may be left out."""
+        """Names of parameters by the end of their module's name, which may be empty."""
         found: dict[str, set[str]] = {}
         for name in self._texts("target_parameters"):
             owner, _, end = name.rpartition(".")
@@ -412,7 +412,7 @@ class AdapterConfig:
 
     @cached_property
     def _matcher(self) -> Patterns:
-        """The patterns as PEFT puts them together."""
+        """The patterns, combined as PEFT combines them."""
         of_numbers = {
             name: ([rf"(.*\.)?({pattern})$" for pattern in self._patterns(name)], False)
             for name in ("rank_pattern", "alpha_pattern")
@@ -451,7 +451,7 @@ class AdapterConfig:
         return not self._modules(name).isdisjoint(_ends(module))
 
     def _modules(self, name: str) -> frozenset[str]:
-        """The ends of names that a list of modules gives."""
+        """Return the ends of names in a field that lists modules."""
         if name not in self._listed:
             self._listed[name] = frozenset(self._texts(name))
         return self._listed[name]
@@ -469,7 +469,7 @@ class AdapterConfig:
 
     @property
     def _layers(self) -> list[object]:
-        """Numbers of the layers that are adapted; none: all."""
+        """Numbers of the layers that are adapted; an empty list means all."""
         layers: object = self.fields.get("layers_to_transform")
         if isinstance(layers, list):
             return cast("list[object]", layers)
@@ -499,7 +499,7 @@ def _object(value: object) -> Mapping[str, Any]:
 
 
 def _ends(module: str) -> list[str]:
-    """The name of a module, and what of it stands behind each dot.
+    """Return a module's name, and each part of it that begins after a dot.
 
     Example:
         >>> _ends("layers.0.mlp")

@@ -1,4 +1,4 @@
-"""The layers that an adapter of another type than LoRA changes, over the base that says what they are."""
+"""The layers that an adapter of another type than LoRA changes, bound to the base that has them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _BIAS = ".bias"
 
 @dataclass(frozen=True)
 class Folded:
-    """One layer that an adapter changes, by the names of its tensors.
+    """One layer that an adapter changes, with the headers of the adapter's tensors for it.
 
     Attributes:
-        name: of the base's tensor that it changes, the weight or the bias, as the adapter has it.
-        module: what the configuration knows the layer by.
-        kind: the type.
+        name: the base's tensor that the adapter changes, weight or bias, under the adapter's name
+            for it.
+        module: the name of the layer in the configuration.
+        kind: the adapter type.
         parts: headers of the adapter's tensors.
-        shape: of the weight as a matrix, where the parts tell; None: only the base does.
-        table: an embedding whose factors lie as `(d, rows)`.
-        written: its name in the adapter's file, where the base's is another.
-        config: of the adapter, or of the part of a pipeline; None: the file is by itself.
+        shape: the weight's shape as a matrix if the parts determine it; None: only the base does.
+        table: whether the layer is an embedding whose factors are stored as `(d, rows)`.
+        written: the tensor's name in the adapter's file, if the base has another name for it.
+        config: the configuration of the adapter, or of the part of a pipeline; None: there is none.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Folded:
 
     @property
     def up(self) -> str:
-        """One of its tensors, for messages."""
+        """Name of one of the adapter's tensors for this layer, for messages."""
         return next(iter(self.parts.values())).name
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest in which a part is stored."""
+        """The widest floating dtype of the stored parts."""
         found = [part.dtype for part in self.parts.values() if part.dtype.is_floating_point]
         wide = next((d for d in found if d == torch.float64), None)
         return wide or next(
@@ -59,37 +60,37 @@ class Folded:
 
     @property
     def elements(self) -> int:
-        """Numbers of all parts."""
+        """Number of elements of all parts."""
         return sum(part.numel for part in self.parts.values())
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that an update is of: the base's, or the one that the adapter has in its place."""
+    """The tensor that is updated: the base's, or the whole tensor that the adapter replaces it with."""
 
     header: TensorHeader
     checkpoint: Checkpoint
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return self.header.shape
 
     def read(self, dtype: torch.dtype, rows: range | None = None) -> Tensor:
-        """Read (rows of) it."""
+        """Read the tensor, or some of its rows."""
         return self.checkpoint.read(self.header.name, rows).to(dtype)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the base has a layer.
+    """The place of a layer in the base.
 
     Attributes:
-        layer: whose weight it is.
-        name: of the weight in the base.
-        weight: its weight.
-        bias: its bias, if there is one.
-        turned: the weight is stored as `(d_in, d_out)`, or `(rows, d)` of an embedding.
+        layer: the layer of the adapter.
+        name: name of the weight in the base.
+        weight: the weight.
+        bias: the bias, or None.
+        turned: whether the weight is stored as `(d_in, d_out)`, or an embedding as `(rows, d)`.
     """
 
     layer: Folded
@@ -100,27 +101,28 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight, `(d_out, d_in, *window)`."""
+        """Shape of the weight, `(d_out, d_in, *window)`."""
         return self.weight.shape[::-1] if self.turned else self.weight.shape
 
 
 class Folds:
-    """What layers become by an adapter.
+    """The weights and biases that an adapter's layers become.
 
     Args:
         stored: the adapter's file.
-        config: its configuration; None: the file is by itself.
+        config: its configuration; None: it has none.
         folded: the layers, by name.
-        replaced: names of whole tensors in the file, by those of the base's that they replace.
+        replaced: names of whole tensors in the file, by the names of the base's tensors they replace.
         base: the base that the adapter is merged over; None: not known yet.
-        names: of the base's tensors, by those that the adapter has for them.
-        conv1d: names in the base of layers that are stored as `(d_in, d_out)`; None: unknown, so that the
-            adapter's `fan_in_fan_out` decides.
+        names: the base's tensor names, by the adapter's names for them.
+        conv1d: names of the base's layers that are stored as `(d_in, d_out)`; None: they are
+            unknown, so that the adapter's `fan_in_fan_out` decides.
 
     Attributes:
-        headers: of the weights and biases that are computed from the base's, by the adapter's names.
-        ranks: of the updates that are factors, with their shapes.
-        missing: the layers that have no place in the base.
+        headers: headers of the weights and biases that are computed from the base's, by the
+            adapter's names.
+        ranks: rank, shape and dtype of the updates that have factors.
+        missing: the layers that the base does not have.
     """
 
     def __init__(
@@ -158,12 +160,12 @@ class Folds:
 
     @property
     def needs_base(self) -> bool:
-        """Whether some update depends on the base's values, or is added to them."""
+        """Whether any tensor is computed from the base's values, or any update is added to them."""
         return bool(self.headers)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: that the updates are those of this base."""
+        """A note for the user that names the base, if some updates depend on its weights."""
         places = [place for place in self._places.values() if place.layer.kind.needs_base]
         if not places or self._base is None:
             return ()
@@ -174,7 +176,7 @@ class Folds:
         )
 
     def materialize(self) -> None:
-        """Fetch the base's weights, where they are read."""
+        """Fetch the base's weights if they are needed."""
         if self._base is not None and self.needs_base:
             self._base.materialize()
 
@@ -196,7 +198,7 @@ class Folds:
         return value.to(dtype).view(len(rows), *place.weight.shape[1:])
 
     def factors(self, name: str) -> LowRank:
-        """Return the factors of an update, as the base's tensor is oriented."""
+        """Return the factors of an update, oriented like the base's tensor."""
         place = self._places[name]
         factors = place.layer.kind.factors
         assert factors is not None
@@ -206,7 +208,11 @@ class Folds:
         return LowRank(found.right.T.contiguous(), found.left.T.contiguous())
 
     def held(self, name: str, elements: int) -> int:
-        """Numbers held while so many of a tensor are computed: its parts, the base's, and twice as many."""
+        """Return how many numbers are held in memory while `elements` of a tensor are computed.
+
+        These are the parts of the layer and four times the computed numbers. Those are the whole
+        tensor if its rows cannot be computed apart.
+        """
         if name in self._biases:
             return 4 * elements
         place = self._place(name)
@@ -234,7 +240,7 @@ class Folds:
             self.headers[bias] = TensorHeader(bias, place.bias.shape, dtype)
 
     def _leave_rest(self, place: _Place, names: Mapping[str, str]) -> None:
-        """Take what is tied to a layer as PEFT leaves it, which changes the one tensor that both are."""
+        """Take the tensors tied to a layer too: PEFT changes the one tensor that they share."""
         ties: Mapping[str, str] = (self._base.untied if self._base else None) or {}
         first = ties.get(place.name, place.name)
         for name in (first, *(name for name, target in ties.items() if target == first)):
@@ -267,7 +273,7 @@ class Folds:
         return _Place(layer, name, weight, self._stored_as(named, base, bias), turned)
 
     def _stored_as(self, name: str, base: Checkpoint, in_base: str) -> _Stored | None:
-        """Return the tensor that an update is of."""
+        """Return the tensor that is updated: the adapter's whole tensor, or else the base's."""
         if (whole := self._replaced.get(name)) is not None:
             return _Stored(self._stored.headers[whole], self._stored)
         return _Stored(base.headers[in_base], base) if in_base in base.headers else None

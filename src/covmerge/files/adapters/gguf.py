@@ -22,7 +22,8 @@ from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.view import View
 from covmerge.files.quantised.gguf_file import GgufSettings
 
-# Of which it is known what llama.cpp's converter does to rows: to Llama's q and k, and to no other's.
+# Architectures for which it is known how llama.cpp's converter orders rows: it permutes only
+# Llama's q and k.
 ARCHITECTURES = frozenset(
     {
         *("gemma", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3"),
@@ -31,14 +32,14 @@ ARCHITECTURES = frozenset(
 )
 _HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _ENDS: Mapping[str, str] = {".weight.lora_a": ".lora_A.weight", ".weight.lora_b": ".lora_B.weight"}
-# Of the table, A is stored turned, and B as it is.
+# A of the token table is stored transposed, but B is not.
 _TABLE = "token_embd"
 _TABLE_ENDS = {".weight.lora_a": ".lora_embedding_A", ".weight.lora_b": ".lora_embedding_B"}
 _STEP = "merge the adapter that it was converted from"
 
 
 def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
-    """Return what a GGUF file says of itself, if it is an adapter."""
+    """Return a GGUF file's settings if the file is an adapter, else None."""
     settings = (stored.config or {}).get(QUANTISATION)
     if not isinstance(settings, GgufSettings):
         return None
@@ -50,7 +51,7 @@ class GgufFactors(View):
     """A view of a GGUF file's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
 
     Raises:
-        CheckpointError: it is no LoRA of plain matrices, or says nothing of its alpha.
+        CheckpointError: the file is no LoRA of plain matrices, or has no alpha.
     """
 
     def __init__(self, stored: Checkpoint, settings: GgufSettings) -> None:
@@ -71,7 +72,7 @@ class GgufFactors(View):
                 f"with a number is read: convert it again, or {_STEP}"
             )
         self.architecture = str(metadata.get("general.architecture"))
-        # llama.cpp's scale is alpha over the rank of each; an alpha of 0 is none.
+        # llama.cpp's scale is alpha over each factor's own rank; an alpha of 0 means the scale 1.
         ranks = {name.removeprefix(PREFIX): header.shape[0] for name, header in self._downs()}
         self.fields: Mapping[str, Any] = {
             "peft_type": "LORA",
@@ -101,10 +102,10 @@ def named_by_base(
     architecture: str,
     where: str,
 ) -> dict[str, Update]:
-    """Return updates of llama.cpp's names and orders of rows as those of transformers' tensors.
+    """Return llama.cpp's updates with the names and the orders of rows of transformers' tensors.
 
     Raises:
-        CheckpointError: the architecture is not known here, or the base does not say its heads.
+        CheckpointError: the architecture is not read, or the base does not say its number of heads.
     """
     names = _names(updates, base, architecture, where)
     found: dict[str, Update] = {}
@@ -118,7 +119,7 @@ def named_by_base(
 def _names(
     updates: Iterable[str], base: Iterable[str], architecture: str, where: str
 ) -> dict[str, str]:
-    """The base's names of tensors, by those of llama.cpp."""
+    """Return the base's tensor names, by llama.cpp's names for them."""
     package: Any = importlib.import_module("gguf")
     known = {name: arch for arch, name in package.MODEL_ARCH_NAMES.items()}
     if architecture not in ARCHITECTURES or architecture not in known:
@@ -135,7 +136,10 @@ def _names(
 def _order(
     name: str, rows: int, config: Mapping[str, Any], architecture: str, where: str
 ) -> tuple[int, ...] | None:
-    """By row of a tensor, that of the stored one: Llama's q and k have pairs of rows beside each other."""
+    """Return for each row of a tensor the number of its stored row; None: the order is the same.
+
+    In llama.cpp's order, the two rows of a pair in Llama's q and k are neighbours.
+    """
     side = next((part for part in _HEADS if f".{part}." in name), None)
     if architecture != "llama" or side is None:
         return None

@@ -1,4 +1,4 @@
-"""What an adapter's file holds of a model's tensors, and by which keys: PEFT's, Kohya's, diffusers'."""
+"""The tensors in an adapter's file and their keys in the formats of PEFT, Kohya's scripts and diffusers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class AdaptedTensor:
     """One tensor that the adapter updates.
 
     Attributes:
-        name: its name in the model that the adapter is loaded over; in the other forms than PEFT's it
+        name: its name in the model that the adapter is loaded over; in formats other than PEFT's it
             begins with the part of a pipeline.
-        shape: as the base stores it.
+        shape: its shape in the base.
         rank: rank of its update.
-        embedding: whether it is an embedding, whose factors PEFT calls by other names.
+        embedding: whether it is an embedding, for whose factors PEFT has other names.
         transposed: whether the base stores `(d_in, d_out)`, as GPT-2 does.
-        form: of the file.
+        form: the format of the file.
     """
 
     name: str
@@ -48,7 +48,7 @@ class AdaptedTensor:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the two factors, the one at the inputs first, and of alpha where there is one."""
+        """Names of the two factors, the input side first, and of alpha if the format has one."""
         if self.form == KOHYA_FORM:
             ends = ("lora_down.weight", "lora_up.weight", "alpha")
             return tuple(f"{self.module}.{end}" for end in ends)
@@ -57,25 +57,25 @@ class AdaptedTensor:
         return tuple(f"{prefix}{self.module}.{kind.format(side)}" for side in "AB")
 
     def factors(self, update: LowRank) -> tuple[Tensor, ...]:
-        """Return what lies under the keys, given the update in the base's orientation.
+        """Return the tensors stored under the keys, given the update in the base's orientation.
 
-        The scale alpha / rank is 1: it is in the factors.
+        The scale alpha / rank is 1, because the factors contain the scale.
         """
         alpha = (torch.tensor(float(self.rank)),) if self.form == KOHYA_FORM else ()
         return *self._factors(update), *alpha
 
     def _factors(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """A and B."""
+        """Return A and B."""
         if self.embedding or self.transposed:
             return update.left.mT.contiguous(), update.right.mT.contiguous()
-        if len(self.shape) > 2:  # a convolution: A has its window, and B one of a single place
+        if len(self.shape) > 2:  # a convolution: A has its window, and B a window of size 1
             one = (1,) * len(self.shape[2:])
             left = update.left.reshape(self.shape[0], self.rank, *one)
             return update.right.reshape(self.rank, *self.shape[1:]), left
         return update.right.contiguous(), update.left.contiguous()
 
     def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, ...]:
-        """Headers of what lies under the keys; alpha is float32, which has every rank."""
+        """Return headers of the tensors under the keys; alpha is float32, which is exact for every rank."""
         rows, columns = self.shape[0], prod(self.shape[1:])
         probe = LowRank(
             torch.empty(rows, self.rank, device="meta", dtype=dtype),
@@ -92,10 +92,10 @@ class WholeTensor:
     """One tensor that the adapter replaces.
 
     Attributes:
-        names: its names in the model that the adapter is loaded over: several where it is tied.
+        names: its names in the model that the adapter is loaded over: several if the tensor is tied.
         stored: its shape and dtype.
-        modules: the modules that PEFT replaces with it; a bias is replaced by itself.
-        beside_factors: whether its module has factors too, which PEFT puts around the layer.
+        modules: the modules that PEFT replaces with it; empty for a bias, which is replaced alone.
+        beside_factors: whether its module has factors too, so that PEFT's wrapper is around the layer.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class WholeTensor:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its names in the file."""
+        """Keys of the tensor in the file."""
         layer = ".base_layer" if self.beside_factors else ""
         split = (name.rpartition(".") for name in self.names)
         return tuple(f"{PREFIX}{module}{layer}.{leaf}" for module, _, leaf in split)

@@ -1,4 +1,4 @@
-"""Adapters of mlx-lm, read as PEFT's: scale · (lora_a lora_b)ᵀ is lora_alpha / r · B A."""
+"""mlx-lm's adapters, read in PEFT's format: scale · (lora_a lora_b)ᵀ is lora_alpha / r · B A."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MLX_NAME = "adapters.safetensors"
 _PEFT_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 MLX_ENDS = tuple(_PEFT_ENDS)
 _MAGNITUDE = ".m"
-# Embeddings, whose factors are a (rows, r) and b (r, d) with the update a b: of a layer that is B A.
+# Embeddings have factors a (rows, r) and b (r, d), and the update a b. For a layer this is B A.
 _TABLES = ("embed_tokens", "embed_in", "tok_embeddings", "word_embeddings", "wte")
 _TABLE_ENDS: Mapping[str, str] = {".lora_a": ".lora_B.weight", ".lora_b": ".lora_A.weight"}
 _FUSE = (
@@ -29,7 +29,7 @@ _FUSE = (
 
 
 class TurnedFactors(View):
-    """mlx-lm's factors under PEFT's names and in its orientation, A `(r, d_in)`, B `(d_out, r)`."""
+    """mlx-lm's factors under PEFT's names and in PEFT's orientation, A `(r, d_in)`, B `(d_out, r)`."""
 
     def __init__(self, stored: Checkpoint, rank: int) -> None:
         super().__init__(stored)
@@ -49,10 +49,10 @@ class TurnedFactors(View):
 
 
 def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PEFT's configuration of an adapter, from the one that mlx-lm writes.
+    """Return PEFT's configuration for the configuration of an mlx-lm adapter.
 
     Raises:
-        CheckpointError: it is no LoRA, or its rank or its scale is missing.
+        CheckpointError: the adapter is no LoRA, or its rank or its scale is missing.
     """
     kind: object = fields.get("fine_tune_type", "lora")
     if kind == "full":
@@ -78,7 +78,7 @@ def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_full(fields: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm trained whole tensors, and wrote no factors."""
+    """Return whether mlx-lm trained whole tensors and wrote no factors."""
     return fields.get("fine_tune_type") == "full"
 
 

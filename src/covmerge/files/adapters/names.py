@@ -1,4 +1,4 @@
-"""From the names of an adapter's tensors to the updates that they make up."""
+"""Translation of the names of an adapter's tensors into the updates that the tensors form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE
 from covmerge.files.adapters.types.lycoris import DIFF, DIFFERENCE, OF_BIAS, OF_GROUPS, is_grouped
 
-_PARTS = {  # what a name ends in, longest first where one ends in another
+_PARTS = {  # ends of names; a longer end comes before a shorter one that it ends in
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
     ".lora_B.bias": "bias",
@@ -31,7 +31,7 @@ _PARTS = {  # what a name ends in, longest first where one ends in another
     ".token_adapter.trainable_tokens_delta": TOKENS,
 }
 _ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
-_FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
+_FILE_PARTS = _PARTS | {  # of Kohya's scripts and diffusers
     ".lora_down.weight": "down",
     ".lora_up.weight": "up",
     ".lora.down.weight": "down",
@@ -44,7 +44,7 @@ _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
     ".dora_scale": MAGNITUDE,
     **{end: part for kind in OF_FILES for end, part in kind.ends.items()},
 }
-_BEGIN = {  # what the names of parts begin with; GPT-2 has an `ln_1`, so of `ln_tuning_layers` two words
+_BEGIN = {  # what the names of parts begin with; two words of `ln_tuning_layers`, as GPT-2 has an `ln_1`
     re.sub(r"^(ln_[^_]*|[^_]*).*", r"\1", end.split(".")[1])
     for kind in TYPES.values()
     if kind is not TRAINABLE_TOKENS
@@ -54,19 +54,19 @@ _OWN = re.compile(
     rf"(^|\.)(({'|'.join(sorted({'lora', *_BEGIN}))})_|"
     r"token_adapter\.|trainable_tokens|dora_scale$|diff$|diff_b$)"
 )
-# What VeLoRA and MonteCLoRA train by, and what runs is LoRA.
+# Tensors that VeLoRA and MonteCLoRA use only in training; the trained model computes plain LoRA.
 _OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
-# A whole table under trained tokens, which PEFT saves where it was resized.
+# A whole table under trained tokens; PEFT saves it if the table was resized.
 _RESIZED = ".token_adapter.base_layer."
-# What PEFT saves beside a table that was trained whole, where it saves embeddings too: both of its copies.
+# The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
-_KINDS = {  # what is refused, by a part of its name
+_KINDS = {  # refused kinds of layers, by part of their names
     "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
     "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
     "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
 }
-# PEFT reads no such file.
+# PEFT does not read these files.
 _MERGE_FILE_FIRST = (
     "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
     "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
@@ -77,15 +77,15 @@ _MERGE_FILE_FIRST = (
 
 @dataclass(frozen=True)
 class Stacked:
-    """Which factors an update takes of those of a stack of matrices, `(count, ·, ·)`.
+    """The part of the factors of a stack of matrices `(count, ·, ·)` that one update takes.
 
     Attributes:
-        count: number of matrices. `down` has the r rows of one after another, `up` the columns of
-            all of them term after term.
-        index: the one matrix of which the base's tensor is; None: it is the stack itself.
-        rows: those of that matrix that the base's tensor has.
-        held: elements of all factors of its module, which are read whole.
-        by_expert: the columns of `up` lie matrix after matrix, as Unsloth had them.
+        count: number of matrices. `down` has r rows for each matrix, one matrix after another; `up`
+            has the columns of all matrices, term after term.
+        index: the number of the matrix that the base's tensor stores; None: the base stores the stack.
+        rows: the rows of that matrix that the base's tensor has.
+        held: number of elements of all factors of the module, which are read whole.
+        by_expert: whether the columns of `up` are ordered matrix after matrix, as in Unsloth's files.
     """
 
     count: int
@@ -97,24 +97,24 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Update:
-    """One update of low rank, scale · up · diag(middle) · down, by the names of its tensors.
+    """One low-rank update, scale · up · diag(middle) · down, with the names of its stored tensors.
 
     Attributes:
-        name: of the base's tensor that it is added to.
-        shape: of that tensor, its axes after the first taken together.
+        name: the base's tensor that it is added to.
+        shape: the shape of that tensor as a matrix: all axes after the first are one.
         rank: number of terms.
-        dtype: in which the factors are stored.
-        up: `(d_out, r)`; with `down` None the column that is added to a bias.
+        dtype: the dtype of the stored factors.
+        up: `(d_out, r)`; if `down` is None, the column that is added to a bias.
         down: `(r, d_in)`.
-        scale: a number of the configuration.
-        transposed: the base's tensor is `(d_in, d_out)`.
-        table: of an embedding.
-        middle: r numbers between the factors.
-        alpha: a number by which the scale is multiplied.
-        divisor: a number by which it is divided.
-        stack: the factors are those of a stack of matrices; `rank` is that of each.
-        written: its name in the adapter's file, where the base's is another.
-        order: by row of `up`, that of the stored one; None: the same.
+        scale: the factor that the configuration gives.
+        transposed: whether the base's tensor is `(d_in, d_out)`.
+        table: whether the base's tensor is an embedding.
+        middle: name of a tensor of r numbers, multiplied between the factors.
+        alpha: name of a tensor with one number that multiplies the scale.
+        divisor: name of a tensor with one number that divides the scale.
+        stack: set if the factors are those of a stack of matrices; then `rank` is the rank of each.
+        written: the tensor's name in the adapter's file, if the base has another name for it.
+        order: for each row of `up`, the number of the stored row; None: the order is the same.
     """
 
     name: str
@@ -136,14 +136,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """The factors of one parameter of a module; which one, and of what shape, only the base tells.
+    """The factors of one parameter of a module; only the base tells which parameter, and its shape.
 
     Attributes:
         owner: the module.
-        parameters: those of it that the configuration targets.
+        parameters: the module's parameters that the configuration targets.
         shape: `(d_out, d_in)` of the product.
-        terms: rows of `down`, of all matrices together if it is a stack.
-        dtype: in which the factors are stored.
+        terms: number of rows of `down`; for a stack, of all matrices together.
+        dtype: the dtype of the stored factors.
         up: name of the tensor `(d_out, terms)`.
         down: name of the tensor `(terms, d_in)`.
     """
@@ -158,16 +158,16 @@ class Wrapped:
 
     @property
     def numel(self) -> int:
-        """Elements of both factors."""
+        """Number of elements of both factors."""
         return self.terms * sum(self.shape)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an adapter holds: updates, and names of whole tensors, by the base's names.
+    """The contents of an adapter: updates, and names of whole tensors, both by the base's names.
 
-    `wrapped` are factors whose tensors have not been found in a base, by the adapter's own names.
-    `folded` are layers whose update is no product of stored factors.
+    `wrapped` has factors whose tensors have not been found in a base yet, by the adapter's names.
+    `folded` has layers whose update is not a product of stored factors.
     """
 
     updates: Mapping[str, Update]
@@ -177,7 +177,7 @@ class Contents:
 
 
 def looks_like_adapter(names: Iterable[str]) -> bool:
-    """Whether a file of weights holds an adapter and no model.
+    """Return whether a file of weights holds an adapter and no model.
 
     Example:
         >>> looks_like_adapter(["lora_unet_mid_block.alpha", "lora_unet_mid_block.lora_up.weight"])
@@ -199,13 +199,13 @@ def read_names(
 
     Args:
         stored: the headers of its file.
-        config: its configuration; None: a file by itself, whose scales are 1 or stored as alpha.
+        config: its configuration; None: it has none, and its scales are 1 or stored as alpha.
         where: the adapter, for errors.
-        of_parts: of a file by itself, the configurations of parts of a pipeline, by their prefixes.
+        of_parts: for a file without configuration, those of the parts of a pipeline, by their prefixes.
 
     Raises:
-        CheckpointError: a tensor whose meaning is not known, half of a pair, shapes that
-            contradict each other or the configuration.
+        CheckpointError: the meaning of a tensor is not known, one tensor of a pair is missing, or
+            shapes contradict each other or the configuration.
     """
     modules: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
@@ -259,9 +259,9 @@ def read_names(
 
 
 def oriented(update: Update, conv1d: Container[str]) -> Update:
-    """Return the update of a layer as the base stores that, whatever the configuration says.
+    """Return a layer's update in the orientation of the base, whatever the configuration says.
 
-    PEFT goes by the module's class; its `fan_in_fan_out` is that of the last layer it came to.
+    PEFT decides by the module's class; its `fan_in_fan_out` is that of the last layer it visited.
     """
     layer = update.down is not None and update.stack is None and not update.table
     transposed = update.name in conv1d
@@ -272,14 +272,14 @@ def oriented(update: Update, conv1d: Container[str]) -> Update:
 
 
 def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float64 where either is, float32 otherwise."""
+    """Return the dtype to compute in: float64 if either dtype is float64, float32 otherwise."""
     return torch.float64 if torch.float64 in (one, other) else torch.float32
 
 
 def _split(
     name: str, stored: Container[str], config: AdapterConfig | None, where: str
 ) -> tuple[str, str]:
-    """Return module and part; a tensor that is no part of an update is its own module."""
+    """Return a tensor's module and part; for a whole tensor, its own name and no part."""
     module = name.removeprefix(PREFIX)
     adalora = config is not None and config.is_adalora
     table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
@@ -291,7 +291,7 @@ def _split(
     for end, part in table.items():
         if module.endswith(end):
             stem = module.removesuffix(end)
-            # Diffusers' former attention processors stand for the layers beside them.
+            # diffusers' former attention processors have the factors of the layers beside them.
             return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
     if config is None and (found := _beside(name, stored)) is not None:
         return found
@@ -301,7 +301,7 @@ def _split(
 
 
 def _beside(name: str, stored: Container[str]) -> tuple[str, str] | None:
-    """Return module and part of a tensor that is one by another tensor of its module alone."""
+    """Return the module and part of a tensor that is a part only because of another tensor beside it."""
     for kind in OF_FILES:
         for end, part in kind.beside.items():
             stem = name.removesuffix(end)
@@ -327,19 +327,19 @@ def _base_name(module: str) -> str:
 
 
 def _unwrapped(module: str) -> str:
-    """Return the module inside PEFT's wrappers, one for each parameter that it adapts."""
+    """Return the module inside PEFT's wrappers; PEFT adds one for each parameter that it adapts."""
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
     return module
 
 
 def _owner(module: str) -> str:
-    """Return what the configuration knows a module by."""
+    """Return the name of a module in the configuration."""
     return _unwrapped(module.removesuffix(".base_layer.out_proj"))
 
 
 class _Reader:
-    """Makes updates of the parts of modules."""
+    """Makes updates from the parts of modules."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class _Reader:
         }
 
     def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
-        """Return what is added to a module's bias, whatever is done to its weight."""
+        """Return the difference stored for a module's bias, whatever happens to its weight."""
         if OF_BIAS not in parts:
             return None
         header = self._stored[parts[OF_BIAS]]
@@ -373,7 +373,7 @@ class _Reader:
     def folded(
         self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
     ) -> Folded | None:
-        """Return the layer of a module whose update is no product of factors, if it is one."""
+        """Return a module's layer if its update is not a product of stored factors, else None."""
         headers = {part: self._stored[name] for part, name in parts.items()}
         config, owner = self._configured(_unwrapped(module))
         kind = self._kind(headers, config)
@@ -401,7 +401,7 @@ class _Reader:
         )
 
     def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
-        """The configuration that a module has, and what it calls the module."""
+        """Return a module's configuration, and the module's name in that configuration."""
         for part, config in self._of_parts.items():
             if module.startswith(part):
                 return config, module.removeprefix(part)
@@ -410,7 +410,7 @@ class _Reader:
     def _kind(
         self, parts: Mapping[str, TensorHeader], config: AdapterConfig | None
     ) -> AdapterType | None:
-        """The type of a layer; None: plain LoRA."""
+        """Return the type of a layer; None: plain LoRA."""
         if config is not None and config.kind is not None:
             return config.kind
         if TOKENS in parts:
@@ -428,7 +428,7 @@ class _Reader:
         return kind_of(parts, {} if config is None else config.fields)
 
     def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
-        """Return the factors of a parameter that must be looked for in the base, if these are."""
+        """Return the factors if their parameter must be looked up in the base, else None."""
         owner = _unwrapped(module)
         names = self._config.parameters(owner) if self._config else ()
         if self._config is None or not names or not {"down", "up"} <= parts.keys():
@@ -439,11 +439,11 @@ class _Reader:
         terms, d_out, d_in = self._sizes(down, up, rows=True)
         nested = module != owner or f"{module}.base_layer" in self._modules
         if not nested and len(names) == 1 and terms == self._config.rank(f"{owner}.{names[0]}"):
-            return None  # one matrix, and no doubt which
+            return None  # the module has one matrix, so there is no choice
         return Wrapped(owner, names, (d_out, d_in), terms, self._dtype(down, up), up, down)
 
     def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
-        """Return the update of a module's weight, and of its bias if there is one."""
+        """Return the update of a module's weight, and of its bias if it has one."""
         table = "table_down" in parts or "table_up" in parts
         ends = ("table_down", "table_up") if table else ("down", "up")
         for part, other in (ends, ends[::-1]):
@@ -456,7 +456,7 @@ class _Reader:
         down, up = parts[ends[0]], parts[ends[1]]
         rank, d_out, d_in = self._sizes(down, up, rows=table)
         target, weight = self._target(module)
-        # Of layers that are stored as (d_in, d_out); PEFT says so of all, and it is of no convolution.
+        # PEFT's flag holds for all layers stored as (d_in, d_out), but not for convolutions.
         flat = len(self._stored[down].shape) == 2
         turned = flat and self._config is not None and self._config.transposed
         transposed = table or turned
@@ -468,7 +468,7 @@ class _Reader:
             dtype=self._dtype(down, up),
             up=up,
             down=down,
-            # PEFT adds that of an attention's out_proj twice, in training as when it merges.
+            # PEFT adds the update of an attention's out_proj twice, in training and when it merges.
             scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
             transposed=transposed,
             table=table,
@@ -496,7 +496,7 @@ class _Reader:
         return rank, d_out, d_in
 
     def _target(self, module: str) -> tuple[str, str]:
-        """Return what the configuration knows the module by, and the name of its weight."""
+        """Return a module's name in the configuration, and the name of its weight."""
         inner = module.removesuffix(".base_layer.out_proj")
         owner = inner if inner in self._attention else module
         parameters = self._config.parameters(owner) if self._config else ()
@@ -514,7 +514,7 @@ class _Reader:
         return owner, f"{owner}.weight"
 
     def _is_of_table(self, module: str) -> bool:
-        """Whether a module is an embedding, or has the factors of one: `(r, n)` and `(d, r)`, turned."""
+        """Return whether a module is an embedding or has one's transposed factors, `(r, n)`, `(d, r)`."""
         parts = self._modules[module]
         if "table_down" in parts:
             return True

@@ -1,9 +1,10 @@
-"""Adapted parameters of modules, stacks of experts above all, found in the base by their shapes.
+"""The parameters that an adapter's factors belong to, above all stacks of experts.
 
-PEFT puts a wrapper around the module for each parameter that it adapts, in the order in which the
-module registers them, and turns the factors of a stack around or not by the module's class and by
-its own version. The files keep none of this. The shapes of the base tell which factors are whose
-and which way round they lie; where they fit in more than one way, the adapter is refused.
+PEFT puts one wrapper around the module for each parameter that it adapts, in the order in which the
+module registers them. Whether it transposes the factors of a stack depends on the module's class
+and on PEFT's version. The files contain none of this. The shapes of the base's tensors tell which
+factors belong to which parameter, and whether they are transposed. If the factors fit in more than
+one way, the adapter is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import MERGE_FIRST, AdapterConfig
 from covmerge.files.adapters.names import Stacked, Update, Wrapped
 
-# What transformers packs into a stack on loading, where each expert is stored by itself.
+# Stacks that transformers packs on loading, with the names of the single experts in the files.
 _APART = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",),),
@@ -31,10 +32,10 @@ class _Parameter:
     """A parameter of the model, as the base stores it.
 
     Attributes:
-        name: by which the configuration knows it.
-        shape: in the model.
-        rank: that the configuration gives it.
-        pieces: the base's tensors, each with its place in the stack; None: it is one matrix.
+        name: the name of the parameter in the configuration.
+        shape: its shape in the model.
+        rank: its rank in the configuration.
+        pieces: the base's tensors, each with its place in the stack; no place: it is one matrix.
     """
 
     name: str
@@ -44,16 +45,16 @@ class _Parameter:
 
     @property
     def terms(self) -> int:
-        """Terms of all matrices together."""
+        """Number of terms of all matrices together."""
         return self.rank * (self.shape[0] if self.is_stack else 1)
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of matrices."""
+        """Whether the parameter is a stack of matrices."""
         return len(self.shape) == 3
 
     def fits(self, factors: Wrapped, *, transposed: bool) -> bool:
-        """Whether it may be what the factors are of; PEFT turns stacks around, not matrices."""
+        """Return whether the factors may be this parameter's; PEFT transposes stacks, not matrices."""
         turned = transposed and self.is_stack
         shape = factors.shape[::-1] if turned else factors.shape
         return factors.terms == self.terms and shape == self.shape[-2:]
@@ -61,7 +62,7 @@ class _Parameter:
     def updates(
         self, factors: Wrapped, config: AdapterConfig, *, transposed: bool, held: int
     ) -> Iterator[Update]:
-        """Make the updates of the base's tensors; `held`: see `Stacked`."""
+        """Yield the updates of the base's tensors; for `held` see `Stacked`."""
         rows, columns = self.shape[-2:]
         by_expert = config.packs_by_expert(self.name.rpartition(".")[2])
         for name, stack in self.pieces:
@@ -88,10 +89,10 @@ def find_parameters(
     base: Mapping[str, TensorHeader],
     config: AdapterConfig,
 ) -> tuple[dict[str, Update], dict[str, Wrapped]]:
-    """Return the updates of the base's tensors, and the factors of which it has none.
+    """Return the updates of the base's tensors, and the factors whose tensors the base does not have.
 
     Raises:
-        CheckpointError: the factors fit the base's tensors in no way, or in several.
+        CheckpointError: the factors do not fit the base's tensors, or fit them in several ways.
     """
     tensors = _Base(base)
     modules: defaultdict[str, dict[str, Wrapped]] = defaultdict(dict)
@@ -120,7 +121,7 @@ def find_parameters(
 def _pair(
     owner: str, levels: Sequence[Wrapped], parameters: Sequence[_Parameter], where: str
 ) -> tuple[tuple[_Parameter, ...], bool]:
-    """Return the parameter that each of the factors is of, and whether stacks are turned around."""
+    """Return the parameter of each of the factors, and whether the factors of stacks are transposed."""
     turned = (False, True) if any(parameter.is_stack for parameter in parameters) else (False,)
     ways = [
         (pairing, transposed)
@@ -147,7 +148,7 @@ def _pair(
 def _pairings(
     levels: Sequence[Wrapped], parameters: Sequence[_Parameter], *, transposed: bool
 ) -> Iterator[tuple[_Parameter, ...]]:
-    """Every way to give each of the factors a parameter that it fits."""
+    """Yield every way to assign to each of the factors a parameter that it fits."""
     if not levels:
         yield ()
         return
@@ -159,15 +160,15 @@ def _pairings(
 
 
 class _Base:
-    """The base's tensors, by the names that the adapter has for them."""
+    """The base's tensors, looked up by the adapter's names for them."""
 
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
-        # What one of the two models may have before the names of the other, as `model.`
+        # Prefixes that only one of the two models may have before its names, such as `model.`
         self._prefixes = {name.partition(".")[0] for name in headers if "." in name}
 
     def find(self, owner: str, leaf: str, rank: int) -> _Parameter | None:
-        """Return a parameter of a module, stored as it is or expert by expert."""
+        """Return a module's parameter, which the base may store whole or expert by expert."""
         name = f"{owner}.{leaf}"
         stored = self._stored(name)
         if stored is not None:
@@ -182,7 +183,7 @@ class _Base:
         return None
 
     def _experts(self, home: str, kinds: Sequence[str]) -> Iterator[list[TensorHeader]]:
-        """The matrices of one expert after another."""
+        """Yield the matrices of each expert."""
         for expert in count():
             found = [self._stored(f"{home}.{expert}.{kind}.weight") for kind in kinds]
             stored = [header for header in found if header is not None]
@@ -198,7 +199,7 @@ class _Base:
 
 
 def _packed(name: str, rank: int, experts: Sequence[Sequence[TensorHeader]]) -> _Parameter:
-    """A stack of which the base stores every expert by itself, its rows in pieces."""
+    """Return a stack whose experts the base stores separately, each perhaps as several pieces of rows."""
     ends = list(accumulate((matrix.shape[0] for matrix in experts[0]), initial=0))
     pieces = tuple(
         (matrix.name, Stacked(len(experts), expert, range(start, end)))

@@ -1,4 +1,4 @@
-"""LoRA files of diffusion models: which part of a pipeline an update is of, and which tensor of a base."""
+"""LoRA files of diffusion models: which part of a pipeline and which tensor an update belongs to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.folds import Folded
 from covmerge.files.adapters.names import Update
 
-# Names of a U-Net's layers in single-file checkpoints (input_blocks, ...), as diffusers has them.
+# Names of a U-Net's layers in single-file checkpoints (input_blocks, ...), and diffusers' names.
 
-_LAYERS = 2  # of a block at one resolution, in all of Stable Diffusion
+_LAYERS = 2  # number of layers of a block at one resolution, in every Stable Diffusion
 _BLOCK = re.compile(r"(input|output)_blocks\.(\d{1,2})\.(\d)\.(.+)|middle_block\.(\d)\.(.+)")
 _FIRST = {
     "time_embed.0.": "time_embedding.linear_1.",
@@ -37,7 +37,7 @@ _IN_RESNET = {
 
 
 def diffusers_name(name: str) -> str | None:
-    """Return what diffusers calls a tensor of a U-Net; None: it has none of this name.
+    """Return diffusers' name for a tensor of a U-Net, or None if diffusers has no such tensor.
 
     Example:
         >>> diffusers_name("input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight")
@@ -71,7 +71,7 @@ def diffusers_name(name: str) -> str | None:
 
 
 def flat_diffusers_name(name: str) -> str | None:
-    """Return the same of a name whose dots are underscores, as Kohya's scripts write it.
+    """Return diffusers' flat name for a flat name of Kohya's scripts, which have underscores for dots.
 
     Example:
         >>> flat_diffusers_name("input_blocks_4_0_in_layers_2_weight")
@@ -103,7 +103,7 @@ _PART = re.compile(
     r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior|diffusion_model)\."  # the last is ComfyUI's
 )
 _UNET = "model.diffusion_model."
-# Where a single-file checkpoint of a whole pipeline has its parts.
+# Prefixes of the parts in a single-file checkpoint of a whole pipeline, by the prefixes in LoRA files.
 _REGIONS: Mapping[str, tuple[str, ...]] = {
     _UNET: (
         *("lora_unet_", "lora_transformer_", "lycoris_"),
@@ -112,8 +112,8 @@ _REGIONS: Mapping[str, tuple[str, ...]] = {
     "cond_stage_model.transformer.": ("lora_te_", "text_encoder."),
     "conditioner.embedders.0.transformer.": ("lora_te1_", "text_encoder."),
 }
-# Where it has text encoders under other names, with query, key and value in one tensor: SDXL's second one,
-# that of Stable Diffusion 2, and those of Stable Diffusion 3.
+# Prefixes of text encoders whose names are not read, because query, key and value are one tensor:
+# SDXL's second encoder, that of Stable Diffusion 2, and those of Stable Diffusion 3.
 _NOT_READ: Mapping[str, tuple[str, ...]] = {
     "conditioner.embedders.1.": ("lora_te2_", "text_encoder_2."),
     "cond_stage_model.model.": ("lora_te_", "text_encoder."),
@@ -124,7 +124,7 @@ _OF_UNET = _REGIONS[_UNET]
 
 
 def part_of(name: str) -> str:
-    """Return the part of a pipeline that a name begins with, or nothing.
+    """Return the part of a pipeline that a name begins with, or an empty string.
 
     Example:
         >>> part_of("lora_te1_text_model_final.weight"), part_of("model.norm.weight")
@@ -135,7 +135,7 @@ def part_of(name: str) -> str:
 
 
 def flat_name(name: str) -> str:
-    """Return a name as Kohya's scripts flatten it.
+    """Return a name as Kohya's scripts write it, with underscores for dots.
 
     Example:
         >>> flat_name("mid_block.attentions.0.to_q.weight")
@@ -147,17 +147,17 @@ def flat_name(name: str) -> str:
 def updates_of_base(
     updates: Iterable[Update | Folded], base: Mapping[str, TensorHeader], where: str
 ) -> tuple[dict[str, Update | Folded], dict[str, int]]:
-    """Find the tensors of a base that the updates of a file without configuration are of.
+    """Find the tensors of a base that a file without a configuration updates.
 
-    A tensor is found by its name, dots and underscores being alike, and by its shape: both text
-    encoders of a pipeline have the same names.
+    A tensor is found by its name, in which dots and underscores are equal, and by its shape,
+    because both text encoders of a pipeline have the same names.
 
     Returns:
-        The updates by the base's names, and how many of which part the base has no tensor for.
+        The updates by the base's names, and for each part the number of updates without a tensor.
 
     Raises:
-        CheckpointError: the base has tensors for some updates of a part and not for others, for none
-            at all, several for one, or under names that are not read.
+        CheckpointError: the base has tensors for some updates of a part and not for others, for no
+            update at all, several for one update, or under names that are not read.
     """
     names = _Names(base)
     found: dict[str, Update | Folded] = {}
@@ -191,18 +191,18 @@ def updates_of_base(
 
 
 def _not_read(part: str, base: Iterable[str]) -> str | None:
-    """Where a base has a part under names that are not read; None: it has none of it."""
+    """Return the prefix under which a base has a part with names that are not read, or None."""
     regions = [region for region, parts in _NOT_READ.items() if part.startswith(parts)]
     return next((r for r in regions if any(name.startswith(r) for name in base)), None)
 
 
 def region_of(name: str) -> str:
-    """Return what a tensor's name begins with in a single-file checkpoint of a pipeline, or nothing."""
+    """Return the prefix of a part that a name has in a single-file checkpoint, or an empty string."""
     return next((region for region in _REGIONS if name.startswith(region)), "")
 
 
 class _Names:
-    """The names of a base, by those that a file may have for them."""
+    """The names of a base, looked up by the names that a LoRA file may have for them."""
 
     def __init__(self, base: Mapping[str, TensorHeader]) -> None:
         self._base = base
@@ -212,10 +212,11 @@ class _Names:
                 self._known[region, flat_name(alias)].append(name)
 
     def find(self, update: Update | Folded, part: str, where: str) -> str | None:
-        """Return the tensor that an update is of; None: there is none."""
+        """Return the base's tensor that an update belongs to, or None."""
         stem = flat_name(update.name.removeprefix(part))
         regions = ["", *(region for region, parts in _REGIONS.items() if part in parts)]
-        # Kohya's scripts name SDXL's layers as single files do, also over a folder of diffusers.
+        # Kohya's scripts name SDXL's layers as in single files, even if the base is a folder of
+        # diffusers.
         stems = [stem, flat_diffusers_name(stem)] if part in _OF_UNET else [stem]
         known = [self._known.get((region, key or ""), ()) for region in regions for key in stems]
         found = list(dict.fromkeys(name for names in known for name in names))
@@ -231,7 +232,7 @@ class _Names:
 
 
 def _aliases(name: str) -> Iterator[tuple[str, str]]:
-    """The places of a pipeline that a tensor may be looked for in, each with its name there."""
+    """Yield the parts of a pipeline that a tensor may belong to, each with the tensor's name there."""
     yield "", name
     for region in _REGIONS:
         if name.startswith(region):

@@ -1,7 +1,7 @@
-"""A process that matches patterns and nothing else: `patterns` starts it, and its limits may end it.
+"""The program of a process that only matches patterns. `patterns` starts it with limits.
 
-It reads one question in JSON and writes one answer. It is run as a file, without covmerge or torch,
-so that it starts at once.
+It reads one question in JSON and writes one answer. It runs as a file, without covmerge or torch,
+so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Found = tuple[int, str | None] | None
 
 
 def answer(patterns: list[str], names: list[str], *, whole: bool) -> list[Found]:
-    """Return for every name the number of the first pattern that matches, and its group `idx`.
+    """Return for every name the number of the first pattern that matches it, and its group `idx`.
 
     Args:
         patterns: regular expressions.
-        names: what they are held against.
-        whole: whether a pattern is about all of a name, or how it begins.
+        names: the names to match.
+        whole: whether a pattern must match all of a name, or only its beginning.
 
     Raises:
-        ValueError: a pattern is no regular expression: which one, and why.
+        ValueError: a pattern is no regular expression; it names the pattern and the reason.
     """
     compiled: list[re.Pattern[str]] = []
     for pattern in patterns:
@@ -41,7 +41,7 @@ def answer(patterns: list[str], names: list[str], *, whole: bool) -> list[Found]
 
 
 def main() -> None:
-    """Answer the question on stdin within so many seconds of computation, the only argument."""
+    """Answer the question on stdin; the only argument is the limit of CPU time in seconds."""
     _limit(int(sys.argv[1]))
     fields, names = json.load(sys.stdin)
     found: dict[str, list[Found]] = {}
@@ -58,7 +58,7 @@ def main() -> None:
 def _limit(seconds: int) -> None:
     try:
         import resource
-    except ImportError:  # Windows: `patterns` waits only so long
+    except ImportError:  # Windows has no such limit: `patterns` stops waiting after a while
         return
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

@@ -1,8 +1,8 @@
-"""Regular expressions in strangers' files, in a time that is bounded.
+"""Regular expressions from untrusted files, matched in bounded time.
 
-PEFT matches them by Python's `re`, and there are real ones that look ahead, so that no other engine
-means the same by all of them. `re` may take for ever over some: a process of its own does it, whose
-time and memory are limited.
+PEFT matches them by Python's `re`. Real ones look ahead, so that no other engine gives the same
+matches for all of them. `re` may take forever on some patterns, so a separate process with limited
+time and memory does the matching.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ CPU_SECONDS = 4
 
 _MAX_PATTERNS = 10_000
 _MAX_LENGTH = 1000  # characters
-_WAIT_SECONDS = 120.0  # on a machine with more to do than that
+_WAIT_SECONDS = 120.0  # allows for a machine that is busy with other work
 _PROCESS = Path(__file__).with_name("pattern_process.py")
 
 
 class Patterns:
-    """Fields of patterns: of each the first that matches a name decides.
+    """Fields of patterns; the first pattern of a field that matches a name decides.
 
     Args:
-        where: what holds them, for errors.
-        fields: the patterns of each field, and whether they are about the whole of a name or about
-            how it begins. The group `idx` of the latter is returned.
+        where: the file that has the patterns, for errors.
+        fields: the patterns of each field, and whether they must match a whole name or only its
+            beginning. For the latter the group `idx` is returned.
 
     Raises:
-        CheckpointError: there are too many, or one is too long.
+        CheckpointError: a field has too many patterns, or a pattern is too long.
     """
 
     def __init__(self, where: str, fields: Mapping[str, tuple[Sequence[str], bool]]) -> None:
@@ -55,7 +55,7 @@ class Patterns:
                 )
 
     def first(self, field: str, name: str) -> tuple[int, str | None] | None:
-        """Return the number of the first pattern of a field that matches, and its group `idx`."""
+        """Return the number of the first pattern of a field that matches a name, and its group `idx`."""
         if not self._fields.get(field, ((), False))[0]:
             return None
         if name not in self._found.get(field, {}):
@@ -63,7 +63,7 @@ class Patterns:
         return self._found[field][name]
 
     def ask(self, names: Iterable[str]) -> None:
-        """Have many names matched at once: a process takes longer to start than most names."""
+        """Match many names at once, because starting a process takes longer than matching."""
         asked = sorted(set(names))
         fields = {field: value for field, value in self._fields.items() if value[0]}
         if not fields or not asked:

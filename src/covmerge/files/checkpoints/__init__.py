@@ -1,5 +1,5 @@
-"""Checkpoints: read lazily and by rows from wherever they are, written crash-safe to a destination.
+"""Checkpoints: read lazily and by rows from any place, and written crash-safely to a destination.
 
-To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoint`). To write,
+To read, use `open_checkpoint`; it returns a `Checkpoint` for every kind of source. To write, use
 `plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
 """

@@ -1,4 +1,4 @@
-"""Diffusion transformers as their authors and ComfyUI store them, led to diffusers' names and pieces."""
+"""Rules from the layouts of diffusion transformers' authors and ComfyUI to diffusers' names and pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-Given = Mapping[str, Any]  # a rule as `conversions.json` has it
+Given = Mapping[str, Any]  # a rule as in `conversions.json`
 
-PREFIX = r"^(?:model\.)?diffusion_model\."  # ComfyUI's, and that of a single file of a pipeline
+PREFIX = r"^(?:model\.)?diffusion_model\."  # in ComfyUI's files and single files
 
 
 def _renamed(*pairs: tuple[str, str]) -> list[Given]:
@@ -20,7 +20,7 @@ def _apart(source: str, *targets: str, by: str = "Chunk") -> Given:
 
 
 def _swapped(source: str, target: str) -> Given:
-    # The authors have shift and scale, diffusers scale and shift.
+    # The authors store shift and scale, diffusers scale and shift.
     return {"from": [source], "to": [target], "by": [["Swap", 0]]}
 
 
@@ -87,7 +87,7 @@ _SD3: list[Given] = [
     _apart(r"x_block\.attn2\.qkv\.", "attn2.to_q.", "attn2.to_k.", "attn2.to_v."),
     _apart(r"context_block\.attn\.qkv\.", *_TEXT),
     _swapped(r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear."),
-    # The last block gives no text, and its norm has another form.
+    # The last block outputs no text, so its norm has another form.
     _swapped(
         r"(?<=^transformer_blocks\.{last}\.)context_block\.adaLN_modulation\.1\.",
         "norm1_context.linear.",
@@ -95,7 +95,7 @@ _SD3: list[Given] = [
     {
         "from": [r"context_block\.adaLN_modulation\.1\."],
         "to": ["norm1_context.linear."],
-        "by": [["Concatenate", 0]],  # of one: as it is
+        "by": [["Concatenate", 0]],  # of one tensor: unchanged
     },
 ]
 _WAN: list[Given] = _renamed(
@@ -122,16 +122,16 @@ _WAN: list[Given] = _renamed(
     (r"\.modulation$", ".scale_shift_table"),
     (r"\.ffn\.0\.", ".ffn.net.0.proj."),
     (r"\.ffn\.2\.", ".ffn.net.2."),
-    # diffusers numbers the norms in the order of use.
+    # diffusers numbers the norms in the order in which they are used.
     (r"^(blocks\.\d+)\.norm2\.", r"\1.norm_of_text."),
     (r"^(blocks\.\d+)\.norm3\.", r"\1.norm2."),
     (r"\.norm_of_text\.", ".norm3."),
     (r"\.before_proj\.", ".proj_in."),
     (r"\.after_proj\.", ".proj_out."),
 )
-# ComfyUI's; the authors' names are those of diffusers, as in Qwen-Image before 2.1.
+# This is ComfyUI's layout. The authors use diffusers' names, as in Qwen-Image before 2.1.
 _QWEN_IMAGE_21 = [_apart(r"img_mlp\.gate_up\.", "img_mlp.gate_layer.", "img_mlp.proj.")]
-# What only the authors' layout of a model has, and the number of the block in it.
+# A name that only the authors' layout of a model has, with the number of its block, and the rules.
 _LAYOUTS = (
     (re.compile(rf"(?:{PREFIX}|^)double_blocks\.(\d+)\.img_mod\.lin\.weight$"), _FLUX),
     (re.compile(rf"(?:{PREFIX}|^)joint_blocks\.(\d+)\.x_block\.attn\.qkv\.weight$"), _SD3),
@@ -145,7 +145,7 @@ _PREFIX = re.compile(PREFIX)
 
 
 def rules_for(names: Collection[str]) -> list[Given]:
-    """Return the rules from a file's names to diffusers'; none, if it has no other names."""
+    """Return the rules from a file's names to diffusers' names; none if the file needs no rules."""
     found: list[Given] = []
     if any(_PREFIX.match(name) for name in names):
         found += _renamed((PREFIX, ""))

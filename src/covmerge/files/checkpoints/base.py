@@ -1,4 +1,4 @@
-"""What a checkpoint is to the rest of covmerge, what each kind answers for itself, and what all share."""
+"""The protocol of a checkpoint, the properties that each kind of checkpoint has, and shared helpers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from covmerge.files.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import StoredFile
 
-# What covmerge.json has a hash of, piece by piece: most often the files of a checkpoint.
+# covmerge.json has one hash for each of these pieces, which are mostly the files of a checkpoint.
 
-# Called before each block with the bytes of the piece that have been hashed; it may wait, or raise to stop.
+# Called before each block with the number of bytes hashed so far; it may wait, or raise to stop.
 Pace = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Content:
-    """A piece of a checkpoint that is hashed by itself.
+    """A piece of a checkpoint that has a hash of its own.
 
     Attributes:
-        name: of the file, or what else is hashed.
-        size: bytes that are read for it; 0: next to none.
-        hash: reads it, and returns the hash with its kind, such as `sha256:1f2e...`; what was opened
-            and has changed since is a CheckpointError.
-        early: it comes before the others: what lies beside the weights is small, and may change later
+        name: name of the file, or of what else is hashed.
+        size: number of bytes that are read to hash it; 0: almost none.
+        hash: reads the piece and returns its hash with the kind, such as `sha256:1f2e...`; raises
+            CheckpointError if a file has changed since it was opened.
+        early: whether it is hashed first: files beside the weights are small, and may change later
             without harm.
     """
 
@@ -44,33 +44,35 @@ class Content:
 
 
 def at_once(done: int) -> None:
-    """Wait for nobody: a `Pace`."""
+    """Return at once: a `Pace` that never waits."""
 
 
 CARD_NAME = "README.md"  # the model card
 
-LoraForm = Literal["peft", "kohya", "diffusers"]  # whose names an adapter's file has
+LoraForm = Literal["peft", "kohya", "diffusers"]  # the library whose names an adapter's file has
 PEFT_FORM: LoraForm = "peft"
 
-_MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
+_MAX_NAME = 1000  # rules match patterns in names; real names have fewer than 200 characters
 _DISPATCH = "__torch_dispatch__"
 
 
 @dataclass(frozen=True)
 class FactorHeader:
-    """One update of low rank; nothing of its content.
+    """The description of one low-rank update, without its values.
 
     Attributes:
-        name: of the base's tensor.
-        shape: of the base's tensor as it is stored, its axes after the first taken together: of a
-            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`, of a stack of matrices
-            `(count, d_out · d_in)`.
-        rank: number of terms, of each matrix of a stack.
-        dtype: in which the factors are stored.
-        elements: of the factors that are held while the update, or rows of it, are read.
-        transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
-        table: the layer is an embedding.
-        stacked: it is a stack of matrices, or one of those, that share two stored factors.
+        name: name of the base's tensor.
+        shape: shape of the base's tensor as it is stored, all axes after the first as one:
+            `(c_out, c_in · window)` for a convolution, `(d_out, 1)` for a bias, and
+            `(count, d_out · d_in)` for a stack of matrices.
+        rank: number of terms; for a stack, of each matrix.
+        dtype: the dtype of the stored factors.
+        elements: number of elements of the factors that are held while the update, or rows of it,
+            are read.
+        transposed: whether the layer is stored as `(d_in, d_out)`, like embeddings and GPT-2's layers.
+        table: whether the layer is an embedding.
+        stacked: whether it is a stack of matrices, or one matrix of a stack with two shared stored
+            factors.
     """
 
     name: str
@@ -83,7 +85,7 @@ class FactorHeader:
     stacked: bool = False
 
 
-# Reads (rows of) a tensor as it is stored.
+# Reads a tensor, or some of its rows, as it is stored.
 Read = Callable[[str, range | None], Tensor]
 
 
@@ -92,29 +94,29 @@ class Packed(Protocol):
 
     @property
     def header(self) -> TensorHeader:
-        """What it is unpacked."""
+        """Header of the unpacked tensor."""
         ...
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The stored tensors that it is made of."""
+        """Names of the stored tensors that it consists of."""
         ...
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        """Write rows of it, computed in float32, to `out`, which rounds them to its dtype."""
+        """Write rows of the unpacked tensor, computed in float32, to `out`, which rounds to its dtype."""
         ...
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is stored quantised, of which a view shows plain tensors.
+    """The quantised form of a checkpoint that a view shows as plain tensors.
 
     Attributes:
-        stored: the checkpoint as it is stored.
+        stored: the checkpoint as stored.
         packed: the tensors that are stored packed, by their plain names.
-        settings: what says the format: `quantization_config`, or what a GGUF file says.
-        unused: stored tensors that mean nothing for plain weights: scales of activations.
-        derived: whether its tensors have other names or rows than the stored ones.
+        settings: the settings that name the format: `quantization_config`, or those of a GGUF file.
+        unused: stored tensors without meaning for plain weights, such as scales of activations.
+        derived: whether the plain tensors have other names or rows than the stored ones.
     """
 
     stored: Checkpoint
@@ -125,25 +127,25 @@ class Quantisation:
 
 
 class Kind(Protocol):
-    """What a checkpoint answers of its kind; these are a plain model's answers.
+    """The properties that tell the kind of a checkpoint; the defaults are those of a plain model.
 
     Attributes:
-        is_adapter: whether it is updates of a base, and no model.
-        low_rank: updates of low rank, by the base's names.
-        replaced: names of the tensors that an adapter has in place of the base's.
-        form: whose names an adapter's file has.
-        quantisation: how it is stored, where that is quantised.
-        untied: names of tensors that its config ties, with the stored ones that they are tied to, where it
-            is read untied.
-        shared: names of tensors in memory that are one with another, with the name of that.
-        order: by layer, the layer of the stored model, where it is read as a stack of slices.
-        is_source: whether it is a source of its own, and does not only stand for a base.
-        under: of an adapter in memory, some weights of the model that it is in, by their names there.
-        decides: whether its weights decide the result.
+        is_adapter: whether it has updates of a base and is no model.
+        low_rank: low-rank updates, by the base's names.
+        replaced: names of the base's tensors that an adapter replaces.
+        form: the library whose names an adapter's file has.
+        quantisation: the stored form, if that is quantised.
+        untied: names of tensors that the config ties, with the stored tensors they are tied to, if
+            the model is read untied.
+        shared: names of tensors in memory that are the same as another one, with the name of that one.
+        order: for each layer, the layer of the stored model, if it is read as a stack of slices.
+        is_source: whether it is a source of its own, and not only a stand-in for a base.
+        under: for an adapter in memory, some weights of the model that has it, by their names there.
+        decides: whether its weights affect the result.
         is_held: whether its tensors are in the memory of this process.
         is_far: whether it is read from another machine.
         divided: whether the processes of a training saved it, each a part of the tensors.
-        weight_names: of its files of weights, in its folder.
+        weight_names: names of its files of weights, in its folder.
     """
 
     is_adapter: bool = False
@@ -163,17 +165,17 @@ class Kind(Protocol):
     weight_names: Sequence[str] = ()
 
     def gives(self, name: str) -> bool:
-        """Whether a tensor, if the model has such a one, is taken from it."""
+        """Return whether a tensor, if the model has it, is taken from this checkpoint."""
         del name
         return True
 
     def held(self, name: str, elements: int) -> int:
-        """Return how many elements are held while so many of a tensor in `headers` are read."""
+        """Return how many elements are held in memory while `elements` elements of a tensor are read."""
         del name
         return elements
 
     def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
-        """Return the factors of rows of an update; of rows of a stack, those of each matrix.
+        """Return the factors of rows of an update; for a stack, the factors of each matrix in `rows`.
 
         Raises:
             CheckpointError: there is no such update, or the source changed or ended early.
@@ -183,7 +185,7 @@ class Kind(Protocol):
 
 
 class Checkpoint(Kind, Protocol):
-    """A set of named tensors: the headers now, the values when they are asked for."""
+    """A set of named tensors: headers are known at once, values are read when they are asked for."""
 
     @property
     def source(self) -> str:
@@ -192,51 +194,51 @@ class Checkpoint(Kind, Protocol):
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Every stored tensor, in file order. Planning needs nothing more."""
+        """The header of every stored tensor, in file order; planning needs only these."""
         ...
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """`config.json`, parsed, if there is one."""
+        """The parsed `config.json`, or None."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """Where companion files (tokenizer, generation config) lie, if anywhere.
+        """The folder of companion files (tokenizer, generation config), or None.
 
-        For a repository of the Hub that is known after `materialize`.
+        For a repository of the Hub it is known only after `materialize`.
         """
         ...
 
     @property
     def hub(self) -> HubModel | None:
-        """The model of the Hugging Face Hub that it is, where that is known."""
+        """The model of the Hugging Face Hub that this checkpoint is, if that is known."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the report should know about how the source was read."""
+        """Notes for a reader of the report about how the source was read."""
         ...
 
     def readme(self) -> Path | None:
-        """Return its model card, if it has one; of a repository of the Hub it is fetched.
+        """Return the path of its model card, or None; a card on the Hub is fetched.
 
         Raises:
-            CheckpointError: it cannot be fetched, or is a link that leads out of its folder.
+            CheckpointError: the card cannot be fetched, or is a link that leads out of its folder.
         """
         ...
 
     def companions(self) -> Path | None:
-        """Return the folder with its companion files; of a repository of the Hub they are fetched.
+        """Return the folder with its companion files; those of a repository of the Hub are fetched.
 
-        Its weights are not, and `folder` may still be unknown.
+        Weights are not fetched, and `folder` may still be unknown.
         """
         ...
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return one tensor, or a contiguous range of its dimension 0, in its stored dtype.
+        """Return one tensor, or a contiguous range of its first axis, in its stored dtype.
 
-        The tensor is on the CPU, contiguous and the caller's own. Any thread may call this.
+        The tensor is on the CPU, contiguous, and belongs to the caller. Any thread may call this.
 
         Raises:
             CheckpointError: there is no such tensor or row, or the source changed or ended early.
@@ -244,41 +246,41 @@ class Checkpoint(Kind, Protocol):
         ...
 
     def materialize(self) -> None:
-        """Fetch what planning did not need, so that `read` works without a network."""
+        """Fetch all that planning did not need, so that `read` works without a network."""
         ...
 
     def identity(self) -> dict[str, Json]:
-        """Return what tells this source from a changed one, to refuse a resume over the latter.
+        """Return facts that differ once the source has changed, so that a resume can be refused.
 
-        Cheap for files (sizes and times) and the Hub (commit); tensors in memory are hashed.
+        They are cheap for files (sizes and times) and the Hub (commit); tensors in memory are hashed.
         """
         ...
 
     def contents(self) -> Sequence[Content]:
-        """Return what covmerge.json has a hash of: its files, or the commit; nothing is read for it."""
+        """Return the pieces whose hashes covmerge.json has, files or the commit; nothing is read yet."""
         ...
 
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""
         ...
 
 
 class WeightFile(Protocol):
-    """One file of weights."""
+    """A file of weights."""
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Its tensors, in file order."""
+        """The headers of its tensors, in file order."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is particular about how it was read."""
+        """Notes about how it was read."""
         ...
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
-        """How the file itself says that it is quantised, if it does."""
+        """The file's own quantisation settings, if it has any."""
         ...
 
     def read(self, name: str, rows: range | None = None) -> Tensor: ...
@@ -287,13 +289,13 @@ class WeightFile(Protocol):
 
 
 def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str = "") -> None:
-    """Refuse an adapter where whole models are needed.
+    """Raise if a checkpoint is an adapter, where a whole model is needed.
 
     Args:
-        checkpoint: that is given.
-        why: they are needed.
+        checkpoint: the checkpoint that was given.
+        why: the reason why whole models are needed.
         expert: its name in the recipe, if it has one.
-        then: what else is to be done with the model that this makes.
+        then: what else to do with the model that results from folding it.
     """
     if checkpoint.is_adapter:
         raise InputError(
@@ -305,7 +307,7 @@ def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str
 
 
 def check_unchanged(file: StoredFile | Path, before: object, now: object) -> None:
-    """Refuse another file than was opened, by its stamp or a hash of it."""
+    """Raise if a file's stamp or hash is not the one from when it was opened."""
     if before != now:
         raise CheckpointError(
             f"{file} changed while it was in use: let whatever writes it finish, and start again"
@@ -335,10 +337,10 @@ def find_header(
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name that no file, terminal or report can hold.
+    """Raise if a name cannot be written to a file, terminal or report.
 
     Raises:
-        CheckpointError: it is not text, or longer than 1000 characters.
+        CheckpointError: the name is not text, or longer than 1000 characters.
     """
     if not is_text(name):
         raise CheckpointError(f"{where} has a name that is not valid Unicode: rename it")
@@ -349,7 +351,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def tensor_name(key: object, where: str, then: str = "") -> str:
-    """Return a key of a state dict as the name of a tensor; `then` says what is to be done with others."""
+    """Return a key of a state dict as a tensor's name; `then` is the advice for other keys."""
     if not isinstance(key, str):
         raise CheckpointError(
             f"{where} has the key {shorten(key)}: tensors are named by strings{then}"
@@ -362,16 +364,16 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
     """Return the header of an entry of a state dict.
 
     Raises:
-        CheckpointError: it is not a dense tensor, with values, of a dtype that can be stored, under
-            a name that is a string.
+        CheckpointError: the entry is not a dense tensor with values, its dtype cannot be stored, or
+            its name is no string.
     """
     name = tensor_name(name, where)
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{where}: '{name}' is a {type(value).__name__}, not a tensor: {_instead(name, value)}"
         )
-    # A subclass with a dispatch of its own (quantised, distributed) only reports its shape, and a
-    # nested tensor, whose layout is strided too, has none.
+    # Tensors of a subclass with its own dispatch (quantised, distributed) only report their shape.
+    # A nested tensor has no shape, although its layout is strided.
     other = "NestedTensor" if value.is_nested else type(value).__name__
     odd = value.is_nested or _dispatch(type(value)) is not _dispatch(Tensor)
     if odd or value.layout is not torch.strided or value.is_meta:
@@ -398,7 +400,7 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
 
 
 def _instead(name: str, value: object) -> str:
-    """What to pass where an entry of a state dict is no tensor."""
+    """Return advice on what to pass instead of an entry that is no tensor."""
     if isinstance(value, Mapping):
         return f"where its tensors lie below '{name}', pass that entry alone"
     if "_packed_params" in name:  # of torch.ao
@@ -413,7 +415,7 @@ def _dispatch(kind: type[Tensor]) -> object:
 
 
 def copy_rows(tensor: Tensor, rows: range | None) -> Tensor:
-    """Copy (rows of) a tensor to fresh, contiguous memory of the CPU."""
+    """Copy a tensor, or some of its rows, to fresh, contiguous memory of the CPU."""
     part = tensor.detach()
     if rows is not None:
         part = part[rows.start : rows.stop]
@@ -421,5 +423,5 @@ def copy_rows(tensor: Tensor, rows: range | None) -> Tensor:
 
 
 def fingerprint(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the hashes of a checkpoint's content by file name, or the commit; files are read for it."""
+    """Return the hashes of a checkpoint's pieces by name, or the commit; this reads the files."""
     return {content.name: content.hash(at_once) for content in checkpoint.contents()}

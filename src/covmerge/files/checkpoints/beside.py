@@ -1,4 +1,4 @@
-"""Files of weights beside a model's own: those that the output would need are refused by name."""
+"""Other files of weights beside a model's own: they are refused if the output would need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covmerge.files.adapters.names import looks_like_adapter
 from covmerge.files.checkpoints.base import WeightFile
 from covmerge.files.stores.store import Store, StoredFile
 
-# What training leaves, which no model needs; and adapters, which are opened as such.
+# Files that training leaves and no model needs, and adapters, which are opened elsewhere.
 _KNOWN = re.compile(
     r"adapter_model\..*|"
     r"(optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state)\b.*"
@@ -21,7 +21,7 @@ _KNOWN = re.compile(
 
 
 def is_of_training(name: str) -> bool:
-    """Whether a file is the state of an optimiser or the like, or an adapter, by its name.
+    """Return whether a file's name is that of an adapter or of training state, such as an optimiser's.
 
     Example:
         >>> is_of_training("optimizer.pt"), is_of_training("model.pt")
@@ -37,11 +37,11 @@ def notes_on_others(
     headers: Mapping[str, TensorHeader],
     opened: Callable[[StoredFile], WeightFile],
 ) -> Iterator[str]:
-    """Say which files of weights beside the model's own are left aside.
+    """Yield a note on the files of weights that are not read beside the chosen ones.
 
     Raises:
-        CheckpointError: one of them holds other tensors of the same model. What lies on the Hub is not
-            fetched to look.
+        CheckpointError: one of them has other tensors of the same model. Files on the Hub are not
+            fetched to check this.
     """
     for name in sorted(others):
         if store.folder is not None and not is_of_training(name):
@@ -62,10 +62,10 @@ def _check_no_part(
         return  # no tensors that covmerge reads
     names = set(read.headers)
     read.close()
-    # A copy in another precision has the same names, one under its authors' names has other modules.
+    # A copy in another precision has the same names; a copy with its authors' names has other modules.
     if names & headers.keys() or not _modules(names) & _modules(headers):
         return
-    # An adapter has its own place in a merge; scales and directions of activations are named by modules.
+    # An adapter is merged separately. Scales and directions of activations are named like modules.
     if looks_like_adapter(names) or names <= modules_of(headers):
         return
     raise CheckpointError(
@@ -76,7 +76,7 @@ def _check_no_part(
 
 
 def modules_of(names: Collection[str]) -> set[str]:
-    """Return the modules that tensors lie in, at every depth.
+    """Return the names of the modules that contain the tensors, at every depth.
 
     Example:
         >>> sorted(modules_of(["h.0.weight"]))
@@ -87,5 +87,5 @@ def modules_of(names: Collection[str]) -> set[str]:
 
 
 def _modules(names: Collection[str]) -> set[str]:
-    """The outermost modules of tensors."""
+    """Return the outermost modules of tensors."""
     return {outer for name in names if (outer := name.partition(".")[0]) != name}

@@ -1,4 +1,4 @@
-"""What config.json says of a model's layers and vocabulary: how many there are, and what they are."""
+"""Numbers of layers and tokens in config.json: reading them and changing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NESTED = ("text_config", "llm_config", "language_config", "decoder")
 
 
 def layer_count(config: Mapping[str, Any] | None) -> int | None:
-    """Return how many layers a config says there are; None where it does not say.
+    """Return the number of layers in a config, or None if it has none.
 
     Example:
         >>> layer_count({"n_layer": 12}), layer_count({"text_config": {"num_hidden_layers": 4}})
@@ -24,13 +24,13 @@ def layer_count(config: Mapping[str, Any] | None) -> int | None:
 
 
 def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
-    """Return the config of a model whose layers are those of this one, in another order and number.
+    """Return the config of a model whose layers are layers of this model, in another order or number.
 
-    Lists with an entry for each layer, such as `layer_types`, follow.
+    Lists with an entry for each layer, such as `layer_types`, are rearranged too.
 
     Args:
-        config: of the model that they are taken from.
-        order: by layer of the new model, the layer that it was.
+        config: config of the model that has the layers.
+        order: for each layer of the new model, the number of the old layer.
 
     Example:
         >>> restacked({"n_layer": 2, "layer_types": ["full", "sliding"]}, [0, 1, 1])
@@ -55,7 +55,7 @@ def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
 
 
 def language_parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return a config, under "", and those in it that may be of its language model, each with its key."""
+    """Yield a config under "", and each config in it that may be a language model's, under its key."""
     yield "", config
     for key in _NESTED:
         if isinstance(config.get(key), Mapping):
@@ -67,7 +67,7 @@ _SPECIAL = ("_token_id", "_token_ids")
 
 
 def vocabulary_size(config: Mapping[str, Any] | None) -> int | None:
-    """Return how many rows a config says its token embedding has; None where it does not say.
+    """Return the number of rows of the token embedding in a config, or None if it has none.
 
     Example:
         >>> vocabulary_size({"vocab_size": 32000}), vocabulary_size({"text_config": {"vocab_size": 8}})
@@ -82,13 +82,13 @@ def vocabulary_size(config: Mapping[str, Any] | None) -> int | None:
 def with_vocabulary(
     config: Mapping[str, Any], size: int, special: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a config with another vocabulary.
+    """Return a config changed to another vocabulary.
 
     Args:
-        config: of a model; or its generation_config.json, which says no size.
+        config: a model's config, or its generation_config.json, which has no size.
         size: rows of the token embedding.
-        special: the config of the model whose tokens these are, which then says the numbers of special
-            ones: those that it does not have are left out. None: they stay.
+        special: config of the model whose tokens these are; the numbers of special tokens come from
+            it, and those that it does not have are removed. None: they stay.
 
     Example:
         >>> with_vocabulary({"vocab_size": 8, "eos_token_id": 2}, 10, {"eos_token_id": [3, 9]})

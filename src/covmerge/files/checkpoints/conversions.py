@@ -1,9 +1,9 @@
-"""One model's tensors under other names and in other pieces: what transformers' registry says of both.
+"""An expert's tensors shown under its base's names and in its base's pieces, by transformers' rules.
 
-transformers names a model's tensors in memory otherwise than many files do, and has experts of a layer
-in one tensor. Its rules lead from files to memory. Here both a base and an expert are led there, and
-the expert is then shown in the base's pieces. `conversions.json` has the rules, and the version that
-they are of: what is merged does not depend on what is installed.
+In memory, transformers names a model's tensors differently than many files do, and has all experts
+of a layer in one tensor. Its rules lead from files to memory. This module applies them to both the
+base and the expert, and then shows the expert in the base's pieces. `conversions.json` has the
+rules and their version, so that the result does not depend on the installed transformers.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from covmerge.files.checkpoints.pieces import (
 )
 from covmerge.files.checkpoints.view import by_inner_name, inner_name, weight_norms
 
-Slots = list[list[Assembly]]  # by pattern, the tensors that it matches
+Slots = list[list[Assembly]]  # for each pattern of a rule, the tensors that match it
 _DIGITS = re.compile(r"(\d+)")
 
 
 class _Unlike(Exception):
-    """The tensors are not as a rule expects them."""
+    """The tensors do not fit a rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the registry.
+    """One conversion rule of transformers' registry.
 
     Attributes:
-        sources: regular expressions of names; `*.` stands for anything.
-        targets: what replaces them; of several, the first, or of a renaming, each its own.
-        by: operations with their axes; None: the tensor is renamed and stays as it is.
-        scope: what a name begins with; two ways; None: anything.
+        sources: regular expressions of names; `*.` matches anything.
+        targets: the replacements; of several, the first one is used, but a renaming uses the one of
+            its pattern.
+        by: operations with their axes; None: the tensor is only renamed.
+        scope: the two prefixes that names may have; None: any prefix.
     """
 
     sources: tuple[re.Pattern[str], ...]
@@ -57,11 +58,11 @@ class Rule:
 
     @property
     def together(self) -> bool:
-        """Whether it renames several in a row, and is of files that have the first of them."""
+        """Whether the rule renames several patterns together, only in files that have the first of them."""
         return self.by is None and len(self.targets) > 1
 
     def applied(self, name: str) -> tuple[str, int] | None:
-        """Return a name's new one, and which pattern it has; None: it has none."""
+        """Return a name's new name and the number of the pattern that it matches, or None."""
         prefix = ""
         if self.scope is not None:
             found = next((scope for scope in self.scope if name.startswith(scope)), None)
@@ -72,7 +73,7 @@ class Rule:
         matches = [(m, i) for i, source in enumerate(self.sources) if (m := source.search(rest))]
         if not matches:
             return None
-        # The first in the name, then the longest pattern.
+        # The match that begins first decides, then the longest pattern.
         match, index = min(matches, key=lambda m: (m[0].start(), -len(m[0].re.pattern)))
         to = self.targets[index if self.together else 0]
         if r"\1" in to:
@@ -82,7 +83,7 @@ class Rule:
 
 @dataclass
 class _Group:
-    """Tensors that one rule makes one or several others of."""
+    """Tensors that one rule turns into one or several others."""
 
     rule: Rule | None = None
     names: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
@@ -92,11 +93,11 @@ class _Group:
 
 
 class Conversion(NamedTuple):
-    """How an expert is shown as its base is stored.
+    """An expert's tensors in the form in which the base is stored.
 
     Attributes:
-        made: by the base's name, what its tensor is made of.
-        by: whose rules say so.
+        made: by the base's name, how its tensor is made of the expert's.
+        by: the origin of the rules, for notes.
     """
 
     made: dict[str, Assembly]
@@ -106,7 +107,7 @@ class Conversion(NamedTuple):
 def converted(
     expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
 ) -> Conversion:
-    """Return what an expert's tensors make of those that only the base has by their names."""
+    """Return how the expert's tensors make up the base's tensors that the expert has not by name."""
     if base.keys() <= expert.keys():
         return Conversion({}, "")
     made = _of_weight_norms(expert, base)
@@ -125,7 +126,7 @@ def converted(
     inner = by_inner_name(known)
     of = {name: to for to, group in theirs.items() for name in group.all()}
     for to, group in ours.items():
-        # A name of both may be of another tensor in each.
+        # The same name may belong to different tensors of the expert and the base.
         missing = [
             n for n in group.all() if n not in expert or (of.get(n, to) != to and to in known)
         ]
@@ -137,7 +138,7 @@ def converted(
 
 
 def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:
-    """Return the tensors that a model has in memory as parts of one of its files, each with its part."""
+    """Return the tensors that transformers splits from one stored tensor on loading, each as its part."""
     found: dict[str, Assembly] = {}
     _, rules = _of_transformers(config)
     if any(rule.by and len(rule.targets) > 1 for rule in rules):
@@ -152,7 +153,7 @@ def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> di
 def _by_heads(
     to: str, group: _Group, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> dict[str, Shape]:
-    """Return the rows of q, k and v, where heads tell how many of those that are stored are whose."""
+    """Return the numbers of rows of q, k and v, from the config's heads, for a rule that splits them."""
     targets = [] if group.rule is None else [*group.rule.targets]
     if [target.rpartition(".")[2] for target in targets] != ["q_proj", "k_proj", "v_proj"]:
         return {}
@@ -168,11 +169,11 @@ def _by_heads(
 
 
 def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Return the plain weights of a base of which an expert has lengths and directions."""
+    """Return plain weights of the base for which the expert stores lengths and directions (weight norm)."""
     found: dict[str, Assembly] = {}
     for name, (length, direction) in weight_norms(expert).items():
         lengths, shape = expert[length], expert[direction]
-        # Along one axis there is a length each.
+        # There is one length for each index along one axis.
         kinds = [(*(1,) * axis, n, *(1,) * (len(shape) - axis - 1)) for axis, n in enumerate(shape)]
         plain = name not in expert and base.get(name) == shape
         if plain and len(shape) > 1 and lengths in kinds:
@@ -185,7 +186,7 @@ def _of_weight_norms(expert: Mapping[str, Shape], base: Mapping[str, Shape]) -> 
 def _alike(
     ours: _Group, theirs: _Group | None, base: Mapping[str, Shape], expert: Mapping[str, Shape]
 ) -> dict[str, Assembly]:
-    """Return pieces of a group that both have in the same pieces."""
+    """Return a group's tensors if expert and base have them in the same pieces, else nothing."""
     if theirs is None or ours.rule is None or theirs.rule is None:
         return {}
     pairs = list(zip(ours.all(), theirs.all(), strict=False))
@@ -198,7 +199,7 @@ def _alike(
 
 
 def _grouped(shapes: Mapping[str, Shape], rules: Sequence[Rule]) -> dict[str, _Group]:
-    """Return tensors by the name that the first of what becomes of them has in memory."""
+    """Return groups of tensors, by the name in memory of the first tensor that each group becomes."""
     groups: dict[str, _Group] = {}
     for name, renamed in _renamed(sorted(shapes, key=_by_number), rules):
         to, index, converter = renamed, 0, None
@@ -208,13 +209,13 @@ def _grouped(shapes: Mapping[str, Shape], rules: Sequence[Rule]) -> dict[str, _G
                 break
         group = groups.setdefault(to, _Group(converter))
         if group.rule is not converter or (converter is None and group.names):
-            group.rule, group.names[-1] = None, [name]  # of two ways, which is meant, nothing says
+            group.rule, group.names[-1] = None, [name]  # two rules or names lead here: ambiguous
         group.names.setdefault(index, []).append(name)
     return {to: group for to, group in groups.items() if -1 not in group.names}
 
 
 def _renamed(names: Sequence[str], rules: Sequence[Rule]) -> list[tuple[str, str]]:
-    """Return names with what the rules that only rename make of them, one after the other."""
+    """Return names with their new names by the rules that only rename, applied one after the other."""
     now = list(names)
     for rule in rules:
         if rule.by is not None:
@@ -228,7 +229,7 @@ def _renamed(names: Sequence[str], rules: Sequence[Rule]) -> list[tuple[str, str
 def _outputs(
     to: str, group: _Group, shapes: Mapping[str, Shape], plain: Mapping[str, Shape]
 ) -> dict[str, Assembly]:
-    """Return what is in memory of a group, by name."""
+    """Return the tensors in memory that a group becomes, by name; none if they do not fit the rule."""
     try:
         targets = _targets(to, group)
         sizes = [plain.get(target) for target in targets]
@@ -245,7 +246,7 @@ def _pieces(
     known: Mapping[str, Assembly],
     inner: Mapping[str, str],
 ) -> dict[str, Assembly]:
-    """Return each of a group's tensors as a piece of what is known of its tensors in memory."""
+    """Return each of the base's tensors in a group as a piece of the known tensors in memory."""
     try:
         targets = _targets(to, group)
         found = [
@@ -286,7 +287,7 @@ def _targets(to: str, group: _Group) -> list[str]:
 def _forward(
     group: _Group, shapes: Mapping[str, Shape], count: int, sizes: Sequence[Shape | None]
 ) -> list[Slots]:
-    """Return a group's tensors before and after each operation of its rule."""
+    """Return a group's tensors before the first and after each operation of its rule."""
     slots: Slots = [
         [StoredTensor(name, shapes[name]) for name in group.names[index]]
         for index in sorted(group.names)
@@ -389,7 +390,7 @@ def _apart(whole: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sort key: numbers in names as numbers."""
+    """Return a sort key that compares numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
@@ -399,7 +400,7 @@ def _table() -> dict[str, Any]:
 
 
 def _of_transformers(config: Mapping[str, Any] | None) -> tuple[str, tuple[Rule, ...]]:
-    """Return what the rules are, and those for a config's model, in their order."""
+    """Return the origin of the rules, and the rules for a config's model, in order."""
     table = _table()
     config = config or {}
     names = (
@@ -442,5 +443,5 @@ def _scope(part: str, model: str) -> tuple[str, ...]:
 def _compiled(source: str) -> re.Pattern[str]:
     pattern = source.replace("*.", r".*\.")
     if re.search(r"[a-zA-Z0-9]$", pattern):
-        pattern += r"(?!\w)"  # it ends where a part of a name does
+        pattern += r"(?!\w)"  # the pattern ends at the end of a part of a name
     return re.compile(pattern)

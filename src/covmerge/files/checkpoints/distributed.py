@@ -1,11 +1,13 @@
-"""Folders of torch.distributed.checkpoint (DCP), as FSDP and its like save them, without the model.
+"""Folders of torch.distributed.checkpoint (DCP), as FSDP and similar libraries save them.
 
-    .metadata           a pickle: every tensor's dtype and shape, its chunks, and where each of these lies
-    __0_0.distcp        of each writer: tensors as `torch.save` writes one, one after the other,
+    .metadata           a pickle: every tensor's dtype and shape, its chunks, and the place of each
+    chunk
+    __0_0.distcp        one file for each writer: tensors as `torch.save` writes them, one after
+    another,
                         or all of them as one safetensors file
 
-The pickle is read as records (`unpickler.py`): no class that it names is made, no function called. A tensor
-is put together of its chunks, each read by the rows that are asked for.
+The pickle is read as records (`unpickler.py`), so that no class in it is created and no function
+called. A tensor is composed of its chunks; only the wanted rows are read.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, kind_of, w
 from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 
 METADATA = ".metadata"
-_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)  # of a trainer's checkpoint
+_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)  # in a trainer's checkpoint
 
 _NEXT = "convert it where it was saved, with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
 _MAX_BYTES = 2**28
-_MAX_STEPS = 20_000_000  # a chunk takes 70
+_MAX_STEPS = 20_000_000  # one chunk takes 70 steps
 _MAX_DIMS = 64
-_PADDING = 2**20  # bytes that a writer may leave after what it has written
+_PADDING = 2**20  # bytes that a writer may leave after its last tensor
 _AT_ONCE = 8
 _DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
-_MODEL = "model"  # what trainers call the model among what they save
+_MODEL = "model"  # the trainers' name of the model among everything they save
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part of a tensor, and the bytes of a file that hold it."""
+    """A part of a tensor, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -63,7 +65,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor, and the key that the metadata has it under."""
+    """A tensor and its key in the metadata."""
 
     key: str
     header: TensorHeader
@@ -71,7 +73,7 @@ class _Entry:
 
 
 def open_distributed(store: Store, names: Collection[str]) -> DistributedFiles | None:
-    """Open a folder of DCP, or the one that a trainer's checkpoint has in it; None where there is none."""
+    """Open a folder of DCP, or the DCP folder in a trainer's checkpoint; return None if there is none."""
     if METADATA in names:
         return DistributedFiles(StoredFile(store, METADATA))
     folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
@@ -81,14 +83,14 @@ def open_distributed(store: Store, names: Collection[str]) -> DistributedFiles |
 
 
 class DistributedFiles(PiecedFiles):
-    """The model's tensors in a folder of DCP; what the optimizer and the trainer saved is left aside."""
+    """The model's tensors in a folder of DCP; optimizer and trainer states are ignored."""
 
     def __init__(self, metadata: StoredFile) -> None:
         where = str(metadata)
         chosen, left, self._ends = _entries(metadata)
         names = sorted({chunk.file for entry in chosen for chunk in entry.chunks})
         files = [child(metadata.store, name) for name in names]
-        with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
+        with ThreadPool(_AT_ONCE) as pool:  # remote files are slow to open
             found = pool.map(_inspect, files)
             self._stamps = dict(zip(names, found, strict=True))
         self._file = {file.name: file for file in files}
@@ -112,7 +114,7 @@ class DistributedFiles(PiecedFiles):
         self._check_ends()
 
     def _read(self, entry: _Entry, chunk: _Chunk, rows: range | None) -> Tensor:
-        """Read (rows of) a chunk."""
+        """Read a chunk, or some of its rows."""
         file = self._file[chunk.file]
         if chunk.file in self._whole:
             part = self._whole[chunk.file].read(entry.key, rows)
@@ -127,7 +129,7 @@ class DistributedFiles(PiecedFiles):
         return whole_booleans(part, f"{file}: '{entry.key}'")
 
     def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
-        """Return how a chunk lies in its bytes."""
+        """Return the place of a chunk's numbers in its bytes."""
         data = cast("IO[bytes]", _Slice(opened, chunk, where))
         laid = load_archive(data, chunk.length, where)
         fits = isinstance(laid, Laid) and (laid.dtype, laid.shape) == (
@@ -143,7 +145,7 @@ class DistributedFiles(PiecedFiles):
         return laid
 
     def _check(self, entry: _Entry, where: str) -> None:
-        """Refuse chunks that the files have no bytes for."""
+        """Raise if a file does not have the bytes of one of an entry's chunks."""
         for chunk in entry.chunks:
             size = math.prod(chunk.sizes) * entry.header.dtype.itemsize
             (held, *_), _ = self._stamps[chunk.file]
@@ -161,13 +163,13 @@ class DistributedFiles(PiecedFiles):
                 )
 
     def _check_apart(self, entries: Sequence[_Entry], where: str) -> None:
-        """Refuse chunks that share bytes: a small file could pass for a model of any size."""
+        """Raise if chunks share bytes, because a small file could then pass for a model of any size."""
         spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for entry in entries:
             for chunk in entry.chunks:
                 if chunk.file not in self._whole:
                     spans[chunk.file].append((chunk.start, chunk.start + chunk.length))
-            # A file of safetensors has one tensor of a name.
+            # A safetensors file has only one tensor with a given name.
             whole = [chunk.file for chunk in entry.chunks if chunk.file in self._whole]
             if len(set(whole)) < len(whole):
                 raise CheckpointError(
@@ -183,7 +185,7 @@ class DistributedFiles(PiecedFiles):
                 )
 
     def _check_ends(self) -> None:
-        """Refuse files that go on after all that the metadata names: they would be hashed to the end."""
+        """Raise if a file goes on far beyond the metadata's bytes, because all of it would be hashed."""
         for name, ((size, *_), _) in self._stamps.items():
             if name not in self._whole and size > self._ends[name] + _PADDING:
                 raise CheckpointError(
@@ -195,7 +197,7 @@ class DistributedFiles(PiecedFiles):
 def _read_rows(
     part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
 ) -> None:
-    """Read (rows of) a chunk straight into memory, if its numbers lie in their order."""
+    """Read a chunk, or some of its rows, directly into memory if its numbers are stored in order."""
     first, shape, spanned = laid.span(rows)
     straight = spanned == math.prod(shape) and _in_order(shape, laid.strides)
     data = part if straight else torch.empty(spanned, dtype=part.dtype)
@@ -206,7 +208,7 @@ def _read_rows(
 
 
 def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the last axis runs fastest, and so on."""
+    """Return whether the numbers are stored contiguously, with the last axis fastest."""
     expected = 1
     for length, step in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and step != expected:
@@ -216,7 +218,7 @@ def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Slice(io.RawIOBase):
-    """The bytes of a chunk as a file, for `zipfile`, which asks for a few at its end."""
+    """The bytes of a chunk as a file for `zipfile`, which reads only a few bytes at its end."""
 
     def __init__(self, opened: Opened, chunk: _Chunk, where: str) -> None:
         self._opened, self._chunk, self._where = opened, chunk, where
@@ -247,7 +249,7 @@ class _Slice(io.RawIOBase):
 
 
 def _inspect(file: StoredFile) -> tuple[Stamp, bytes]:
-    """The stamp of a file of tensors, and its first bytes, which say what it is."""
+    """Return the stamp of a file of tensors, and its first bytes, which tell its format."""
     with open_stored(file) as opened:
         stamp = opened.stamp
         magic = bytearray(min(len(ZIP_MAGIC), stamp[0]))
@@ -256,7 +258,7 @@ def _inspect(file: StoredFile) -> tuple[Stamp, bytes]:
 
 
 def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]]:
-    """Read the metadata; return the model's tensors, what is said of the others, and each file's end."""
+    """Read the metadata; return the model's tensors, a note on the others, and the end of each file."""
     where = str(metadata)
     with open_stored(metadata) as opened:
         size = opened.stamp[0]
@@ -339,9 +341,9 @@ def _entry(
 
 
 def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict[str, str], str]:
-    """Return the model's tensors, the name by the key, and what is said of the others.
+    """Return the name of each of the model's tensors by its key, and a note on the others.
 
-    What was saved is a model's state dict itself, or nested dicts that have one, mostly under "model".
+    The saved object is a model's state dict, or nested dicts with a state dict, mostly under "model".
     """
     tops = {path[0] for path in paths.values() if len(path) > 1}
     inner = {path[:2] for path in paths.values() if len(path) > 2 and path[1] == _MODEL}
@@ -374,7 +376,7 @@ def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict
 
 
 class _Fields:
-    """What is known of a record of a class: its attributes."""
+    """The attributes of a record of one class."""
 
     def __init__(self, record: object, kind: str, where: str) -> None:
         state = _record(record, kind, where).state
@@ -418,6 +420,6 @@ def _sizes(value: object, where: str) -> tuple[int, ...]:
 
 
 def _path(value: object, key: str) -> tuple[object, ...]:
-    """Where a tensor was in what was saved; without that its key is its name."""
+    """Return a tensor's path in the saved object; without a path, its key."""
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
     return items if items and all(type(part) in (str, int) for part in items) else (key,)

@@ -1,4 +1,4 @@
-"""The formats of weights that are read: a file each, and a row here with what it is recognised by."""
+"""The file formats of weights: one row for each format, with what identifies it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INDEX = ".index.json"  # of a model in several files
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A format; it has either suffixes or `find`.
+    """A file format; it has either suffixes or `find`.
 
     Attributes:
-        suffixes: of a file that has whole tensors.
-        open: opens such a file.
-        is_model: whether one such file is a model, where nothing else leads to weights.
-        find: opens what the processes of a training left, given a folder and the names in it; None: it is
-            nothing of this format.
+        suffixes: suffixes of files with whole tensors.
+        open: function that opens such a file.
+        is_model: whether one such file is a whole model, if the folder has no other weights.
+        find: function that opens the files of a training's processes, given a folder and its names;
+            it returns None if the folder has no files of this format.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ def _open_torch(file: StoredFile) -> WeightFile:
             raise CheckpointError(f"{refusal}. As a pickle: {error}") from error
 
 
-FILE_FORMATS = (  # of folders the first that is found is taken
+FILE_FORMATS = (  # of the formats with `find`, the first that matches is used
     FileFormat((SAFETENSORS,), SafetensorsFile),
     FileFormat(TORCH, _open_torch),
     FileFormat((GGUF,), GgufFile, is_model=True),
@@ -64,7 +64,7 @@ MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind
 
 
 def open_weights(file: StoredFile) -> WeightFile:
-    """Open one file of weights by its suffix."""
+    """Open a file of weights by its suffix."""
     for kind in FILE_FORMATS:
         if kind.open is not None and file.suffix in kind.suffixes:
             return kind.open(file)
@@ -76,6 +76,6 @@ def open_weights(file: StoredFile) -> WeightFile:
 
 
 def open_divided(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open what the processes of a training left in a folder; None: there is no such thing."""
+    """Open the files that the processes of a training left in a folder, or return None."""
     found = (kind.find(store, names) for kind in FILE_FORMATS if kind.find is not None)
     return next((files for files in found if files is not None), None)

@@ -1,4 +1,4 @@
-"""Checkpoints in files: a folder as Hugging Face lays it out, or one file by itself."""
+"""Checkpoints in files: a folder in Hugging Face's layout, or a single file."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
-_, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # files beside it that say so
-MLX = "quantization"  # what MLX calls it in config.json, beside or instead
+_, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # with quantisation settings
+MLX = "quantization"  # MLX's key for it in config.json, beside or instead of the other
 
-PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
-STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # of a training run, by transformers' Trainer
-DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
+PIPELINE = "model_index.json"  # of a diffusers pipeline: lists its models, each in a folder
+STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # a step that transformers' Trainer saved
+DIFFUSERS = "diffusion_pytorch_model"  # diffusers' name for the files of weights of a part
 
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
-PREFERRED = (  # the order in which transformers looks
+PREFERRED = (  # the order in which transformers looks for files
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -67,22 +67,22 @@ PREFERRED = (  # the order in which transformers looks
 )
 _AT_ONCE = 8
 _some = partial(some, limit=5, quoted=True)
-_CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
+_CHUNK = 2**20  # bytes hashed at once; all sources are hashed in parallel, each with its own buffer
 
 
 class FileCheckpoint(Kind):
-    """One or several files of weights, and what lies beside them.
+    """One or several files of weights, and the configs and indices beside them.
 
     Args:
-        source: as the user wrote it.
-        weights: the files of weights, opened; of a tensor that several hold the last is read.
-        store: where a whole model lies; None for a file by itself.
-        beside: further files that say what the checkpoint is: index and config.
-        notes: what is particular about how it was opened.
-        inner: folders in the store's, by the files that lie in them.
+        source: the source as the user wrote it.
+        weights: the opened files of weights; if several have a tensor, the last file's is read.
+        store: the store of a whole model; None for a single file.
+        beside: other files that describe the checkpoint: index and config.
+        notes: remarks about how it was opened.
+        inner: for each file in a subfolder, the path of that folder in the store.
 
     Raises:
-        CheckpointError: two of its files belong to no one model.
+        CheckpointError: two of its files cannot belong to one model.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class FileCheckpoint(Kind):
         self._stamps = {file: current_stamp(file) for file in (*weights, *beside)}
 
     def path_of(self, file: StoredFile) -> str:
-        """Return where one of its files lies in its folder, with `/` between the parts."""
+        """Return the path of one of its files inside its folder, with `/` between the parts."""
         folder = self._inner.get(file)
         return f"{folder}/{file.name}" if folder else file.name
 
     @property
     def stamps(self) -> Mapping[StoredFile, Stamp]:
-        """Every file of it, as it was when it was opened."""
+        """The stamps of all its files, from when they were opened."""
         return MappingProxyType(self._stamps)
 
     @property
@@ -136,7 +136,7 @@ class FileCheckpoint(Kind):
         return None if place is None else cached_model(place)
 
     def readme(self) -> Path | None:
-        """See `Checkpoint.readme`; what lies beside a file by itself need not be about it."""
+        """Return the path of the model card, or None; a README beside a single file may be unrelated."""
         path = self._first_path()
         places = (self.folder, None if path is None else snapshot_of(path))
         cards = (safe_child(folder, CARD_NAME) for folder in places if folder is not None)
@@ -150,10 +150,10 @@ class FileCheckpoint(Kind):
         return self._file_of[name].read(name, rows)
 
     def materialize(self) -> None:
-        """Everything is here."""
+        """Do nothing: all files are here already."""
 
     def identity(self) -> dict[str, Json]:
-        """Sizes and times of the files, as they were opened."""
+        """Return sizes and times of the files, from when they were opened."""
         names = ("size", "mtime_ns", "ctime_ns")
         files: dict[str, Json] = {
             self.path_of(file): dict(zip(names, stamp, strict=True))
@@ -162,7 +162,7 @@ class FileCheckpoint(Kind):
         return {"kind": "files", "files": files}
 
     def contents(self) -> Sequence[Content]:
-        """Every file, which must be as it was opened."""
+        """Return all its files; hashing raises if a file has changed since it was opened."""
         return [
             Content(
                 self.path_of(file),
@@ -174,7 +174,7 @@ class FileCheckpoint(Kind):
         ]
 
     def _hash(self, file: StoredFile, pace: Pace) -> str:
-        """The SHA-256 of a file."""
+        """Return the SHA-256 of a file."""
         digest, done = hashlib.sha256(), 0
         buffer = memoryview(bytearray(max(1, min(_CHUNK, self._stamps[file][0]))))
         with still_readable(file), file.open() as opened:
@@ -199,13 +199,13 @@ class FileCheckpoint(Kind):
 
 @dataclass
 class Modules:
-    """What a model has in folders of its modules.
+    """The weights that a model has in the folders of its modules.
 
     Attributes:
-        weights: files of weights, opened.
+        weights: the opened files of weights.
         beside: indices and configs of modules.
         inner: the folder of each of these files.
-        notes: what is particular about how they were opened.
+        notes: remarks about how the files were opened.
     """
 
     weights: dict[StoredFile, WeightFile] = field(default_factory=dict[StoredFile, WeightFile])
@@ -221,10 +221,10 @@ class Modules:
         beside: Sequence[StoredFile],
         notes: Sequence[str] = (),
     ) -> FileCheckpoint:
-        """Return the checkpoint of a model's own files and these.
+        """Return the checkpoint of a model's own files together with its modules' files.
 
         Raises:
-            CheckpointError: one of its own tensors has the name of a module's.
+            CheckpointError: one of the model's own tensors has the name of a module's tensor.
         """
         names = {name for read in weights.values() for name in read.headers}
         for file, read in self.weights.items():
@@ -244,24 +244,24 @@ class Modules:
 
 
 def holds_weights(names: Collection[str]) -> bool:
-    """Whether there is a file of weights of a model, or an index, among the files of a folder."""
+    """Return whether a folder's files include an index or a model's file of weights."""
     weights = (name for name in names if name.endswith((INDEX, *WEIGHT_SUFFIXES)))
     return not all(map(is_of_training, weights))
 
 
 def _holds_model(names: Collection[str]) -> bool:
-    """Whether there is a whole model, which goes before what the processes of a training left."""
+    """Return whether a folder has a whole model, which is preferred to files of a training's processes."""
     others = (name for name in names if not SLICES.fullmatch(name))
     return any(n in PREFERRED or n.endswith((SAFETENSORS, *MODEL_SUFFIXES)) for n in others)
 
 
 def choose_weights(names: Collection[str], where: str, folders: Collection[str] = ()) -> str:
-    """Choose what to read among the files of a folder or repository, as transformers does.
+    """Return the name of the index or file of weights to read in a folder, chosen as transformers does.
 
-    A single safetensors file of another name serves as well, unless it is one shard of several.
+    A single safetensors file with another name is chosen too, unless it is one shard of several.
 
     Raises:
-        CheckpointError: there are no weights, or no telling which to read.
+        CheckpointError: there are no weights, or the choice is ambiguous.
     """
     found = sorted(n for n in names if n.endswith(SAFETENSORS))
     for name in PREFERRED:
@@ -308,12 +308,12 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
 
 
 def _trained(folders: Collection[str]) -> str:
-    """The part of a pipeline that is mostly trained."""
+    """Return the part of a pipeline that is usually trained."""
     return next((name for name in ("transformer", "unet") if name in folders), "unet")
 
 
 def _refuse_slices(present: Sequence[str], where: str) -> None:
-    """Refuse what torch's HuggingFaceStorageWriter wrote, of every rank its part of the tensors."""
+    """Refuse files of torch's HuggingFaceStorageWriter, in which each rank has a part of the tensors."""
     slices = [name for name in present if SLICES.fullmatch(name)]
     if slices:
         raise CheckpointError(
@@ -326,7 +326,7 @@ def _refuse_slices(present: Sequence[str], where: str) -> None:
 
 
 def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
-    """Refuse files of weights that are a part of a model by their names, as no index completes them."""
+    """Refuse files of weights whose names say that they are shards, because no index lists them all."""
     for name in present:
         shard = _SHARD.search(name)
         if shard is not None and int(shard["count"]) > 1:
@@ -337,9 +337,9 @@ def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
 
 
 def _check_all_listed(where: str, listed: Collection[str], names: Collection[str]) -> None:
-    """Refuse an index that leaves out some of the shards beside it: it is of another version than they are.
+    """Raise if an index omits shards beside it, because it is then of another version than the shards.
 
-    Shards that are not there may have been left out on purpose, with the layers that were in them.
+    Shards that are listed but missing may have been removed on purpose, together with their layers.
     """
     kinds = {_kind(name) for name in listed} - {None}
     left_out = sorted(name for name in names if name not in listed and _kind(name) in kinds)
@@ -352,13 +352,13 @@ def _check_all_listed(where: str, listed: Collection[str], names: Collection[str
 
 
 def _kind(name: str) -> str | None:
-    """What all shards of a model have in common in their names; None of what is no shard."""
+    """Return the part that all shards of a model have in common in their names; None: it is no shard."""
     shard = _SHARD.search(name)
     return None if shard is None else name[: shard.start()] + shard["kind"]
 
 
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
-    """Return a config.json."""
+    """Return the content of a config.json, with MLX's quantisation settings under the usual key."""
     config = read_object(file, values=_CONFIG_VALUES)
     mlx: object = config.get(MLX)
     if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
@@ -368,22 +368,22 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
 
 
 def _stated(file: StoredFile) -> dict[str, Any]:
-    """What a file beside config.json says of how weights are quantised."""
+    """Return the quantisation settings in a file beside config.json."""
     if file.name == _QUANTO:
         return {QUANTISATION: {"quant_method": "quanto"}}
     stated: object = read_object(file, values=_CONFIG_VALUES).get("quantization")
     settings = cast("dict[str, Any]", stated) if isinstance(stated, dict) else {}
-    packs = settings.get("quant_algo") is not None  # else the cache of keys and values alone
+    packs = settings.get("quant_algo") is not None  # else only the cache is quantised
     return {QUANTISATION: {"quant_method": "modelopt", **settings}} if packs else {}
 
 
 def weights_stem(config: Mapping[str, Any] | None) -> str:
-    """Return what the names of a model's files begin with, by the library that its config is of."""
+    """Return the beginning of the names of a model's weight files: diffusers' or the usual one."""
     return DIFFUSERS if config is not None and "_diffusers_version" in config else "model"
 
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
-    """Return the file name of every tensor, from an index of shards."""
+    """Return the file name of each tensor, from an index of shards."""
     mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
     entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
     if not entries or not all(isinstance(file, str) for file in entries.values()):
@@ -396,15 +396,15 @@ def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
 def check_weight_map(
     where: str, weight_map: Mapping[str, str], held: Mapping[str, Collection[str]]
 ) -> tuple[str, ...]:
-    """Check an index against what its shards hold, in both directions; return notes.
+    """Check that an index and its shards list the same tensors; return notes.
 
-    A file may hold an older copy of a tensor that the index places in a later file, by name: transformers
-    reads the files in that order, and takes the last.
+    A file may have an older copy of a tensor that the index places in a file whose name sorts
+    later. transformers reads files in this order and uses the last copy.
 
     Args:
         where: the index, for errors.
         weight_map: file name by tensor name.
-        held: names of tensors by file name, of every file in the index.
+        held: for each file in the index, the names of its tensors.
 
     Raises:
         CheckpointError: a tensor is not in its shard, or a shard has one that is not in the index.
@@ -466,10 +466,10 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 
 
 def open_modules(store: Store, names: Collection[str]) -> Modules:
-    """Open the weights that a model of sentence-transformers has in folders of its modules.
+    """Open the weights that a sentence-transformers model has in the folders of its modules.
 
     Raises:
-        CheckpointError: a module has weights that are not read, or lies outside the folder.
+        CheckpointError: a module has weights that cannot be read, or lies outside the folder.
     """
     found = Modules()
     try:
@@ -496,7 +496,7 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
 
 
 def module_files(store: Store, names: Collection[str]) -> list[str]:
-    """Return the files of weights that a model has in folders of its modules, as paths in its own."""
+    """Return the paths, in a model's folder, of the files of weights of its modules."""
     paths: list[str] = []
     for folder in module_folders(store, names):
         file = weights_in(store, folder)
@@ -512,7 +512,7 @@ def module_files(store: Store, names: Collection[str]) -> list[str]:
 def _open_shards(
     index: StoredFile, names: Collection[str]
 ) -> tuple[dict[StoredFile, WeightFile], tuple[str, ...]]:
-    """Open the files that an index lists, of the names in its folder; return them with notes."""
+    """Open the shards that an index lists; `names` are the files in its folder. Return them with notes."""
     weight_map = read_weight_map(index)
     _check_all_listed(str(index), set(weight_map.values()), names)
     files = sorted(set(weight_map.values()))
@@ -522,7 +522,7 @@ def _open_shards(
 
 
 def _others(names: Collection[str], read: Collection[str]) -> list[str]:
-    """Files of weights that are not read; the model's own in an older format are no news."""
+    """Return files of weights that are not read, except the model's own weights in an older format."""
     older = ("pytorch_model", DIFFUSERS)
     return [
         name
@@ -537,15 +537,15 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
-    """Open one file of weights by itself."""
+    """Open a single file of weights."""
     return FileCheckpoint(source, _open_all([file]))
 
 
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
     found = list(files)
-    if len(found) == 1:  # nothing to wait for beside it
+    if len(found) == 1:  # no other file to read at the same time
         return {found[0]: open_weights(found[0])}
-    with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
+    with ThreadPool(_AT_ONCE) as pool:  # remote files are slow to open
         return dict(zip(found, pool.map(open_weights, found), strict=True))
 
 

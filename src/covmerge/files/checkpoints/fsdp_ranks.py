@@ -1,8 +1,8 @@
-"""Files of FSDP's ranks, as verl and others save them: `model_world_size_4_rank_0.pt` and so on.
+"""Files of FSDP's ranks, as saved by verl and others: `model_world_size_4_rank_0.pt` and so on.
 
-Each is a state dict of DTensors, read as records (`unpickler.py`): no class of it is made, no function
-called. A DTensor has its local part, the place of its rank in the mesh, and for each axis of the mesh
-Shard(dim) or Replicate().
+Each file is a state dict of DTensors, read as records (`unpickler.py`), so that no class in it is
+created and no function called. A DTensor has its local part, the coordinates of its rank in the
+mesh, and for each axis of the mesh Shard(dim) or Replicate().
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank has of a tensor; without `place` a plain tensor."""
+    """One rank's part of a tensor; an empty `place` means a plain tensor."""
 
     laid: Laid
     shape: tuple[int, ...]
-    place: tuple[int, ...] = ()  # of the rank in the mesh
-    dims: tuple[int | None, ...] = ()  # sharded along each axis of the mesh; None: replicated
+    place: tuple[int, ...] = ()  # coordinates of the rank in the mesh
+    dims: tuple[int | None, ...] = ()  # the tensor's axis sharded along each; None: replicated
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """A tensor that every rank has whole."""
+    """A tensor that every rank has completely; it raises if the copies differ."""
 
     sources: Sequence[LaidPart]
 
@@ -74,7 +74,7 @@ class _Copies:
 
 
 def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder; None where it is none."""
+    """Open a folder with files of FSDP's ranks, or return None if it has none."""
     matches = [match for name in names if (match := RANKS.fullmatch(name))]
     if not matches:
         return None
@@ -117,7 +117,7 @@ def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
 
 
 def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], where: str) -> Pieced:
-    """A tensor of what each rank has of it."""
+    """Return one tensor, composed of each rank's part."""
     where = f"{where}: tensor '{name}'"
     first = parts[0]
     for part, source in zip(parts, sources, strict=True):
@@ -145,7 +145,7 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
                 f"{source.path.name}, where its sharding gives {list(sizes)}: {_NEXT}"
             )
         held[offsets, sizes].append(source)
-    # Ranks along a replicated axis have copies.
+    # Ranks along a replicated axis have copies of the same part.
     return Pieced(
         header,
         [Piece(*box, same[0] if len(same) == 1 else _Copies(same)) for box, same in held.items()],
@@ -153,7 +153,7 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
 
 
 def _box(part: _Part, mesh: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a rank's part lies: each axis of the mesh divides what those before it left, as torch.chunk."""
+    """Return offsets and sizes of a rank's part; each mesh axis divides the rest as torch.chunk does."""
     offsets, sizes = [0] * len(part.shape), list(part.shape)
     for place, count, dim in zip(part.place, mesh, part.dims, strict=True):
         if dim is None:
@@ -166,7 +166,7 @@ def _box(part: _Part, mesh: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _parts(path: Path) -> dict[str, _Part]:
-    """What a rank's file has of each tensor."""
+    """Return the parts of tensors in one rank's file, by name."""
     records = load_records(path)
     if not isinstance(records, Mapping) or not records:
         raise CheckpointError(f"{path} holds no state dict: fetch it again, or {_NEXT}")
@@ -187,7 +187,7 @@ def _parts(path: Path) -> dict[str, _Part]:
 
 
 def _dtensor(value: object, where: str) -> _Part:
-    """A DTensor, which is pickled as a call of (function, class, (class, dtype, shape, …), attributes)."""
+    """Read a DTensor, pickled as a call with (function, class, (class, dtype, shape, …), attributes)."""
     args: list[object] = list(value.args) if isinstance(value, Inert) else []
     kind = kind_of(args[1]) if len(args) == 4 else kind_of(value)
     if kind != "DTensor" or len(args) != 4:
@@ -211,7 +211,7 @@ def _dtensor(value: object, where: str) -> _Part:
 
 
 def _dim(placement: object, shape: Sequence[int], where: str) -> int | None:
-    """The axis that a placement shards; None: every rank has all of it."""
+    """Return the axis that a placement shards; None: every rank has the whole tensor."""
     kind = kind_of(placement)
     if kind == "Replicate":
         return None

@@ -1,4 +1,4 @@
-"""SHA-256 of a file and of every tensor in it, in one reading, whose blocks may be used by others too."""
+"""SHA-256 of a file and of each of its tensors in one reading, whose blocks can also be inspected."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from covmerge.files.stores.local import local_store
 from covmerge.files.stores.regular_file import reading
 from covmerge.files.stores.store import Store, StoredFile, file_at
 
-# Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.
+# Receives rows of a tensor that is being hashed; None instead of rows: the tensor has no rows.
 Look = Callable[[TensorHeader, range | None, Tensor], None]
 
-_BLOCK_ELEMENTS = 2**20  # so that a block is still in the cache when others use it
+_BLOCK_ELEMENTS = 2**20  # small enough to stay in the cache while the block is inspected
 _CHUNK = 4 << 20
 _WORTH_A_THREAD = 2**18  # bytes
 
 
 @dataclass(frozen=True)
 class FileHashes:
-    """SHA-256 of a file, and of each of its tensors if it is a file of weights that covmerge writes."""
+    """SHA-256 of a file, and of its tensors if covmerge writes files of weights in its format."""
 
     sha256: str
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def as_json(self) -> dict[str, Json]:
-        """As in covmerge.json."""
+        """Return the hashes as in covmerge.json."""
         return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
 
 
 def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> FileHashes:
-    """Read a file of a folder once, from its first byte to its last.
+    """Read a file of a folder once, from the first byte to the last, and return its hashes.
 
     Raises:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     with (
         _Reader(file_at(local_store(folder), name)) as file,
@@ -82,7 +82,7 @@ def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> F
 
 
 def sha256_of(file: StoredFile) -> str:
-    """Return the SHA-256 of a whole file."""
+    """Return the SHA-256 of a file."""
     with _Reader(file) as reader:
         digest = hashlib.sha256()
         for chunk in reader.rest():
@@ -91,7 +91,7 @@ def sha256_of(file: StoredFile) -> str:
 
 
 class _Reader:
-    """A file that is read from its first byte to its last; it names the file in its errors."""
+    """A file that is read from the first byte to the last; errors name the file."""
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
@@ -107,14 +107,14 @@ class _Reader:
         self._opened.__exit__(*error)
 
     def some(self, target: memoryview) -> int:
-        """Read some of the next bytes; 0: there are none."""
+        """Read some of the next bytes and return their number; 0 at the end of the file."""
         with reading(self.file):
             count = self._opened.read_at(target, self._position)
         self._position += count
         return count
 
     def fill(self, target: memoryview) -> None:
-        """Read the next bytes."""
+        """Fill the target with the next bytes."""
         done = 0
         while done < len(target):
             count = self.some(target[done:])
@@ -125,21 +125,21 @@ class _Reader:
             done += count
 
     def until(self, end: int) -> Iterator[memoryview]:
-        """Read what comes before a byte, as `rest`."""
+        """Yield the bytes before offset `end`, in pieces."""
         while self._position < end:
             piece = memoryview(bytearray(min(_CHUNK, end - self._position)))
             self.fill(piece)
             yield piece
 
     def rest(self) -> Iterator[memoryview]:
-        """Read what is left, piece by piece; a piece holds until the next one is asked for."""
+        """Yield the remaining bytes in pieces; each piece is valid until the next one is requested."""
         buffer = memoryview(bytearray(max(1, min(_CHUNK, self.size))))
         while count := self.some(buffer):
             yield buffer[:count]
 
 
 def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
-    """The tensors of a file of weights, and what was read before them; nothing of any other file."""
+    """Return the tensors of a file of weights and the header bytes read; for other files, neither."""
     if file.file.suffix == GGUF:
         return GgufFile(file.file).slots, b""
     if file.file.suffix != ".safetensors":

@@ -1,8 +1,8 @@
 """The header of a safetensors file, checked before anything is allocated from it.
 
-A file is `u64 length (little-endian) | JSON header of that length | data`. The header gives for
-each tensor its dtype, its shape and the bytes `[begin, end)` of the data that hold it. Together
-the tensors must cover the data exactly once, and the data must end with the file.
+A file is `u64 length (little-endian) | JSON header of that length | data`. For each tensor, the
+header has its dtype, its shape and the range of its bytes `[begin, end)` in the data. Together the
+tensors must cover the data exactly once, and the data must end with the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covmerge.files.stores.store import Opened, Stamp, StoredFile
 LENGTH_BYTES = 8
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
-# Two numbers a byte, as torch counts them: a pair is one element. No torch has a dtype of 6 bits.
+# Two numbers a byte, and torch counts such a pair as one element. No torch has a dtype of 6 bits.
 _PAIRS = {"F4": getattr(torch, "float4_e2m1fn_x2", None)}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 _KEYS = {"dtype", "shape", "data_offsets"}
@@ -63,16 +63,16 @@ def data_start(start: bytes, file_size: int, where: str) -> int:
 
 
 def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
-    """Return the place of every tensor, in the order of the data.
+    """Return the place of each tensor, in the order of the data.
 
     Args:
         text: the JSON header, without the 8 bytes of its length.
-        file_size: bytes of the whole file.
+        file_size: number of bytes of the whole file.
         where: the file, for errors.
 
     Raises:
-        CheckpointError: anything in which the header departs from the format; the message names
-            file, tensor and numbers.
+        CheckpointError: the header departs from the format in any way; the message has the file,
+            the tensor and the numbers.
 
     Example:
         >>> text = b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}'
@@ -95,7 +95,7 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
 
 
 def parse_metadata(text: bytes, where: str) -> dict[str, str]:
-    """Return what a header says beside its tensors, nothing where `__metadata__` is left out or null.
+    """Return the metadata of a header; an empty dict if `__metadata__` is missing or null.
 
     Example:
         >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
@@ -175,7 +175,7 @@ def _in_pairs(shape: tuple[int, ...], where: str) -> tuple[int, ...]:
 
 
 def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
-    """Check a list of sizes; booleans are integers to Python and not here."""
+    """Check and return a list of sizes; booleans, which are integers in Python, are refused."""
     items = cast("list[object]", value if isinstance(value, list) else [value])
     listed = isinstance(value, list) and len(items) <= _MAX_DIMENSIONS
     if not listed or not all(type(item) is int and 0 <= item <= _MAX_BYTES for item in items):
@@ -187,7 +187,7 @@ def _sizes(value: object, key: str, where: str) -> tuple[int, ...]:
 
 
 def _check_bytes(header: TensorHeader, where: str) -> None:
-    # A dimension of 0 makes the tensor empty, but torch still multiplies the others for strides.
+    # An empty tensor has a dimension of 0, but torch still multiplies the other ones for strides.
     size = header.dtype.itemsize
     for length in header.shape:
         size *= max(length, 1)
@@ -199,7 +199,7 @@ def _check_bytes(header: TensorHeader, where: str) -> None:
 
 
 def _check_cover(slots: Iterable[Slot], start: int, file_size: int, where: str) -> None:
-    """Check that sorted slots cover the data of the file once, without hole or overlap."""
+    """Check that sorted slots cover the data of the file exactly once, without hole or overlap."""
     end = start
     for slot in slots:
         name = shorten(slot.header.name)
@@ -222,19 +222,19 @@ def _check_cover(slots: Iterable[Slot], start: int, file_size: int, where: str) 
         )
 
 
-# Bytes of a stored file, all that were asked for or an error naming it; tensors that lie in a file.
+# Reading bytes of a stored file completely or with an error that names the file; files of tensors.
 
 
 class SlottedFile:
-    """A file in which each tensor lies in one piece, row by row.
+    """A file in which each tensor is stored in one piece, row by row.
 
-    Every read opens the file anew: a sharded model times its experts would else hold more files
-    open than a process may.
+    The file is opened again for every read. Otherwise the shards of a model and all its experts
+    would be more open files than a process may have.
 
     Args:
-        file: it.
-        stamp: what it was when its header was read.
-        slots: where the tensors lie, by name; checked against the file's size.
+        file: the file.
+        stamp: its stamp when its header was read.
+        slots: the places of its tensors, by name, already checked against the file's size.
     """
 
     notes: tuple[str, ...] = ()
@@ -250,12 +250,12 @@ class SlottedFile:
 
     @property
     def stamp(self) -> Stamp:
-        """What the file was when its header was read."""
+        """The stamp of the file when its header was read."""
         return self._stamp
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """Where its tensors lie."""
+        """The places of its tensors, by name."""
         return self._slots
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -274,12 +274,12 @@ class SlottedFile:
         return data.view(header.dtype).reshape(shape)
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: no file is open between reads."""
 
 
 @contextmanager
 def still_readable(file: StoredFile) -> Generator[None]:
-    """Name a file that can no longer be read."""
+    """Turn an error of a file that was readable before into one that names the file."""
     try:
         yield
     except OSError as error:
@@ -287,13 +287,13 @@ def still_readable(file: StoredFile) -> Generator[None]:
 
 
 def current_stamp(file: StoredFile) -> Stamp:
-    """The stamp that a file has now, which was there before."""
+    """Return the current stamp of a file that existed before."""
     with still_readable(file):
         return file.stamp()
 
 
 def open_stored(file: StoredFile) -> Opened:
-    """Open a file to be read."""
+    """Open a file for reading."""
     try:
         return file.open()
     except OSError as error:
@@ -301,7 +301,7 @@ def open_stored(file: StoredFile) -> Opened:
 
 
 def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> None:
-    """Fill memory from a place in a file.
+    """Fill memory with the bytes of a file from an offset on.
 
     Raises:
         CheckpointError: the disk fails, or the file ends early.
@@ -322,10 +322,10 @@ def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> No
         done += count
 
 
-# One safetensors file, read by ranges of rows straight into the memory of a tensor.
+# One safetensors file, whose rows are read directly into the memory of a tensor.
 #
-# Nothing is memory-mapped, so the memory of a merge is what its plan says and not what the kernel
-# keeps resident, and a failing disk is an error and not a signal.
+# The file is not memory-mapped. So a merge uses the memory that its plan says, not what the kernel
+# keeps resident, and a failing disk raises an error and not a signal.
 
 
 class SafetensorsFile(SlottedFile):

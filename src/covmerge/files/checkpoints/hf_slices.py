@@ -2,7 +2,7 @@
 
     shard-00001-model-00001-of-00001.safetensors    of rank 0, and so on
 
-`DCP_SHARDING_INFO` in a header says at which offsets its tensors lie in the whole ones.
+`DCP_SHARDING_INFO` in a file's header has the offset of each of its tensors in the whole tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AT_ONCE = 8
 
 
 def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder; None where it is none."""
+    """Open a folder with such files, or return None if it has none."""
     found = sorted(name for name in names if SLICES.fullmatch(name))
     if not found:
         return None
@@ -46,7 +46,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
             f"{found[-1]}: they are of different checkpoints, move one of these to another folder"
         )
     files = [child(store, name) for name in found]
-    with ThreadPool(_AT_ONCE) as pool:  # far away, each is a wait
+    with ThreadPool(_AT_ONCE) as pool:  # remote files are slow to open
         opened = list(pool.map(_open, files))
     pieces: dict[str, list[Piece]] = defaultdict(list)
     headers: dict[str, TensorHeader] = {}
@@ -72,7 +72,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
 
 
 def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
-    """A slice, and what it says of the places of its tensors."""
+    """Open the file of one rank, and return the entries with the places of its tensors too."""
     read = SafetensorsFile(file)
     text = parse_metadata(read.header_text(), str(file)).get(_KEY)
     if text is None:
@@ -98,6 +98,6 @@ def _offsets(entry: object, header: TensorHeader, where: str) -> tuple[int, ...]
 
 
 def _shape(pieces: list[Piece]) -> tuple[int, ...]:
-    """What the pieces reach to; that they fill it is checked later."""
+    """Return the shape that the pieces extend to; whether they fill it is checked later."""
     ends = ([a + b for a, b in zip(p.offsets, p.sizes, strict=True)] for p in pieces)
     return tuple(map(max, zip(*ends, strict=True)))

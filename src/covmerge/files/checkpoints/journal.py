@@ -1,11 +1,11 @@
-"""What a merge has finished, one JSON line a work item, so that a killed merge can be resumed.
+"""The finished work items of a merge, one JSON line each, so that a killed merge can be resumed.
 
     {"plan":"<hash>","format":2,"of":{"recipe":{},"sources":{}},"crc":"<hex>"}
     {"tensor":"h.0.attn.c_attn.weight","rows":[0,768],"checksum":"<hex>","stats":{},"crc":"<hex>"}
 
-A line is appended by a single `write`: a kill leaves at most one torn line, the last, and that is
-taken for work not done. Any other line must have the checksum that it ends in. Of the rows the
-journal only claims: a resumed merge reads the bytes back and compares.
+Each line is appended by a single `write`. A kill leaves at most one torn line, the last one, and
+its work counts as not done. Every other line must match the checksum at its end. The journal alone
+does not prove that rows were written: a resumed merge reads their bytes and compares checksums.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from covmerge.files.checkpoints.json_file import dumps, shorten
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.store import StoredFile, WritableFile
 
-# Lines of JSON that each end in their own checksum: a line that a crash or a file system tore is found.
+# Lines of JSON that each end in a checksum, so that a line torn by a crash or a file system is found.
 
 _SEAL = re.compile(rb',"crc":"[0-9a-f]{8}"}')
 _SEAL_BYTES = len(',"crc":"01234567"}')
 
 
 def sealed(record: Mapping[str, Json], what: str) -> bytes:
-    r"""Return a record as a line with its checksum; `what` names it in an error.
+    r"""Return a record as a line with its checksum; `what` names the record in an error.
 
     Raises:
-        InputError: it holds what JSON cannot, such as NaN.
+        InputError: the record has a value that JSON cannot hold, such as NaN.
 
     Example:
         >>> sealed({"a": 1}, "record")
@@ -48,10 +48,10 @@ def sealed(record: Mapping[str, Json], what: str) -> bytes:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return the record of a line; its checksum is not looked at.
+    """Return the record of a line, without checking its checksum.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the line is no JSON object.
     """
     try:
         record = json.loads(line)
@@ -63,10 +63,10 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def check_seal(line: bytes) -> None:
-    """Compare a line, without its end, with its checksum.
+    """Check that a line, given without its newline, matches its checksum.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the line does not match.
     """
     text, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
     if not _SEAL.fullmatch(seal) or seal != _seal(text):
@@ -74,17 +74,17 @@ def check_seal(line: bytes) -> None:
 
 
 def _seal(text: bytes) -> bytes:
-    """The end of a line whose record is `text`: its checksum as the last key."""
+    """Return the end of a line with the record `text`: its checksum as the last key."""
     return f',"crc":"{zlib.crc32(text):08x}"}}'.encode()
 
 
-# Where two JSON values differ, as text: what changed between the begin of a merge and its resumption.
+# Differences between two JSON values as text, to tell what changed since a merge began.
 
-_LONGEST = 60  # characters of a value
+_LONGEST = 60  # number of characters shown of a value
 
 
 def changes(before: object, now: Mapping[str, object], listed: Collection[str]) -> list[str]:
-    """Name what changed: each value under the keys `listed`, of other keys that they did.
+    """Return texts of what changed: each changed value below `listed` keys; of other keys, only the key.
 
     Example:
         >>> before = {"recipe": {"k": 1}, "base": {"size": 5}}
@@ -100,7 +100,7 @@ def changes(before: object, now: Mapping[str, object], listed: Collection[str]) 
 
 
 def differences(before: object, now: object, path: str = "") -> Iterator[str]:
-    """Name each key whose value is another, with both values.
+    """Yield a text for each key whose value differs, with both values.
 
     Example:
         >>> list(differences({"method": "ace", "eps": 1}, {"method": "ties"}))
@@ -139,10 +139,10 @@ def _shown(value: object) -> str:
 FORMAT = 2
 
 _MAX_BYTES = 2**30
-COMPUTED = "computed"  # how, see `RunOptions.computed`
-THREADS = "threads"  # that computed large matrices, see `RunOptions.threads_for`
+COMPUTED = "computed"  # how results are computed, see `RunOptions.computed`
+THREADS = "threads"  # number of threads for large matrices, see `RunOptions.threads_for`
 ORDER = "order of experts"
-PROCESSOR = "processor"  # that began the merge; another one may go on with it
+PROCESSOR = "processor"  # of the machine that began the merge; another one may resume it
 _LISTED = (
     "covmerge",
     "torch",
@@ -150,8 +150,8 @@ _LISTED = (
     ORDER,
     COMPUTED,
     THREADS,
-)  # of what a hash covers, the keys whose values messages show
-_MOST_CHANGES = 5  # that are named
+)  # messages show the values of these keys
+_MOST_CHANGES = 5  # number of changes that a message names
 
 Key = tuple[str, tuple[int, int]]
 
@@ -161,10 +161,10 @@ class Entry:
     """One finished work item: rows `[rows[0], rows[1])` of dimension 0 of a tensor.
 
     Attributes:
-        tensor: its name in the output.
-        rows: first row, and one past the last.
-        checksum: of the bytes written, as `ShardWriter.write` returns it.
-        stats: the method's diagnostics; it goes to the report of a resumed merge as well.
+        tensor: name of the output's tensor.
+        rows: first row, and one past the last row.
+        checksum: checksum of the written bytes, from `ShardWriter.write`.
+        stats: the method's diagnostics; they are reported after a resumed merge too.
     """
 
     tensor: str
@@ -174,19 +174,19 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """What identifies the work item."""
+        """The key of the work item."""
         return self.tensor, self.rows
 
     def as_json(self) -> dict[str, Json]:
-        """The same as plain JSON."""
+        """Return the entry as plain JSON."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Entry:
-        """Return the entry that was written as JSON; other keys are passed over.
+        """Return the entry for a JSON record; unknown keys are ignored.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the record is no journal entry.
         """
         match record:
             case {
@@ -201,10 +201,10 @@ class Entry:
 
 
 class Journal:
-    """An append-only record of finished work; use `create` or `resume`. One thread at a time.
+    """An append-only record of finished work; use `create` or `resume`, from one thread at a time.
 
     Attributes:
-        processor: what began the merge, as `of` says; None: it does not say.
+        processor: the processor that began the merge, from `of`; None: unknown.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -225,12 +225,12 @@ class Journal:
     def create(
         cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
     ) -> Journal:
-        """Start an empty journal for the plan; a journal that exists is an error.
+        """Start an empty journal for a plan; an existing journal is an error.
 
         Args:
             path: the journal.
-            plan_hash: tells the plan from others.
-            of: what the hash is of, as far as a user can tell it, to name what changed.
+            plan_hash: hash that identifies the plan.
+            of: the values behind the hash, so that a message can name what changed.
 
         Raises:
             InputError: `path` exists, or cannot be written.
@@ -248,13 +248,14 @@ class Journal:
     def resume(
         cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
     ) -> Journal:
-        """Read a journal and go on with it; a torn last line is cut off. The arguments are `create`'s.
+        """Read a journal to continue it; a torn last line is cut off. Arguments are those of `create`.
 
-        Of two lines for the same rows (recomputed after a failed check) the later one counts.
+        If two lines have the same rows (recomputed after a failed check), the later line counts.
 
         Raises:
             InputError: the journal belongs to another plan: recipe, sources or version changed.
-            CheckpointError: it cannot be read, or a line other than a torn last one is damaged.
+            CheckpointError: the journal cannot be read, or a line other than a torn last one is
+                damaged.
         """
         file = local_file(path)
         lines, size = _complete_lines(file)
@@ -270,14 +271,14 @@ class Journal:
 
     @property
     def finished(self) -> Mapping[Key, Entry]:
-        """Entries by tensor and rows, in the order of their lines."""
+        """Finished entries by tensor and rows, in the order of their lines."""
         return MappingProxyType(self._finished)
 
     def append(self, entry: Entry) -> None:
-        """Record finished work; its bytes must have been written before.
+        """Record finished work, whose bytes must already have been written.
 
         Raises:
-            InputError: the statistics hold what JSON cannot, such as NaN.
+            InputError: the statistics have a value that JSON cannot hold, such as NaN.
             ResourceError: the disk is full; the journal is then as it was before.
         """
         line = sealed(entry.as_json(), f"journal entry of '{entry.tensor}'")
@@ -286,7 +287,7 @@ class Journal:
 
 
 def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
-    """The lines that end in a newline, and their bytes in all."""
+    """Return the lines that end in a newline, and their total number of bytes."""
     try:
         size = file.stamp()[0]
         content = b"" if size > _MAX_BYTES else file.read(size, follow=False)
@@ -306,8 +307,8 @@ def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
 def _check_plan(
     file: StoredFile, line: bytes, plan_hash: str, of: Mapping[str, Json] | None
 ) -> Mapping[str, Any]:
-    """Return what the journal's plan is of, if it is this one."""
-    head = _parse(file, 1, line)  # its checksum is looked at when its format is known
+    """Return the journal's `of`; raise if the journal belongs to another plan."""
+    head = _parse(file, 1, line)  # the checksum is checked once the format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} has format {shorten(head.get('format'))}, this version of covmerge reads {FORMAT}: "

@@ -1,4 +1,4 @@
-"""JSON objects written by strangers: bounded in size, without keys that hide each other."""
+"""JSON objects from untrusted files, bounded in size and without duplicate keys."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from covmerge.base.types import Json
 from covmerge.files.stores.local import local_file
 from covmerge.files.stores.store import StoredFile
 
-# JSON that says the same to every reader: no NaN, no silent casts, bytes fixed by the value.
+# Strict JSON: no NaN, no silent casts, and the same value always gives the same bytes.
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 def dumps(value: Json, *, what: str, indent: int | None = None) -> str:
-    """Return `value` as JSON text; keys keep their order, and without `indent` it is one line.
+    """Return `value` as JSON text; keys keep their order, and without `indent` the text is one line.
 
     Args:
         value: strings, finite numbers, booleans, None, and sequences and mappings of these.
-        what: what is being written; it begins the path in an error.
-        indent: spaces a level.
+        what: name of what is being written; it begins the path in an error.
+        indent: number of spaces for each level.
 
     Raises:
         InputError: a number is not finite, a key is not a string, or a value is of another type;
-            the message holds the path to it.
 
     Example:
         >>> dumps({"b": [1, 2.5], "a": None}, what="stats")
@@ -40,7 +39,7 @@ def dumps(value: Json, *, what: str, indent: int | None = None) -> str:
         covmerge.base.errors.InputError: stats.layers[0].loss is nan: JSON has finite numbers only
     """
     separators = (",", ":") if indent is None else None
-    # ASCII, because a path whose bytes are not UTF-8 is a string that cannot be encoded otherwise.
+    # ASCII, because the path of a file may be a string that UTF-8 cannot encode.
     return json.dumps(_plain(value, what), indent=indent, separators=separators)
 
 
@@ -71,7 +70,7 @@ def _plain_mapping(value: Mapping[object, object], path: str) -> dict[str, Plain
 
 
 MAX_JSON_BYTES = 100_000_000
-# A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.
+# A value of three bytes takes a hundred bytes of memory. Gemma 3's tokenizer has 1.9 million values.
 MAX_VALUES = 3_000_000
 
 _MAX_DEPTH = 64
@@ -80,10 +79,10 @@ _MAX_DEPTH = 64
 def read_object(
     file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
-    """Read the JSON object that is a whole file."""
+    """Read a file that is one JSON object."""
     try:
         found, *_ = local_file(file).stamp()
-        if found > size:  # before anything is fetched, where it is far away
+        if found > size:  # checked before a remote file is fetched
             raise CheckpointError(
                 f"{file} has {found} bytes, and no such file needs more than {size}: is it the right "
                 "file?"
@@ -95,7 +94,7 @@ def read_object(
 
 
 def unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return what makes an object of pairs for `json.loads`, and refuses a key that is there twice.
+    """Return a hook for `json.loads` that builds an object of pairs and refuses duplicate keys.
 
     Example:
         >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys("line 3"))
@@ -118,13 +117,13 @@ remove one
 
 
 def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8; a key that stands twice is an error, at every level.
+    """Parse a JSON object in UTF-8; a duplicate key is an error at every level.
 
     Args:
-        data: the text, nothing else.
+        data: the JSON text.
         where: what is being parsed, for errors.
-        values: values, commas in texts counted among them, that it may have: they take far more
-            memory than their bytes, and are counted before any is made.
+        values: the allowed number of values, for which commas in texts count too. Values take far
+            more memory than their bytes, so they are counted before any is created.
 
     Example:
         >>> parse_object(b'{"a": [1]}', "config.json")
@@ -143,7 +142,7 @@ holds: remove one
     try:
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys(where))
     except (ValueError, RecursionError) as error:
-        # Python's own words tell how to lift its limit.
+        # Python's message says how to lift Python's limit, which does not help here.
         why = "a number has thousands of digits" if "int_max_str_digits" in str(error) else error
         raise CheckpointError(f"{where} is not valid JSON ({why}): fetch the file again") from error
     if not isinstance(value, dict):
@@ -159,7 +158,7 @@ holds: remove one
 
 
 def is_text(text: str) -> bool:
-    r"""Whether a string can be written anywhere: JSON and pickles can hold half a surrogate pair.
+    r"""Return whether a string can be encoded: JSON and pickles can hold half of a surrogate pair.
 
     Example:
         >>> is_text("\N{GRINNING FACE}"), is_text("\ud83d")
@@ -173,13 +172,13 @@ def is_text(text: str) -> bool:
 
 
 def shorten(value: object) -> str:
-    """Return a value as `shown` writes it, cut to a length that an error message can bear."""
+    """Return a value as `shown` writes it, cut to 200 characters for error messages."""
     text = shown(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_depth(value: dict[str, Any], where: str) -> None:
-    # Recursion through a deeper value would run into Python's own limit.
+    # Recursion through a more deeply nested value would reach Python's own limit.
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         level = [

@@ -1,7 +1,8 @@
-"""Where every byte of the output goes, known before the first one is computed.
+"""The place of every byte of the output, known before any tensor is computed.
 
-A safetensors file is `u64 header length | JSON header | data`. Names, shapes and dtypes fix all of
-it but the data, so a plan of the merge fixes every offset, and tensors can be written in any order.
+A safetensors file is `u64 header length | JSON header | data`. Names, shapes and dtypes determine
+everything except the data. So a merge's plan has every offset, and tensors can be written in any
+order.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from covmerge.base.errors import InputError, TensorError
 from covmerge.base.types import TensorHeader
 
-HEADS_FOLDER = "heads"  # task heads of one expert each, beside the model
-MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse more
+HEADS_FOLDER = "heads"  # folder for task heads of single experts, beside the model
+MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse larger headers
 MAX_TENSORS = 300_000  # of one checkpoint; Kimi K2 Thinking has 210,000
 
 _ALIGNMENT = 8
@@ -43,7 +44,7 @@ _DTYPE_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# By name, because older releases of torch lack the youngest of these.
+# Looked up by name, because older releases of torch lack the newest dtypes.
 SAFETENSORS_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
     {getattr(torch, ours): theirs for ours, theirs in _DTYPE_NAMES.items() if hasattr(torch, ours)}
 )
@@ -58,7 +59,7 @@ class Slot:
     header: TensorHeader
 
     def span(self, rows: range | None = None) -> tuple[int, int]:
-        """Return the first byte and the number of bytes of `rows` of dimension 0 (None: all).
+        """Return the first byte and the number of bytes of `rows` of the first axis (None: all rows).
 
         Raises:
             TensorError: `rows` is not a contiguous range inside the tensor.
@@ -78,10 +79,10 @@ class Shard:
     """One safetensors file of the output.
 
     Attributes:
-        file_name: a bare name, inside the output folder.
+        file_name: a name without folders, inside the output folder.
         header: the file's first bytes: length, JSON, and spaces up to a multiple of 8.
         entries: slots by tensor name, in the order of their offsets.
-        size: bytes of the whole file.
+        size: number of bytes of the whole file.
     """
 
     file_name: str
@@ -92,24 +93,24 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the output, and in which of them every tensor lies."""
+    """The files of the output, with the place of each tensor."""
 
     shards: tuple[Shard, ...]
     stem: str = "model"
 
     @property
     def index_name(self) -> str:
-        """Name of the file that says which shard holds which tensor."""
+        """Name of the index, which lists the shard of each tensor."""
         return f"{self.stem}.safetensors.index.json"
 
     @property
     def data_size(self) -> int:
-        """Bytes of all tensors, without the files' headers."""
+        """Number of bytes of all tensors, without the files' headers."""
         return sum(shard.size - len(shard.header) for shard in self.shards)
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes of all files."""
         return sum(shard.size for shard in self.shards)
 
 
@@ -121,17 +122,17 @@ def plan_layout(
 ) -> Layout:
     """Assign tensors to shards in the given order.
 
-    A shard is closed when the next tensor would take its data over `shard_size` bytes, so a tensor
-    larger than that lies alone. Names follow transformers.
+    A shard ends when the next tensor would bring its data over `shard_size` bytes. A larger tensor
+    is alone in its shard. Names follow transformers.
 
     Args:
         headers: the tensors of the output; names are unique.
-        shard_size: bytes of data a file, at most (see above).
-        metadata: added to every file's `__metadata__`, which always says `"format": "pt"`.
-        stem: what the names of the files begin with.
+        shard_size: the most bytes of data in a file, apart from tensors that are larger.
+        metadata: entries for every file's `__metadata__`, which always has `"format": "pt"` too.
+        stem: the beginning of the files' names.
 
     Raises:
-        TensorError: no tensors, a name twice, or a dtype that the format cannot hold.
+        TensorError: no tensors, a duplicate name, or a dtype that the format cannot hold.
         InputError: `shard_size` is not positive.
 
     Example:
@@ -159,13 +160,13 @@ def plan_shard(
     headers: Sequence[TensorHeader],
     metadata: Mapping[str, str] | None = None,
 ) -> Shard:
-    """Lay tensors out in one file.
+    """Assign places to tensors in one file.
 
-    The format allows no padding between tensors, so the only way to align each to its dtype is to
-    put wider dtypes first; among equals the given order stays.
+    The format allows no padding between tensors. The only way to align each tensor to its dtype is
+    to put wider dtypes first; tensors of one width keep the given order.
 
     Raises:
-        TensorError: a name twice or reserved, a dtype that the format cannot hold, or a header
+        TensorError: a duplicate or reserved name, a dtype that the format cannot hold, or a header
             larger than readers accept.
     """
     _refuse_duplicates(headers)
@@ -244,13 +245,13 @@ def _refuse_duplicates(headers: Iterable[TensorHeader]) -> None:
         names.add(header.name)
 
 
-# masks/<expert>.safetensors: one bit per element and expert, beside a unified model.
+# masks/<expert>.safetensors: one bit for each element of an expert, beside a unified model.
 
 MASKS_FOLDER = "masks"
 
 
 def packed_header(header: TensorHeader) -> TensorHeader:
-    """Header of the packed mask of a tensor."""
+    """Return the header of a tensor's packed mask, with 8 elements of the last axis in each byte."""
     shape = header.shape
     if len(shape) > 1:
         shape = (*shape[:-1], -(-shape[-1] // 8))

@@ -1,4 +1,4 @@
-"""covmerge.json as its readers may rely on it: every key that they use is there and of its type."""
+"""The content of covmerge.json: all keys that its readers use, with their types."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.stores.local import local_store
 from covmerge.files.stores.store import Store, StoredFile, tree
 
-MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
-NOT_KNOWN = "not known"  # in place of a hash, of what may have changed before it was taken
+MANIFEST_NAME = "covmerge.json"  # identifies an output of covmerge
+NOT_KNOWN = "not known"  # stands for a hash of what may have changed before it was hashed
 
-# What covmerge itself puts beside an output later: reports, pages of weights and evaluations.
+# Files that covmerge adds to an output later: reports, pages of weights and evaluations.
 ADDED_LATER = frozenset({"report.html", "view.html", "evaluation.json"})
-# And beside the models of a comparison.
+# Files that covmerge adds beside the models of a comparison.
 SCORES = frozenset({"scores.json", "scores.csv", "scores.tex"})
 
 MAX_BYTES = 2**29
@@ -31,7 +31,7 @@ _Name = Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+){0,5}$")]
 
 
 class _Part(BaseModel):
-    """Keys beyond these are for people, or of a later version."""
+    """A part of covmerge.json; unknown keys are ignored, as they are for people or from a later version."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -129,7 +129,7 @@ class _Vocabulary(_Part):
 
 
 class _Model(_Part):
-    """Of one merged model or adapter; `files` is missing where an older covmerge wrote it."""
+    """covmerge.json of one merged model or adapter; older versions of covmerge wrote no `files`."""
 
     covmerge: str
     torch: str
@@ -157,16 +157,16 @@ class _Rows(_Part):
 
 
 class _Comparison(_Part):
-    """Of the folder around the models of a comparison."""
+    """covmerge.json of the folder around the models of a comparison."""
 
     comparison: _Rows
 
 
 def read_manifest(folder: Path | Store) -> dict[str, Any]:
-    """Read covmerge.json of a merged model or adapter; what readers use of it is there and typed.
+    """Read covmerge.json of a merged model or adapter, and check the keys that readers use.
 
     Raises:
-        InputError: there is none, or it is of something else, such as a comparison.
+        InputError: there is no such file, or it describes something else, such as a comparison.
     """
     manifest = _read(local_store(folder))
     if "comparison" in manifest:
@@ -179,11 +179,11 @@ def read_manifest(folder: Path | Store) -> dict[str, Any]:
 
 @contextmanager
 def recorded_in(manifest: str | Path) -> Generator[None]:
-    """Name the manifest in what is wrong with the recipe that it records, or with the files it names.
+    """Name the manifest in errors about the recipe that it records or about the sources in it.
 
     Raises:
-        RecipeError: what is wrong with the recipe.
-        CheckpointError: what is wrong with a file.
+        RecipeError: an error in the recipe.
+        CheckpointError: an error in a file.
     """
     try:
         yield
@@ -194,10 +194,10 @@ def recorded_in(manifest: str | Path) -> Generator[None]:
 
 
 def unknown_files(store: Store) -> list[str]:
-    """Return what an output of covmerge holds that covmerge did not write, as paths in it.
+    """Return the paths of files in an output that covmerge did not write.
 
     Raises:
-        InputError: it is no output of covmerge, or one that does not say what belongs to it.
+        InputError: it is no output of covmerge, or one whose manifest does not list its files.
     """
     manifest = _read(store)
     if "comparison" in manifest:
@@ -220,7 +220,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
     """Read covmerge.json of a comparison.
 
     Raises:
-        InputError: there is none, or it is of one model.
+        InputError: there is no such file, or it describes one model.
     """
     manifest = _read(local_store(folder))
     if "comparison" not in manifest:
@@ -229,7 +229,7 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def _folders(manifest: dict[str, Any]) -> list[str]:
-    """The folders of a comparison's models."""
+    """Return the names of the folders of a comparison's models."""
     return [row.get("label") or row["method"] for row in manifest["comparison"]["methods"]]
 
 
@@ -253,7 +253,7 @@ def _read(store: Store) -> dict[str, Any]:
         ) from error
     except CheckpointError as error:
         raise InputError(f"{file} cannot be read as a covmerge manifest: {error}") from error
-    except OSError as error:  # a loop of links
+    except OSError as error:  # such as a loop of links
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
     return manifest
 

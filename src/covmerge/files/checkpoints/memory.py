@@ -1,4 +1,4 @@
-"""A state dict in memory, as a checkpoint."""
+"""A state dict in memory as a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from covmerge.files.stores.hub_cache import HubModel
 
 
 class MemoryCheckpoint(Kind):
-    """The tensors of a mapping, on whatever device they are.
+    """The tensors of a mapping, on any device.
 
-    The tensors are not copied before they are read: do not change them meanwhile.
+    The tensors are copied only when they are read. Do not change them before.
 
     Args:
-        tensors: by name.
-        config: of the model.
-        settings: what else decides what the tensors mean, such as an adapter's configuration.
-        under: of an adapter, see `Kind`.
+        tensors: the tensors by name.
+        config: config of the model.
+        settings: other settings that the meaning of the tensors depends on, such as an adapter's
+            config.
+        under: for an adapter, see `Kind`.
     """
 
     folder: Path | None = None
@@ -62,10 +63,10 @@ class MemoryCheckpoint(Kind):
         self._said = "" if settings is None else json.dumps(settings, sort_keys=True)
 
     def readme(self) -> Path | None:
-        """There is none."""
+        """Return None: a state dict has no model card."""
 
     def companions(self) -> Path | None:
-        """There are none."""
+        """Return None: a state dict has no companion files."""
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         find_header(self.headers, name, rows, self.source)
@@ -74,14 +75,14 @@ class MemoryCheckpoint(Kind):
         return copy_rows(self._tensors[name], rows)
 
     def materialize(self) -> None:
-        """Everything is here."""
+        """Do nothing: all tensors are in memory."""
 
     def identity(self) -> dict[str, Json]:
-        """The content: names and times say nothing about memory."""
+        """Return a hash of the content, because names and times say nothing about memory."""
         return {"kind": "memory", **fingerprint(self)}
 
     def contents(self) -> Sequence[Content]:
-        """All tensors as one: names, dtypes, shapes and values."""
+        """Return one piece with all tensors: names, dtypes, shapes and values."""
         size = sum(header.nbytes for header in self.headers.values())
         return [Content("tensors", size, self._hash)]
 
@@ -96,12 +97,12 @@ class MemoryCheckpoint(Kind):
         return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._tensors = {}
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
-    """Tensors that are one with an earlier one: the same values of the same memory, as tied weights are.
+    """Return names of tensors that are views of the same memory as an earlier tensor, like tied weights.
 
     Example:
         >>> table = torch.ones(3, 2)

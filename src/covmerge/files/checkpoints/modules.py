@@ -1,6 +1,6 @@
-"""Modules of a sentence-transformers model that lie in folders of their own, some with weights.
+"""Modules of a sentence-transformers model in separate folders, some of which have weights.
 
-`modules.json` names the folders of the modules, and a router's config those of its own modules.
+`modules.json` names the folders of modules; a router's config names the folders of its own modules.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.store import Store, StoredFile, child
 
 MODULES = "modules.json"
-WEIGHTS = (  # of a module, in the order in which they are looked for
+WEIGHTS = (  # files of weights of a module, in the order in which they are looked for
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# What lies beside the weights of a module, and is copied.
+# Ends of names of a module's other files, which are copied to the output.
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
-_ROUTERS = ("router_config.json", "config.json")  # the second of older releases
+_ROUTERS = ("router_config.json", "config.json")  # the second name is that of older releases
 # Classes of sentence-transformers 6.2 whose modules always have weights.
 _WITH_WEIGHTS = frozenset(
     {"Dense", "LSTM", "CNN", "LayerNorm", "WeightedLayerPooling", "WordWeights", "WordEmbeddings"}
@@ -45,13 +45,13 @@ _DEEPEST = 4
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of a module.
+    """The folder of one module.
 
     Attributes:
-        path: in the model's folder, with `/` between the parts.
+        path: path in the model's folder, with `/` between the parts.
         kind: name of the module's class.
-        store: of its files.
-        names: of its files.
+        store: the store of its files.
+        names: names of its files.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Folder:
 
 
 class ModuleWeights:
-    """A file of weights of a module, whose tensors have the names of the whole model."""
+    """A module's file of weights, whose tensors are shown under the whole model's names."""
 
     def __init__(self, read: WeightFile, module: Module) -> None:
         self._read = read
@@ -83,10 +83,10 @@ class ModuleWeights:
 
 
 def module_folders(store: Store, names: Collection[str]) -> list[Folder]:
-    """Return the folders of all modules of a model but its own, as far as they are there.
+    """Return the existing folders of a model's modules, except the model's own folder.
 
     Raises:
-        CheckpointError: a module is named to lie outside the folder, or there are far too many.
+        CheckpointError: a module's path leads out of the folder, or there are far too many modules.
     """
     if MODULES not in names:
         return []
@@ -102,10 +102,10 @@ def module_folders(store: Store, names: Collection[str]) -> list[Folder]:
 
 
 def weights_in(store: Store, folder: Folder) -> StoredFile | None:
-    """Return the file that leads to a module's weights; None where it has none.
+    """Return a module's file of weights or index, or None if it has no weights.
 
     Raises:
-        CheckpointError: it has others, or must have some.
+        CheckpointError: it has other files, or its class always has weights.
     """
     name = next((name for name in WEIGHTS if name in folder.names), None)
     if name is None:
@@ -115,10 +115,11 @@ def weights_in(store: Store, folder: Folder) -> StoredFile | None:
 
 
 def _check_no_weights(store: Store, folder: Folder) -> None:
-    """Refuse a module without a file of weights that is read, where it has others or must have one.
+    """Raise if a module has no file of weights that is read, but has other files or must have weights.
 
     Raises:
-        CheckpointError: it has other files, such as weights of another kind, or is of a class with weights.
+        CheckpointError: it has other files, such as weights in another format, or its class has
+            weights.
     """
     where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
     others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
@@ -136,7 +137,7 @@ def _check_no_weights(store: Store, folder: Folder) -> None:
 
 
 def _with_inner(store: Store, path: str, kind: str, deep: int) -> Iterator[Folder]:
-    """The folder at a path, and those of the modules of the router that it may hold."""
+    """Yield the folder at a path and, if it has a router, the folders of that router's modules."""
     place = _store_at(store, path)
     if place is None:
         if kind in _WITH_WEIGHTS:
@@ -152,9 +153,9 @@ def _with_inner(store: Store, path: str, kind: str, deep: int) -> Iterator[Folde
 
 
 def _store_at(store: Store, path: str) -> Store | None:
-    """The store of a folder in a model's; None where there is nothing in it.
+    """Return the store of a folder inside a model's folder, or None if the folder is empty.
 
-    A part that leads up or out of the folder, by its name or as a link, is an error.
+    A part of the path that leads out of the folder, by its name or as a link, is an error.
     """
     for part in PurePosixPath(path).parts:
         check_bare(part, store.where(MODULES))
@@ -168,7 +169,7 @@ def _store_at(store: Store, path: str) -> Store | None:
 
 
 def _modules_in(store: Store) -> list[tuple[str, str]]:
-    """The path and the class of each module."""
+    """Return the path and the class of each module."""
     file = StoredFile(store, MODULES)
     data = b'{"modules":' + _bounded(file) + b"}"
     modules: object = parse_object(data, str(file), _MOST_VALUES)["modules"]
@@ -191,7 +192,7 @@ def _class_of(kind: object) -> str:
 
 
 def _routed(folder: Folder) -> dict[str, str]:
-    """The folders in a module's that its router names, with classes: none where it is no router."""
+    """Return folder names and classes of the modules of a folder's router; empty if it has no router."""
     for name in _ROUTERS:
         if name in folder.names:
             file = StoredFile(folder.store, name)

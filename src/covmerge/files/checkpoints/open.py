@@ -1,4 +1,4 @@
-"""From what a user wrote to a checkpoint."""
+"""Opening a checkpoint from the source that the user wrote."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.remote import remote_store
 from covmerge.files.stores.store import Store, child
 
-# The tensors of an adapter, and its configuration.
+# An adapter's tensors, and its configuration.
 AdapterPair = tuple[Mapping[str, Tensor], object]
-# What a recipe that is recorded has for a source in memory.
+# The source that a recorded recipe has for a checkpoint in memory.
 HELD_MODEL, HELD_ADAPTER = HELD = ("<state dict>", "<adapter in memory>")
 Source = str | Path | Mapping[str, Tensor] | nn.Module | AdapterPair
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
-    """Open a checkpoint: only its headers and its config are read.
+    """Open a checkpoint; only its headers and its config are read.
 
     Args:
-        source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
-            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file of tensors;
-            `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
-            where nothing of that name exists here; the address of a folder or a file of weights,
-            `s3://`, `gs://` or `https://`; a state dict; a torch module,
-            of which the config is known if it is a model of transformers; or an adapter in memory: a
-            PeftModel, or a pair of PEFT's state dict and its configuration.
+        source: a folder saved by transformers, or by PEFT (then the result is an
+            `AdapterCheckpoint`); one `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file of
+            tensors; `"org/name"` or `"org/name@revision"` on the Hugging Face Hub, if no file or
+            folder has this name here; the address of a folder or a file of weights, `s3://`,
+            `gs://` or `https://`; a state dict; a torch module, whose config is read if it is a
+            model of transformers; or an adapter in memory: a PeftModel, or a pair of PEFT's state
+            dict and its configuration.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -76,15 +76,15 @@ def open_checkpoint(source: Source) -> Checkpoint:
     try:
         try:
             path = Path(source).expanduser()
-        except RuntimeError as error:  # a home folder that nobody has
+        except RuntimeError as error:  # an unknown home folder
             raise ValueError(error) from error
-        # A RuntimeError of these says that there is no memory for a thread.
+        # Outside the inner `try`, a RuntimeError means that there is no memory for a thread.
         if path.is_dir():
             return open_store(str(source), LocalFolder(path))
         if path.is_file():
             return open_adapter_file(str(source), path)
         exists = path.exists()
-    except (OSError, ValueError) as error:  # ValueError: a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
         raise CheckpointError(
             f"{str(source)!r} cannot be opened ({error}): correct the path"
         ) from error
@@ -104,7 +104,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def open_remote(address: Address) -> Checkpoint:
-    """Open what lies at an address: a file of weights by its suffix, else a folder of a bucket."""
+    """Open the checkpoint at an address: a file with a suffix of weights, or else a folder of a bucket."""
     try:
         return _open_remote(address)
     except OSError as error:
@@ -135,11 +135,11 @@ def _open_remote(address: Address) -> Checkpoint:
 
 
 def open_store(source: str, store: Store) -> Checkpoint:
-    """Open the checkpoint that a store holds, a model or an adapter."""
+    """Open the model or adapter in a store."""
     return open_adapter_folder(source, store) or open_folder(source, store)
 
 
-# get_peft_model changes the model that it is given.
+# This advice is needed because get_peft_model changes the model that is passed to it.
 PASS_FOLDED = (
     "pass the PeftModel, its folder or the pair (get_peft_model_state_dict(model), its peft_config) as the "
     "expert, and the base's folder as the base; or the model with the adapter folded in "
@@ -148,12 +148,12 @@ PASS_FOLDED = (
 
 
 def open_module(module: nn.Module) -> Checkpoint:
-    """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
+    """Return a module's tensors as a checkpoint, with its config if it is a model of transformers.
 
-    A PeftModel, or a model of transformers with an adapter in it, is that adapter.
+    A PeftModel, or a model of transformers with an adapter in it, is opened as that adapter.
 
     Raises:
-        CheckpointError: it holds an adapter beside its weights, or several.
+        CheckpointError: it has an adapter beside its own weights, or several adapters.
     """
     if _is_of_peft(module):
         tensors, config = _adapter_of(module)
@@ -168,30 +168,30 @@ def open_module(module: nn.Module) -> Checkpoint:
 
 
 def _config_of(module: nn.Module) -> Mapping[str, Any] | None:
-    """Return the config as transformers writes config.json; those of other libraries are not read."""
+    """Return the config as transformers would write config.json; None for other libraries' modules."""
     model = getattr(module, "_orig_mod", module)  # of torch.compile
     write = getattr(getattr(model, "config", None), "to_json_string", None)
     if write is None:
         return None
     config: dict[str, Any] = json.loads(write())
-    # Which class it is, and so what is tied and what a head, a config says only once it was saved. One that
-    # was loaded from a model of another class names that class.
+    # A config names the model's class, which decides what is tied and what a head is, only once it
+    # was saved. A config that was loaded from a model of another class names that class.
     if type(model).__module__.startswith("transformers."):
         config["architectures"] = [type(model).__name__]
     return config
 
 
-_PEFTS = "base_model.model."  # before names; transformers adds it as it saves
+_PEFTS = "base_model.model."  # prefix of names, which transformers adds on saving
 
 
 def _is_of_peft(module: nn.Module) -> bool:
-    """Whether it is an adapter with its base, of PEFT's class or as transformers loads it."""
+    """Return whether a module is an adapter with its base, of PEFT's class or loaded by transformers."""
     kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
     return "peft" in kinds or getattr(module, "_hf_peft_config_loaded", False) is True
 
 
 def _check_scales(module: Any, name: str, config: Any) -> None:
-    """Refuse a LoRA with another scale than its configuration says: what PEFT saves has the latter."""
+    """Refuse a LoRA whose scale differs from its configuration's, because PEFT saves only the latter."""
     if getattr(config, "peft_type", None) != "LORA":
         return
     for path, layer in module.named_modules():
@@ -209,13 +209,13 @@ def _check_scales(module: Any, name: str, config: Any) -> None:
 
 
 def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a model that trains weights of its base which are no part of the adapter."""
+    """Refuse a model that trains weights of its base that are not part of the adapter."""
     held = {tensor.data_ptr() for tensor in tensors.values()}
     beside = [
         path
         for path, parameter in module.named_parameters()
         if parameter.requires_grad
-        and name not in path.split(".")  # as PEFT calls what is the adapter's
+        and name not in path.split(".")  # PEFT puts the adapter's name into its parameters' names
         and parameter.data_ptr() not in held
     ]
     if beside:
@@ -227,20 +227,20 @@ def _check_beside(module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -
 
 
 def _weights_under(module: Any, config: object) -> Mapping[str, Tensor]:
-    """Some weights of the layers that an adapter is on, by which its base is known; none of packed ones."""
+    """Return some base weights of adapted layers, which identify the base; none that are packed."""
     found: dict[str, Tensor] = {}
-    if isinstance(getattr(config, "init_lora_weights", None), str):  # PiSSA and others change them
+    if isinstance(getattr(config, "init_lora_weights", None), str):  # PiSSA changes them
         return found
     for path, layer in module.named_modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
-        merged: object = getattr(layer, "merged_adapters", None)  # whose sum the weight is for now
+        merged: object = getattr(layer, "merged_adapters", None)  # the weight includes them
         if isinstance(weight, Tensor) and weight.is_floating_point() and not merged:
             found[f"{path.removeprefix(_PEFTS)}.weight"] = weight.detach()
     return dict(list(found.items())[:: max(1, len(found) // 4)])
 
 
 def _adapter_of(module: Any) -> tuple[Mapping[str, Tensor], object]:
-    """Return the adapter of a module as PEFT would save it."""
+    """Return a module's adapter as PEFT would save it."""
     named: Mapping[str, object] = module.peft_config
     if len(named) > 1:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""What files of pickles may cost, looked at before anything of them is made.
+"""Limits on the cost of pickle files, checked before any object in them is created.
 
-Both that read such files ask here: torch's own loader (`torch_file.py`), and ours (`pickled.py`).
+Both readers of such files use them: torch's loader (`torch_file.py`) and our own (`pickled.py`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import IO, cast
 from covmerge.base.errors import CheckpointError
 
 ZIP_MAGIC = b"PK\x03\x04"
-MAX_WHOLE_BYTES = 4 * 2**30  # of formats without an index
+MAX_WHOLE_BYTES = 4 * 2**30  # for formats without an index
 SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
 
 _MAX_PICKLE_BYTES = 100_000_000
-MAX_STEPS = 2_000_000  # a tensor takes 40
-_FIXED = 8  # bytes of the longest argument whose length the file does not state
-# As a key of a dict a tuple is hashed with all that lie in it, one inside the other, on the stack of C,
-# which a million overflow. A module of modules has some tens.
+MAX_STEPS = 2_000_000  # a tensor takes 40 steps
+_FIXED = 8  # bytes of the longest argument whose length is not stated in the file
+# Python hashes a nested tuple that is a dict's key by recursion on the C stack, which a million
+# levels overflow. A module of modules has some tens of levels.
 _MAX_NESTING = 1000
 _MARK = -1
 _TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
-# Calls may return what they are given.
+# A call may return its arguments.
 _CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"})
-# Changes are made to what lies below on the stack.
+# These steps change the object below on the stack.
 _CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 _PUTS = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 
 
 def check_whole(size: int, where: str) -> None:
-    """Refuse a file that has to be loaded whole and is too large for it."""
+    """Raise if a file that can only be loaded whole is too large for that."""
     if size > MAX_WHOLE_BYTES:
         raise CheckpointError(
             f"{where} is {size} bytes in torch's format from before 1.6, which has to be loaded "
@@ -42,10 +42,10 @@ def check_whole(size: int, where: str) -> None:
 
 
 def check_archive(archive: zipfile.ZipFile, where: str) -> None:
-    """Check what torch takes for granted about its own zip files, and count the steps of the pickle.
+    """Check what torch assumes about its own zip files, and limit the steps of the pickle.
 
     Raises:
-        CheckpointError: it is code, is compressed, or describes its tensors at too great length.
+        CheckpointError: it is code, is compressed, or its description of the tensors is too long.
     """
     entries = archive.infolist()
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
@@ -68,12 +68,12 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
 
 
 def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
-    """Count the steps of some pickles in a row, each of which may make an object, or nest one.
+    """Count the steps of consecutive pickles; each step may create or nest an object.
 
-    What is no pickle is left to its loader.
+    Bytes that are no pickle are left to the loader to refuse.
 
     Raises:
-        CheckpointError: there are too many, or tuples lie in tuples too deep.
+        CheckpointError: there are too many steps, or tuples are nested too deeply.
     """
     left = most
     bounded = _Bounded(pickled, where)
@@ -94,14 +94,14 @@ def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int =
 
 
 class _Nesting:
-    """How many tuples lie one inside the next, of all that a pickle has on its stack and in its memo."""
+    """The depth of nested tuples, for each object on a pickle's stack and in its memo."""
 
     def __init__(self) -> None:
         self._stack: list[int] = []
         self._memo: dict[object, int] = {}
 
     def after(self, opcode: pickletools.OpcodeInfo, argument: object) -> int:
-        """Take one step, and return how many there are in what is on top of the stack."""
+        """Execute one step, and return the depth of nested tuples in the top of the stack."""
         name, stack = opcode.name, self._stack
         top = stack[-1] if stack else 0
         if name in _PUTS:
@@ -123,7 +123,7 @@ class _Nesting:
         return stack[-1] if stack else 0
 
     def _take(self, opcode: pickletools.OpcodeInfo) -> int:
-        """Take from the stack what a step does, and return the most of it."""
+        """Remove a step's inputs from the stack, and return their greatest depth."""
         to_mark = pickletools.markobject in opcode.stack_before
         count = len(opcode.stack_before) - (opcode.name in _CHANGES)
         deepest = 0
@@ -136,7 +136,10 @@ class _Nesting:
 
 
 class _Bounded:
-    """A file in which no step has an argument longer than what is left: room would be made for it first."""
+    """A file whose pickle steps have no argument longer than the rest of the file.
+
+    `pickletools` would otherwise allocate memory for a longer argument first.
+    """
 
     def __init__(self, file: IO[bytes], where: str) -> None:
         self._file, self._where = file, where
@@ -145,9 +148,9 @@ class _Bounded:
         file.seek(place)
 
     def read(self, count: int) -> bytes:
-        """Read some bytes, as `pickletools` asks for them."""
+        """Read `count` bytes for `pickletools`."""
         left = self._size - self._file.tell()
-        if count > max(left, _FIXED):  # shorter ones `pickletools` finds cut short for itself
+        if count > max(left, _FIXED):  # `pickletools` itself finds shorter arguments cut short
             raise CheckpointError(
                 f"{self._where} is cut short: a step of its pickle has {count} bytes, and {left} are "
                 "left: fetch the file again"
@@ -155,11 +158,11 @@ class _Bounded:
         return self._file.read(count)
 
     def readline(self) -> bytes:
-        """Read a line."""
+        """Read one line."""
         return self._file.readline()
 
     def tell(self) -> int:
-        """Return the place in the file."""
+        """Return the position in the file."""
         return self._file.tell()
 
 

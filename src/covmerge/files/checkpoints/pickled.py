@@ -1,7 +1,8 @@
-"""Files of pickles, as records: what they say of tensors, without running anything that they name.
+"""Pickle files, read as records of their tensors without running anything that the pickles name.
 
-`torch.save(module)` and `pickle.dump(module)` store a program: which classes to make, which functions to
-call. `unpickler.py` reads it; here are the formats it comes in, and where they have the numbers.
+`torch.save(module)` and `pickle.dump(module)` store a program: which classes to create and which
+functions to call. `unpickler.py` reads this program. This module has the file formats around it,
+and finds the tensors' numbers in them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from covmerge.files.checkpoints.pickle_bounds import (
 from covmerge.files.checkpoints.unpickler import NEXT, Loading, Storage, StorageOf, Unpickler
 from covmerge.files.stores.regular_file import open_regular, reading
 
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's own, at the start of its format from before 1.6
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the number at the start of torch's format from before 1.6
 
 
 def load_records(path: Path) -> object:
-    """Return what is pickled in a file of `torch.save` (of any version) or `pickle.dump`.
+    """Return the records of a file of `torch.save` (of any version) or `pickle.dump`.
 
-    Plain values are themselves, tensors are `Laid`, and objects are `Inert`.
+    Plain values are returned unchanged, tensors as `Laid`, and other objects as `Inert`.
     """
     where = str(path)
     try:
@@ -56,7 +57,7 @@ def load_records(path: Path) -> object:
 
 
 def load_archive(file: IO[bytes], size: int, where: str) -> object:
-    """Return what is pickled in a zip of `torch.save`, as `load_records`."""
+    """Return the records of a zip of `torch.save`, like `load_records`."""
 
     def read(start: int, count: int) -> bytes:
         file.seek(start)
@@ -71,7 +72,7 @@ def load_archive(file: IO[bytes], size: int, where: str) -> object:
 
 
 def load_metadata(data: bytes, where: str, steps: int) -> object:
-    """Return a plain pickle that holds no tensor, as `load_records`."""
+    """Return the records of a plain pickle without tensors, like `load_records`."""
     try:
         return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
     except CheckpointError:
@@ -90,7 +91,7 @@ def _unreadable(where: str, what: str, error: Exception) -> CheckpointError:
 def _load_archive(
     file: IO[bytes], size: int, loading: Loading, read_at: Callable[[int, int], bytes]
 ) -> object:
-    """A zip of torch: `*/data.pkl`, and a member `*/data/KEY` for each storage."""
+    """Read a zip of torch: `*/data.pkl`, and one member `*/data/KEY` for each storage."""
     with zipfile.ZipFile(file) as archive:
         check_archive(archive, loading.where)
         return _load_members(archive, file, size, loading, read_at)
@@ -115,7 +116,7 @@ def _load_members(
             entry = archive.getinfo(member)
         except KeyError:
             raise CheckpointError(f"{where} has no member {member}: {NEXT}") from None
-        # What the file really has, not what it says, decides how much is allocated.
+        # The real size of the member, not the size that the pickle states, limits what is allocated.
         if not entry.compress_size == entry.file_size == count * dtype.itemsize:
             raise CheckpointError(
                 f"{where}: {member} holds {entry.compress_size} bytes, and {count} numbers of {dtype} "
@@ -134,7 +135,7 @@ def _load_members(
 
 
 def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: after a header of its own, whose length only it has."""
+    """Return where a member's bytes begin: behind its own header, which alone has the header's length."""
     file.seek(entry.header_offset)
     name, extra = struct.unpack("<26x2H", file.read(30))
     return entry.header_offset + 30 + name + extra
@@ -150,7 +151,7 @@ def _read_at(path: Path, start: int, size: int) -> bytes:
 
 
 def _load_bytes(data: bytes, loading: Loading) -> object:
-    """Torch's format from before 1.6, or a plain pickle."""
+    """Read torch's format from before 1.6, or a plain pickle."""
     stream, where = io.BytesIO(data), loading.where
     first = _next_pickle(stream, where)
     found = _unpickle(first, loading, _no_storage(where))
@@ -180,7 +181,7 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
 
 
 def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
-    """Read a count and as many numbers."""
+    """Read a count and that many numbers."""
     (count,) = struct.unpack("<q", stream.read(8))
     size = storage.count * storage.dtype.itemsize
     data = stream.read(size)
@@ -193,13 +194,13 @@ def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
 
 
 def _next_pickle(stream: io.BytesIO, where: str, steps: int = MAX_STEPS) -> bytes:
-    """Return the bytes of one pickle, checked for what would take memory before any check of ours."""
+    """Return the bytes of one pickle, checked for steps that would take memory before other checks."""
     start = stream.tell()
     check_steps(stream, where, most=steps)
     stream.seek(start)
     left = stream.getbuffer().nbytes - start
     for opcode, argument, _ in pickletools.genops(stream):
-        # The unpickler's memo is an array, and an index makes it that long.
+        # The unpickler's memo is an array, and a step's index sets its length.
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast("int", argument) > left:
             raise CheckpointError(
                 f"{where}: the pickle counts {argument} objects in {left} bytes: {NEXT}"

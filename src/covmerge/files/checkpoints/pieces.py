@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces: each process of a training saved its part of every tensor."""
+"""Tensors in pieces: each process of a training saved its part of every tensor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Piece:
     """A part of a tensor.
 
     Attributes:
-        offsets: where it begins in the tensor.
-        sizes: its shape.
-        read: reads some of its rows, all for None.
+        offsets: where the part begins in the tensor.
+        sizes: the shape of the part.
+        read: function that reads some of its rows, or all rows for None.
     """
 
     offsets: tuple[int, ...]
@@ -39,11 +39,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieced:
-    """A tensor and its pieces.
+    """A tensor with its pieces.
 
     Attributes:
-        header: of the whole tensor.
-        pieces: parts of the tensor; of the flattened tensor, if `flat`.
+        header: header of the whole tensor.
+        pieces: parts of the tensor, or of the flattened tensor if `flat` is set.
         flat: whether the tensor was flattened before it was divided.
     """
 
@@ -56,7 +56,7 @@ class PiecedFiles:
     """The files of all processes of a training, as one file of weights.
 
     Raises:
-        CheckpointError: the pieces of a tensor are not side by side, or do not make it up.
+        CheckpointError: the pieces of a tensor overlap or leave gaps, or do not fill its shape.
     """
 
     settings: Mapping[str, Any] | None = None
@@ -95,11 +95,11 @@ class PiecedFiles:
         return found
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: no file is open between reads."""
 
 
 def _put_together(found: Tensor, pieces: Sequence[Piece], taken: range) -> None:
-    """Read the rows `taken` of a divided tensor."""
+    """Read the rows `taken` of a tensor from its pieces."""
     for piece in pieces:
         top = piece.offsets[0]
         start, stop = max(taken.start, top), min(taken.stop, top + piece.sizes[0])
@@ -112,15 +112,15 @@ def _put_together(found: Tensor, pieces: Sequence[Piece], taken: range) -> None:
 def box_of(
     offsets: Sequence[int], sizes: Sequence[int], start: int, stop: int
 ) -> tuple[slice, ...]:
-    """Return the place of a piece: the rows from start to stop, and all of it along other axes."""
+    """Return the place of a piece: rows `start` to `stop`, and its full extent along other axes."""
     beyond = zip(offsets[1:], sizes[1:], strict=True)
     return (slice(start, stop), *(slice(first, first + count) for first, count in beyond))
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
-    """Whether boxes fill a shape from an axis on, without gaps or overlaps, as sharding cuts it.
+    """Return whether boxes fill a shape from an axis on, without gaps or overlaps, as sharding does.
 
-    Along each axis two boxes have the same interval or have nothing in common.
+    Two boxes must have the same interval along an axis, or intervals without overlap.
     """
     if math.prod(shape) == 0:
         return True
@@ -140,27 +140,27 @@ def tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
     )
 
 
-# Tensors that are put together from others that are stored: joined, cut, turned, or of a weight norm.
+# Tensors that are composed of stored tensors: joined, cut, transposed, or the weight of a weight norm.
 
 Shape = tuple[int, ...]
 Read = Callable[[str, range], Tensor]
 
 
 class Assembly(ABC):
-    """What a tensor is made of."""
+    """A description of how a tensor is made of stored tensors."""
 
     shape: Shape
 
     @abstractmethod
     def read(self, read: Read, rows: range) -> Tensor:
-        """Return rows of it."""
+        """Return rows of the tensor."""
 
     @abstractmethod
     def stored(self) -> Iterable[str]:
-        """The names of the stored tensors that it is made of."""
+        """Return the names of the stored tensors that it is made of."""
 
     def all(self, read: Read) -> Tensor:
-        """Return all of it."""
+        """Return the whole tensor."""
         return self.read(read, range(self.shape[0]))
 
 
@@ -180,7 +180,7 @@ class StoredTensor(Assembly):
 
 @dataclass(frozen=True)
 class Joined(Assembly):
-    """Several, one behind the other along an axis."""
+    """Several tensors, joined along an axis."""
 
     parts: tuple[Assembly, ...]
     dim: int
@@ -214,7 +214,7 @@ class _Of(Assembly):
 
 @dataclass(frozen=True)
 class Cut(_Of):
-    """A range along an axis."""
+    """A range of a tensor along an axis."""
 
     dim: int
     start: int
@@ -227,7 +227,7 @@ class Cut(_Of):
 
 @dataclass(frozen=True)
 class Alone(_Of):
-    """A matrix as a stack of one."""
+    """A matrix as a stack of one matrix."""
 
     def read(self, read: Read, rows: range) -> Tensor:
         return self.whole.all(read)[None][rows.start : rows.stop]
@@ -235,7 +235,7 @@ class Alone(_Of):
 
 @dataclass(frozen=True)
 class Only(_Of):
-    """The matrix of a stack of one."""
+    """The matrix in a stack of one matrix."""
 
     def read(self, read: Read, rows: range) -> Tensor:
         return self.whole.read(read, range(1))[0][rows.start : rows.stop]
@@ -243,7 +243,7 @@ class Only(_Of):
 
 @dataclass(frozen=True)
 class Turned(_Of):
-    """With its axes in another order, some of them split in two before: `split` is (axis, size)."""
+    """A tensor with two axes exchanged, after an optional split of one axis in two, (axis, size)."""
 
     split: tuple[int, int] | None
     dims: tuple[int, int]
@@ -262,19 +262,19 @@ class Turned(_Of):
 
 @dataclass(frozen=True)
 class Normed(Assembly):
-    """The weight of a weight norm: w = g · v / ‖v‖, the norm over the axes in which g has one entry."""
+    """The weight of a weight norm: w = g · v / ‖v‖; the norm is over the axes in which g has length 1."""
 
     length: Assembly
     direction: Assembly
     shape: Shape
 
     def read(self, read: Read, rows: range) -> Tensor:
-        by_rows = self.length.shape[0] == self.shape[0]  # otherwise norms are over rows too
+        by_rows = self.length.shape[0] == self.shape[0]  # otherwise norms are taken over rows too
         taken = rows if by_rows else range(self.shape[0])
         direction = self.direction.read(read, taken)
         v = direction.double()
         g = self.length.read(read, taken if by_rows else range(1)).double()
-        axes = [axis for axis, size in enumerate(self.length.shape) if size == 1]  # one at least
+        axes = [axis for axis, size in enumerate(self.length.shape) if size == 1]  # at least one
         w = v * (g / v.square().sum(axes, keepdim=True).sqrt())
         return (w if by_rows else w[rows.start : rows.stop]).to(direction.dtype)
 
@@ -283,7 +283,7 @@ class Normed(Assembly):
 
 
 def joined(parts: Sequence[Assembly], dim: int) -> Assembly:
-    """Return what `torch.cat` makes of parts of one number of axes; what was cut is whole again."""
+    """Return parts joined like `torch.cat`; if they are all cuts of one tensor, return that tensor."""
     size = sum(part.shape[dim] for part in parts)
     first = parts[0]
     if isinstance(first, Cut) and first.whole.shape[dim] == size:
@@ -302,7 +302,7 @@ def joined(parts: Sequence[Assembly], dim: int) -> Assembly:
 
 
 def cut(whole: Assembly, dim: int, start: int, stop: int) -> Assembly:
-    """Return a range of it along an axis: of what was joined, the part if it is one."""
+    """Return a range of a tensor along an axis; if it is one part of a joined tensor, return that part."""
     if (start, stop) == (0, whole.shape[dim]):
         return whole
     if isinstance(whole, Joined) and whole.dim == dim:
@@ -315,17 +315,17 @@ def cut(whole: Assembly, dim: int, start: int, stop: int) -> Assembly:
 
 
 def alone(matrix: Assembly) -> Assembly:
-    """Return a matrix as a stack of one."""
+    """Return a matrix as a stack of one matrix."""
     return matrix.whole if isinstance(matrix, Only) else Alone(matrix, (1, *matrix.shape))
 
 
 def only(stack: Assembly) -> Assembly:
-    """Return the matrix of a stack of one."""
+    """Return the matrix in a stack of one matrix."""
     return stack.whole if isinstance(stack, Alone) else Only(stack, stack.shape[1:])
 
 
 def transposed(whole: Assembly, one: int, other: int) -> Assembly:
-    """Return it with two axes exchanged."""
+    """Return a tensor with two axes exchanged."""
     if isinstance(whole, Turned) and whole.split is None and {*whole.dims} == {one, other}:
         return whole.whole
     shape = list(whole.shape)
@@ -334,7 +334,7 @@ def transposed(whole: Assembly, one: int, other: int) -> Assembly:
 
 
 def interleaved(whole: Assembly, dim: int, *, back: bool) -> Assembly:
-    """Return it with every second row of an axis behind the others; `back`: the reverse."""
+    """Return a tensor with the even rows of an axis first, then the odd ones; `back` is the reverse."""
     size = whole.shape[dim] // 2 if back else 2
     opposite = 2 if back else whole.shape[dim] // 2
     if isinstance(whole, Turned) and whole.split == (dim, opposite):
@@ -343,12 +343,13 @@ def interleaved(whole: Assembly, dim: int, *, back: bool) -> Assembly:
 
 
 class Assembled(View):
-    """A view of a checkpoint in which some tensors are put together from stored ones.
+    """A view of a checkpoint in which some tensors are composed of stored tensors.
 
     Args:
         stored: the checkpoint.
-        made: what they are made of, by the name here. What they are made of is not shown by itself.
-        notes: what a user should know.
+        made: by the name in the view, how the tensor is composed. Its stored parts are not shown
+            themselves.
+        notes: notes for the user.
     """
 
     def __init__(self, stored: Checkpoint, made: Mapping[str, Assembly], *notes: str) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of other machines: weights are read where they lie, and what lies beside them is fetched."""
+"""Checkpoints on other machines: weights are read there, and their companion files are fetched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from covmerge.files.stores.store import StoredFile, child
 
 _BESIDE = re.compile(r".*(?<!\.index)\.(json|txt|model|jinja|tiktoken)", re.S)
 _FOLDERS = re.compile(r"[0-9]_.*|additional_chat_templates", re.S)
-_MOST = 2**29  # bytes of one of them
+_MOST = 2**29  # the most bytes of one companion file
 _MANY = 200
 
 
@@ -50,9 +50,9 @@ class RemoteCheckpoint(View):
     """A checkpoint in a store of another machine.
 
     Args:
-        stored: its files of weights, as they lie there.
-        store: the folder that it is, or that its file lies in.
-        whole: whether it is the folder, and what lies beside the weights is the checkpoint's.
+        stored: the checkpoint of its files of weights, read from the other machine.
+        store: the folder of the checkpoint, or the folder that has its file.
+        whole: whether it is the whole folder, so that files beside the weights belong to it.
     """
 
     def __init__(self, stored: FileCheckpoint, store: RemoteStore, *, whole: bool) -> None:
@@ -66,7 +66,7 @@ class RemoteCheckpoint(View):
 
     @property
     def folder(self) -> Path | None:
-        """The folder with what lies beside the weights, once `materialize` has fetched it."""
+        """The local folder with the companion files, once `materialize` has fetched them."""
         return None if self._fetched is None else Path(self._fetched.name)
 
     def readme(self) -> Path | None:
@@ -83,11 +83,11 @@ class RemoteCheckpoint(View):
         return self.folder
 
     def materialize(self) -> None:
-        """Fetch what lies beside the weights; these are read where they lie."""
+        """Fetch the companion files; weights are read from the other machine."""
         self.companions()
 
     def identity(self) -> dict[str, Json]:
-        """Sizes and versions of the files, as they were opened; 0: the server has no version of one."""
+        """Return sizes and versions of the files when they were opened; version 0: the server has none."""
         files: dict[str, Json] = {
             self._files.path_of(file): {"size": stamp[0], "version": stamp[1]}
             for file, stamp in self._files.stamps.items()
@@ -95,9 +95,9 @@ class RemoteCheckpoint(View):
         return {"kind": "remote", "files": files}
 
     def contents(self) -> Sequence[Content]:
-        """The version that the server has of every file; the files where it has none for one of them.
+        """Return the server's version of every file; if a file has none, the files themselves.
 
-        To hash the files they would have to be fetched once more.
+        Hashing the files would require fetching them once more.
         """
         stamps = self._files.stamps
         versions = {file: _version(file) for file in stamps}
@@ -115,7 +115,7 @@ class RemoteCheckpoint(View):
         return f"version:{version} size:{stamp[0]}"
 
     def close(self) -> None:
-        """See `Checkpoint.close`; what was fetched is removed."""
+        """Close the checkpoint, and remove the fetched files."""
         super().close()
         for folder in (self._fetched, self._card):
             if folder is not None:
@@ -124,7 +124,7 @@ class RemoteCheckpoint(View):
 
 
 def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
-    """Return a folder with what is fetched into it; where that fails, nothing is left."""
+    """Return a temporary folder with fetched files; if fetching fails, the folder is removed."""
     folder = TemporaryDirectory(prefix="covmerge-")
     try:
         fetch(Path(folder.name))
@@ -135,7 +135,7 @@ def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
 
 
 def _fetch_companions(store: RemoteStore, to: Path) -> None:
-    """Fetch configs, tokenizers and processors into a folder of this machine."""
+    """Fetch configs, tokenizers and processors into a local folder."""
     try:
         places = {"": store}
         for name in filter(_FOLDERS.fullmatch, store.folders()):
@@ -182,21 +182,21 @@ def _version(file: StoredFile) -> str:
         return cast("RemoteStore", file.store).version(file.name)
 
 
-# Repositories of the Hugging Face Hub: headers for planning, weights only for the merge.
+# Repositories of the Hugging Face Hub: headers are read for planning, weights only for the merge.
 #
-# Index, config and headers are read where they lie, by the readers of a folder over a `HubStore`. What
-# a merge reads is downloaded into the cache of the client first (`materialize`): it is read more than once.
+# Index, config and headers are read remotely, by a folder's readers over a `HubStore`. Tensors are
+# read more than once, so `materialize` first downloads the weights into the Hub client's cache.
 
 
 class HubCheckpoint(Kind):
-    """A repository at one commit.
+    """A repository of the Hub at one commit.
 
     Args:
-        store: it, at that commit.
-        planned: the checkpoint as it lies there, or `local`.
+        store: the repository at that commit.
+        planned: the checkpoint read remotely, or `local`.
         files: names of the files to download.
-        notes: what is particular about how it was opened.
-        local: the downloaded checkpoint, if it is there already.
+        notes: remarks about how it was opened.
+        local: the downloaded checkpoint, if it was downloaded already.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class HubCheckpoint(Kind):
     def readme(self) -> Path | None:
         if self._store.is_file(CARD_NAME):
             return self._store.card(CARD_NAME)
-        # Offline the repository's files are not known.
+        # Offline, the names of the repository's files are unknown.
         return None if self._local is None else self._local.readme()
 
     def companions(self) -> Path | None:
@@ -246,7 +246,7 @@ class HubCheckpoint(Kind):
         """Download weights and companion files into the cache of the Hub's client.
 
         Raises:
-            CheckpointError: the download failed, or gave other tensors than were planned with.
+            CheckpointError: the download failed, or has other tensors than were planned.
         """
         if self._local is not None:
             return
@@ -254,7 +254,7 @@ class HubCheckpoint(Kind):
         local = open_folder(self.source, LocalFolder(folder))
         if dict(local.headers) != dict(self.headers):
             local.close()
-            # The commit's folder holds links, which the client makes again without a download.
+            # The commit's folder has links, which the client creates again without a download.
             cache = next((p for p in folder.parents if p.name.startswith("models--")), folder)
             raise CheckpointError(
                 f"{self.source}: {folder} holds other tensors than the Hub announced: delete {cache} and "
@@ -263,11 +263,11 @@ class HubCheckpoint(Kind):
         self._local = local
 
     def identity(self) -> dict[str, Json]:
-        """Repository and commit."""
+        """Return the repository and the commit."""
         return {"kind": "hub", "repo": self._store.name, "revision": self._store.commit}
 
     def contents(self) -> Sequence[Content]:
-        """The commit, which fixes every byte."""
+        """Return the commit, which determines every byte."""
         return [Content("revision", 0, lambda _: self._store.commit)]
 
     def close(self) -> None:
@@ -276,18 +276,18 @@ class HubCheckpoint(Kind):
 
 
 def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
-    """Open a repository of the Hub; its weights stay there, unless they are pickled.
+    """Open a repository of the Hub; its weights are not downloaded yet, unless they are pickled.
 
-    With `HF_HUB_OFFLINE=1` the copy in the cache is opened.
+    With `HF_HUB_OFFLINE=1`, the copy in the cache is opened.
 
     Args:
-        source: as the user wrote it.
+        source: the source as the user wrote it.
         name: `org/name`.
         revision: branch, tag or commit; None is the default branch.
 
     Raises:
-        CheckpointError: the Hub cannot be reached, has no such repository or revision, or what it
-            has cannot be read.
+        CheckpointError: the Hub cannot be reached, it has no such repository or revision, or the
+            repository cannot be read.
     """
     if is_offline(source):
         return _open_cached(source, name, revision)
@@ -308,7 +308,7 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
 def _open_pickled(
     store: HubStore, choice: str | None, of_modules: Sequence[str], pickled: str
 ) -> HubCheckpoint:
-    """Open a repository without safetensors, whose headers are inside the pickled weights."""
+    """Open a repository without safetensors; it is downloaded, as headers are inside pickled weights."""
     weights = list(of_modules)
     if choice is not None:
         stem = choice.removesuffix(".index.json")

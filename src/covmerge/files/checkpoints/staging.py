@@ -1,6 +1,7 @@
-"""The output appears all at once: work goes on aside, and one step makes it visible.
+"""An output that appears all at once: work is done aside, and one step makes the output visible.
 
-What is asked of the place is a `Destination`; here is when an output may be made, replaced or gone on with.
+`Destination` has the operations on the place of the output. This module decides when an output may
+be created, replaced or resumed.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ class OutputTakenError(InputError):
 
 
 class Staging:
-    """An output that is being made; a context manager.
+    """An output in progress; a context manager.
 
-    Leaving the context without `commit` keeps the work if its journal was begun, for `resume`,
-    and removes it otherwise.
+    Leaving the context without `commit` keeps the work for `resume` if the journal was begun, and
+    removes it otherwise.
 
     Args:
         out: the output folder, or another destination.
-        overwrite: replace an output of covmerge that is there and holds nothing else, and discard
-            an unfinished merge unless `resume` is set too.
-        resume: go on with an unfinished merge.
+        overwrite: replace an existing output if covmerge wrote all its files, and discard an
+            unfinished merge unless `resume` is set too.
+        resume: continue an unfinished merge.
 
     Attributes:
-        out: where the output appears.
-        resuming: True if there is a journal to go on with; valid inside the context.
-        notes: what the user should be told.
+        out: the destination of the output.
+        resuming: True if there is a journal to continue; valid inside the context.
+        notes: notes for the user.
 
     Raises (on entering the context):
-        InputError: the output exists or may not be replaced, another merge works on it, or an
-            unfinished merge waits for a decision.
+        InputError: the output exists or may not be replaced, another merge works on it, or there is
+            an unfinished merge and neither option is set.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -67,21 +68,21 @@ class Staging:
 
     @property
     def store(self) -> WritableStore:
-        """Where the files of the output are written until `commit`."""
+        """The store to which the files of the output are written until `commit`."""
         return self.out.work
 
     @property
     def folder(self) -> Path | None:
-        """The same as a folder of this machine, if it is one."""
+        """The folder of `store` if it is on this machine, else None."""
         return self.store.folder
 
     @property
     def journal(self) -> WritableFile:
-        """The journal."""
+        """The journal of the merge."""
         return self.out.journal
 
     def check(self) -> None:
-        """Refuse what entering the context refuses of the output itself; nothing is created."""
+        """Raise if the output exists and may not be replaced; nothing is created."""
         there = self.out.occupant()
         if there is None:
             return
@@ -90,7 +91,7 @@ class Staging:
             strange = [] if empty else unknown_files(self.out.output)
         except (InputError, OSError) as error:
             if self.out.occupant() != there:
-                return self.check()  # another merge exchanged it meanwhile
+                return self.check()  # another merge replaced the output meanwhile
             raise InputError(
                 f"the output {self.out} is not known for an output of covmerge, so it is not deleted "
                 f"({error}): remove it yourself, or choose another name"
@@ -114,7 +115,7 @@ class Staging:
         return None
 
     def foresee(self) -> None:
-        """Refuse what entering the context would refuse now; nothing is created."""
+        """Raise if entering the context would raise now; nothing is created."""
         self.check()
         self._check_unfinished()
 
@@ -138,18 +139,18 @@ class Staging:
             self.out.discard()
 
     def commit(self) -> None:
-        """Make the work the output.
+        """Make the work the visible output.
 
         Raises:
-            InputError: something appeared at the output meanwhile that may not be replaced. The
-                work is kept: move that away, then resume.
+            InputError: something that may not be replaced appeared at the output meanwhile. The
+                work is kept: move that thing away, then resume.
         """
         self.check()
         self.out.publish()
         self.out.discard()
 
     def discard(self) -> None:
-        """Remove the work; the output is left as it is."""
+        """Remove the work; an existing output stays."""
         self.out.discard()
 
     def _take(self) -> None:
@@ -167,7 +168,7 @@ class Staging:
             )
 
     def _check_unfinished(self) -> bool:
-        """Return whether there is an unfinished merge; refuse to decide what becomes of it."""
+        """Return whether there is an unfinished merge; raise if neither option says what to do with it."""
         unfinished = self.out.begun()
         if unfinished and not (self._resume or self._overwrite):
             raise InputError(
@@ -189,10 +190,10 @@ class Staging:
 
 
 def output_path(out: object) -> Path:
-    """Return an output that a caller names as a path.
+    """Return the path of an output that a caller names.
 
     Raises:
-        InputError: it is no name of a folder.
+        InputError: it is not the name of a folder.
 
     Example:
         >>> output_path("merged").name
@@ -206,7 +207,7 @@ def output_path(out: object) -> Path:
 
 
 def destination_of(out: Path | Destination) -> Destination:
-    """Return a folder that is given by its path or its address as a destination."""
+    """Return the destination for a folder given by its path or address."""
     if not isinstance(out, Path):
         return out
     address = None if hub_address(out) else address_of(out)
@@ -214,24 +215,25 @@ def destination_of(out: Path | Destination) -> Destination:
 
 
 def find_unfinished(out: Path) -> Path | None:
-    """Return the unfinished work on an output, or the one that a folder is part of; None if none."""
+    """Return the unfinished work on an output, or the unfinished work that a folder is part of, or None."""
     return LocalDestination(out).unfinished()
 
 
 def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
-    """Refuse an output that is an input, lies inside one, or would replace a folder holding one.
+    """Raise if an output is an input, is inside one, or would replace a folder with an input.
 
-    Nor may an input lie where the work goes on, which is removed at its end, or be one of the checkpoints
-    of a training run that the output would be taken for one of.
+    An input must not be in the work folder either, which is removed at the end. The output must not
+    look like a checkpoint of a training run that is an input.
 
-    Files are told apart by what they are, not by their paths: links and mounts are seen through.
+    Files are compared by identity, not by path, so that links and mounts are resolved.
 
     Args:
-        out: the output folder; it need not exist. Another destination has no input of this machine in it.
-        inputs: files, folders and addresses; those that do not exist are left to their reader to refuse.
+        out: the output folder; it need not exist. Other destinations contain no local inputs.
+        inputs: files, folders and addresses; inputs that do not exist are refused later, by their
+            reader.
 
     Raises:
-        InputError: the message names both paths.
+        InputError: the output and an input overlap; the message names both paths.
     """
     destination = destination_of(out)
     _check_addresses(str(destination), inputs)
@@ -242,7 +244,7 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     for given in inputs:
         if not given.exists():
             continue
-        # A linked input is lost with its link as well as with what the link points to.
+        # A linked input is lost if either its link or the link's target is replaced.
         held = _lies_in(given.absolute(), target) or _lies_in(given.resolve(), target)
         if held or _lies_in(target, given):
             raise InputError(
@@ -267,7 +269,7 @@ def _check_addresses(out: str, inputs: Sequence[Path]) -> None:
 
 
 def _lies_in(inner: Path, outer: Path) -> bool:
-    """Whether `outer` is `inner` or one of the folders around it."""
+    """Return whether `outer` is `inner` or a folder around it."""
     if not outer.exists():
         return False
     return any(path.exists() and path.samefile(outer) for path in (inner, *inner.parents))

@@ -1,4 +1,4 @@
-"""One file of `torch.save`, never unpickled beyond what `weights_only` allows."""
+"""A file of `torch.save`, unpickled only as far as `weights_only` allows."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from covmerge.files.stores.regular_file import open_regular
 from covmerge.files.stores.store import stamp_of
 
 _USUAL = ("state_dict", "model", "module", "model_state_dict")
-_LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys of its storages
+_LEGACY_PICKLES = 5  # a magic number, a version, the machine, the state dict, its storages' keys
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 class NotLoadedError(CheckpointError):
-    """What torch, allowed to run nothing, does not load."""
+    """A file that torch does not load with `weights_only`."""
 
 
 class TorchFile:
-    """A `.bin`, `.pt`, `.pth` or `.ckpt` file that holds a state dict.
+    """A `.bin`, `.pt`, `.pth` or `.ckpt` file with a state dict.
 
-    The tensors are memory-mapped. Files older than torch 1.6 cannot be, and are loaded whole.
+    The tensors are memory-mapped. Files from before torch 1.6 cannot be mapped and are loaded whole.
     """
 
     settings: Mapping[str, Any] | None = None
@@ -67,12 +67,12 @@ class TorchFile:
         find_header(self.headers, name, rows, str(self.path))
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} is closed: open the checkpoint again")
-        # A map of a file that was cut short kills the process, so this is asked before, not after.
+        # A mapped file that was cut short would kill the process, so check before reading.
         check_unchanged(self.path, self._stamp, stamp_of(self.path.stat()))
         return copy_rows(self._tensors[name], rows)
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Release the map of the file."""
         self._tensors = {}
 
 
@@ -134,7 +134,7 @@ def _refusal(path: Path, error: Exception) -> NotLoadedError:
 
 
 def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Find the dict of tensors: the file itself, or what a training state has under one of its keys."""
+    """Return the dict of tensors: the file's content, or one entry of a training state; and notes."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             f"{where} holds a {type(loaded).__name__}, not a dict of tensors: {SAVE_AGAIN}"
@@ -152,23 +152,24 @@ def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[st
 def _of_state(
     content: Mapping[object, object], kind: type, where: str
 ) -> tuple[Mapping[object, object], tuple[str, ...]]:
-    """Return the weights in a training state, with a note; all of it where it has none.
+    """Return the weights in a training state with a note, or the whole content if it has no weights.
 
-    Of several dicts of tensors the model's is the one under a usual key. Under another it must be alone.
+    If there are several dicts of tensors, the one under a usual key has the model's weights. A dict
+    under another key counts only if it is the only one.
 
     Args:
-        content: of the file.
-        kind: what its tensors are.
-        where: what messages call it.
+        content: the content of the file.
+        kind: the class of its tensors.
+        where: the file's name in messages.
 
     Raises:
-        CheckpointError: which of several are the model's, no key says.
+        CheckpointError: there are several dicts, and no key tells which one has the model's weights.
     """
     if _all(content, kind):
         return content, ()
     held = [key for key, value in content.items() if _all(value, kind) and value]
     found = [key for key in _USUAL if key in held]
-    # Tensors beside a dict of them, or something else under a usual key, may be the model's.
+    # Tensors beside a dict of tensors, or another object under a usual key, may be the model's weights.
     plain = not any(isinstance(value, kind) for value in content.values())
     if plain and not any(isinstance(content.get(key), Mapping) for key in _USUAL):
         found = held
@@ -200,7 +201,7 @@ def _all(value: object, kind: type) -> bool:
 def _weights_of(
     names: Mapping[object, object], value: object, kind: type, depth: int = 3
 ) -> Iterator[str]:
-    """Find other tensors of these names in what lies beside them, by their keys."""
+    """Yield the keys, joined by `/`, of other dicts of tensors with the same names."""
     if not isinstance(value, Mapping):
         return
     for key, held in cast("Mapping[object, object]", value).items():
@@ -211,7 +212,7 @@ def _weights_of(
 
 
 def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> None:
-    # A stride of 0 lets one stored number pass for a tensor of any size, which a read would copy.
+    # A stride of 0 makes one stored number look like a tensor of any size, which a read would copy.
     for header in headers.values():
         if header.nbytes > size:
             raise CheckpointError(
@@ -220,16 +221,16 @@ def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> 
             )
 
 
-# One file of a pickled dict of tensors that torch, allowed to run nothing, does not load.
+# A file with a pickled dict of tensors that torch does not load with `weights_only`.
 #
-# `torch.save(state, file, pickle_protocol=4)` and `pickle.dump(state, file)` write such files, and training
-# scripts that save their arguments (argparse, OmegaConf) beside the weights.
+# `torch.save(state, file, pickle_protocol=4)` and `pickle.dump(state, file)` write such files, and
+# so do training scripts that save their arguments (argparse, OmegaConf) beside the weights.
 
 
 class PickledTensors:
-    """A dict of tensors, or that of a training state, read without running what the pickle names.
+    """A dict of tensors, or a training state with one, read without running what the pickle names.
 
-    Files that are no zip are in memory as a whole.
+    Files that are not zip archives are held in memory as a whole.
     """
 
     settings: Mapping[str, Any] | None = None
@@ -257,12 +258,12 @@ class PickledTensors:
         return whole_booleans(self._laid[name].tensor(rows), f"{self.path}: '{name}'")
 
     def close(self) -> None:
-        """Let go of what is in memory."""
+        """Release the tensors in memory."""
         self._laid = {}
 
 
 def tensors_of(records: object, where: str) -> dict[str, Laid]:
-    """Return the tensors of a pickled dict by their names."""
+    """Return the tensors of a pickled dict, by name."""
     if not isinstance(records, Mapping):
         raise CheckpointError(f"{where} holds a {kind_of(records)}, not a dict of tensors")
     found: dict[str, Laid] = {}
@@ -279,5 +280,5 @@ def tensors_of(records: object, where: str) -> dict[str, Laid]:
 
 
 def kind_of(value: object) -> str:
-    """Return the class of a record, as the pickle names it."""
+    """Return the name of a record's class, as in the pickle."""
     return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__

@@ -1,4 +1,4 @@
-"""The checkpoints that a trainer leaves in its folder while it runs: transformers' Trainer, torchtitan."""
+"""Checkpoints that a trainer saves in its folder while it runs: transformers' Trainer, torchtitan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
 
 _NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
-_STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
+_STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
 _SEEN = "num_input_tokens_seen"
 _OF_TRAINER = (
     *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("global_step*", "pytorch_model_fsdp_*", "zero_to_fp32.py", "latest"),
 )
-_SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's, which are no model
+_SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's parts, no model
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class SavedStep:
     """One checkpoint of a run.
 
     Attributes:
-        step: of the optimizer, when it was saved.
-        folder: where it lies.
+        step: the optimizer's step at which it was saved.
+        folder: its folder.
         is_adapter: whether it is an adapter, and not a full model.
-        own: names in it that are the trainer's: its optimizer, its state.
+        own: names of the trainer's files in the folder, such as the optimizer's state.
     """
 
     step: int
@@ -46,11 +46,11 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Window:
-    """The last tokens of a run.
+    """A window over the last tokens of a run.
 
     Attributes:
-        tokens: how many.
-        per_step: what each step of the optimizer took; None: the trainer's state says it.
+        tokens: number of tokens.
+        per_step: number of tokens in each step of the optimizer; None: read from the trainer's state.
     """
 
     tokens: int
@@ -58,24 +58,24 @@ class Window:
 
 
 def last_steps(folder: str, window: int | Window | None, beside: Path) -> list[SavedStep]:
-    """Return a run's last checkpoints by their step numbers, the oldest first.
+    """Return a run's last checkpoints by step number, the oldest first.
 
-    Those of T tokens are the ones with more than t_n - T, for t_n of the last one: T / t of them, where t
-    tokens lie between each two.
+    A window of T tokens has the checkpoints that saw more than t_n - T tokens, where t_n is that of
+    the last one. These are T / t checkpoints if there are t tokens between every two.
 
     Args:
-        folder: of the run, with its checkpoint-500/, checkpoint-1000/ and so on.
-        window: how many, or of how many tokens; None: all.
-        beside: what a relative folder is relative to.
+        folder: folder of the run, with checkpoint-500/, checkpoint-1000/ and so on.
+        window: the number of checkpoints, or a window of tokens; None: all checkpoints.
+        beside: the folder that a relative path starts from.
 
     Raises:
-        CheckpointError: there are fewer, one of them is incomplete, or none says how many tokens it saw.
+        CheckpointError: there are too few, one is incomplete, or their numbers of tokens are unknown.
     """
     count = window if isinstance(window, int) else None
     try:
         run = beside / local_path(folder).expanduser()
         folders = [path for path in run.iterdir() if path.is_dir()]
-    # RuntimeError: a home folder that nobody has; ValueError: a NUL.
+    # RuntimeError: an unknown home folder; ValueError: a NUL character.
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"the run {beside / folder} cannot be listed ({_reason(error)}): pass the folder that the "
@@ -109,7 +109,7 @@ def last_steps(folder: str, window: int | Window | None, beside: Path) -> list[S
 
 
 def _tokens(step: int, folder: Path, window: Window) -> int:
-    """How many tokens a run had seen when it saved a checkpoint."""
+    """Return the number of tokens that a run had seen when it saved a checkpoint."""
     if window.per_step is not None:
         return step * window.per_step
     seen: object = 0
@@ -125,7 +125,7 @@ def _tokens(step: int, folder: Path, window: Window) -> int:
 
 
 def _within(seen: Sequence[tuple[Path, int]], window: Window) -> int:
-    """Return how many checkpoints lie in a window, which has to begin among those that are there."""
+    """Return the number of checkpoints in a window; raise if the window begins before the first one."""
     for (earlier, fewer), (later, more) in pairwise(seen):
         if more <= fewer:
             raise CheckpointError(
@@ -144,11 +144,11 @@ def _within(seen: Sequence[tuple[Path, int]], window: Window) -> int:
 
 
 def refuse_as_step(out: Path, source: Path) -> None:
-    """Refuse an output that would lie beside a checkpoint of a run under the name of another.
+    """Raise if an output would look like a checkpoint of a run, beside a checkpoint of that run.
 
     Raises:
-        InputError: the next merge of the run would take it for one of the trainer's, and so would the
-            trainer when it goes on.
+        InputError: the next merge of the run, and the trainer when it resumes, would take the
+            output for one of the trainer's checkpoints.
     """
     named = any(name.fullmatch(out.name) and name.fullmatch(source.name) for name in _NAMES)
     if named and source.is_dir() and out.parent.exists() and out.parent.samefile(source.parent):
@@ -159,7 +159,7 @@ def refuse_as_step(out: Path, source: Path) -> None:
 
 
 def _numbered(folders: Iterable[Path], name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """The folders that are named so, by their numbers."""
+    """Return the folders with a matching name, sorted by their numbers."""
     named = ((path, name.fullmatch(path.name)) for path in folders)
     return sorted((int(match[1]), path) for path, match in named if match)
 
@@ -174,7 +174,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> SavedStep:
-    """Open a checkpoint once, which holds `names`; `stateful`: others of its run have a trainer's state."""
+    """Open a checkpoint to check it; `stateful`: other checkpoints of the run have a trainer's state."""
     if MANIFEST_NAME in names:
         raise CheckpointError(
             f"{folder} holds {MANIFEST_NAME}: it is the output of a merge and no checkpoint of the run, "

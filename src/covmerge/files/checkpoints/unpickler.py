@@ -1,8 +1,8 @@
-"""An unpickler that runs nothing of what a pickle names.
+"""An unpickler that runs nothing that a pickle names.
 
-It knows storages, torch's functions that lay a tensor over a storage, and `OrderedDict`. Whatever else is
-named becomes an inert record of its arguments and its state: no module is imported for it and nothing is
-called.
+It knows storages, torch's functions that build a tensor on a storage, and `OrderedDict`. Everything
+else becomes an inert record of its arguments and its state. No module is imported for it, and
+nothing is called.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from covmerge.base.errors import CheckpointError
 from covmerge.files.checkpoints.base import check_unchanged
 from covmerge.files.stores.store import Stamp, stamp_of
 
-# Tensors as a pickle describes them: laid over a storage, by shape and strides.
+# Tensors as in a pickle: a storage, an offset, a shape and strides.
 
 
 class _Fixed:
-    """What a pickle is given, and cannot change: it could set `__dict__` past what keeps others out."""
+    """A base for objects given to a pickle: it refuses `__setstate__`, which could bypass freezing."""
 
     def __setstate__(self, state: object) -> None:
         raise UnpicklingError("the pickle sets the state of a tensor or of its storage")
@@ -36,7 +36,8 @@ class _Fixed:
 class Storage(_Fixed):
     """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them.
 
-    `start` is the byte of the file at which they begin, where they lie in it as they are.
+    `start` is the position in the file of the first number, or None if the file does not have the
+    bytes unchanged.
     """
 
     dtype: torch.dtype
@@ -47,7 +48,7 @@ class Storage(_Fixed):
 
 @dataclass(frozen=True)
 class Laid(_Fixed):
-    """A tensor that is laid over a storage."""
+    """A tensor described by a storage, an offset, a shape and strides."""
 
     storage: Storage
     offset: int
@@ -60,7 +61,7 @@ class Laid(_Fixed):
         return self.storage.dtype
 
     def span(self, rows: range | None = None) -> tuple[int, tuple[int, ...], int]:
-        """Return where (rows of) it begin in the storage, their shape, and how many numbers they span."""
+        """Return the offset of (rows of) a tensor in its storage, their shape, and the numbers spanned."""
         first, shape = self.offset, self.shape
         if rows is not None:
             first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
@@ -68,12 +69,12 @@ class Laid(_Fixed):
         return first, shape, spanned
 
     def tensor(self, rows: range | None = None) -> Tensor:
-        """Read (rows of) it into memory of its own, and of its storage what lies between."""
+        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
         first, shape, spanned = self.span(rows)
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
         data = bytearray(self.storage.read(first, spanned))
-        # As bytes, truth values stay as they are stored, whatever they are.
+        # Read as bytes, stored booleans other than 0 and 1 stay as they are.
         dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
         laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
         return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
@@ -81,7 +82,7 @@ class Laid(_Fixed):
 
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
 
-_MAX_NAMES = 10_000  # of classes and functions; a module has some tens
+_MAX_NAMES = 10_000  # of classes and functions; a module has some tens of them
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _DTYPES = {
@@ -96,7 +97,7 @@ _DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-# Dtypes that have no class of storage: torch lays such a tensor over the bytes of an untyped one.
+# Dtypes without a storage class: torch builds such a tensor on the bytes of an untyped storage.
 _UNTYPED = "torch.storage.UntypedStorage"
 _OVER_BYTES = {
     f"torch.{name}": dtype
@@ -115,7 +116,7 @@ _OVER_BYTES = {
 
 
 class Sealed(type):
-    """A class whose attributes a pickle cannot set: a stand-in of what is called `origin`."""
+    """A class whose attributes a pickle cannot set; it stands for the class named `origin`."""
 
     origin: str
 
@@ -124,12 +125,12 @@ class Sealed(type):
 
 
 class Inert(metaclass=Sealed):
-    """What stands in for an object of any class that is not known here."""
+    """A stand-in for an object of any unknown class."""
 
     origin = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Record the arguments."""
+        """Create a record with the arguments."""
         made = super().__new__(cls)
         object.__setattr__(made, "args", args)
         object.__setattr__(made, "state", None)
@@ -140,7 +141,7 @@ class Inert(metaclass=Sealed):
         self.state: object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Inert:
-        """Answer a call with another record."""
+        """Return another record with the arguments of the call."""
         return Inert(*args)
 
     def __setstate__(self, state: object) -> None:
@@ -148,16 +149,16 @@ class Inert(metaclass=Sealed):
         object.__setattr__(self, "state", state)
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Let a dict's entries go by: no tensor of a module is in one."""
+        """Ignore a dict's entry: no tensor of a module is in such an entry."""
 
     def append(self, value: object) -> None:
-        """Let a list's entries go by."""
+        """Ignore a list's entry."""
 
     def extend(self, values: object) -> None:
-        """Let a list's entries go by."""
+        """Ignore a list's entries."""
 
     def add(self, value: object) -> None:
-        """Let a set's entries go by."""
+        """Ignore a set's entry."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -167,17 +168,17 @@ class Inert(metaclass=Sealed):
 
 
 class Ordered(dict[object, object], metaclass=Sealed):
-    """What stands in for an `OrderedDict`, without its attributes: torch keeps versions in them."""
+    """A stand-in for an `OrderedDict`, without its attributes, in which torch stores versions."""
 
     __slots__ = ()
     origin = "collections.OrderedDict"
 
     def __setstate__(self, state: object) -> None:
-        """Let them go by."""
+        """Ignore the attributes."""
 
 
 class _Call:
-    """A function of ours that a pickle may call, and not change."""
+    """A function of this module that a pickle may call but not change."""
 
     __slots__ = ("_function",)
     _function: Callable[..., object]
@@ -194,12 +195,12 @@ class _Call:
 
 @dataclass
 class Loading:
-    """A file that is being read, and what it may still make.
+    """The state of reading one file: its limits and the stand-ins for its classes.
 
     Attributes:
-        where: its path.
-        left: bytes that it may still make; a storage was text once, then bytes, then numbers.
-        kinds: the stand-ins of what it names.
+        where: path of the file.
+        left: bytes that may still be created; data may exist as text, then as bytes, then as numbers.
+        kinds: the stand-ins for classes and functions, by name.
     """
 
     where: str
@@ -207,13 +208,13 @@ class Loading:
     kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
 
     def make(self, size: int) -> None:
-        """Count bytes that are about to be made."""
+        """Count bytes that are about to be created, and raise if they are too many."""
         self.left -= size
         if self.left < 0:
             raise CheckpointError(f"{self.where} makes more bytes than it holds: {NEXT}")
 
     def kind(self, origin: str) -> type[Inert]:
-        """Return the stand-in of a class or function."""
+        """Return the stand-in for a class or function."""
         if origin not in self.kinds:
             if len(self.kinds) == _MAX_NAMES:
                 raise CheckpointError(
@@ -227,13 +228,13 @@ StorageOf = Callable[[torch.dtype, str, int], Storage]
 
 
 class Unpickler(pickle.Unpickler):
-    """Knows tensors and `OrderedDict`; of everything else it keeps a record.
+    """An unpickler that knows tensors and `OrderedDict`, and keeps records of everything else.
 
     Args:
-        data: one pickle, looked through before.
-        loading: the file it is of.
-        storage: finds a storage by dtype, key and count.
-        nested: reads a file that is stored as bytes in the pickle.
+        data: one pickle, already checked.
+        loading: the state of reading its file.
+        storage: function that finds a storage by dtype, key and number of elements.
+        nested: function that reads a file stored as bytes inside the pickle.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class Unpickler(pickle.Unpickler):
         self._storage = storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return our own stand-in; nothing is looked up and nothing is imported."""
+        """Return a stand-in of this module; nothing is looked up or imported."""
         known: dict[str, Callable[..., object]] = {
             "torch._utils._rebuild_tensor": self._laid,
             "torch._utils._rebuild_tensor_v2": self._laid,
@@ -289,20 +290,20 @@ class Unpickler(pickle.Unpickler):
         )
 
     def _of_type(self, function: object, kind: object, arguments: object, *state: object) -> object:
-        """A tensor of a class, or with attributes of its own, which are left out of a plain one."""
+        """Return a tensor of a plain class, without extra attributes; of another class, return a record."""
         if isinstance(function, _Call) and getattr(kind, "origin", "") in _PLAIN:
             return function(*cast("tuple[object, ...]", arguments))
         return self._loading.kind(_OF_TYPE)(function, kind, arguments, *state)
 
     def _whole(self, data: object) -> object:
-        """A storage that was pickled as the bytes of a file of its own."""
+        """Read a storage that was pickled as the bytes of a separate file."""
         if not isinstance(data, bytes):
             raise CheckpointError(f"{self._where}: a storage is no bytes: {NEXT}")
         self._loading.make(len(data))
         return self._nested(data, self._loading)
 
     def _latin(self, text: object, *_: object) -> bytes:
-        """Bytes are pickled as text before protocol 3."""
+        """Return bytes from text: pickles before protocol 3 store bytes as text."""
         if not isinstance(text, str):
             return b""
         self._loading.make(len(text))
@@ -319,7 +320,7 @@ class Unpickler(pickle.Unpickler):
         kind: object = None,
         *_: object,
     ) -> Laid:
-        """A tensor over the bytes of a storage that has no dtype of its own."""
+        """Return a tensor on the bytes of a storage without a dtype."""
         dtype = _OVER_BYTES.get(getattr(kind, "origin", ""))
         if (
             dtype is None
@@ -347,7 +348,7 @@ class Unpickler(pickle.Unpickler):
         entries = 1
         for length in lengths:
             entries *= length
-        # A stride of 0 would let one stored number pass for a tensor of any size.
+        # A stride of 0 would make one stored number look like a tensor of any size.
         if entries and (last >= storage.count or entries > storage.count):
             raise CheckpointError(
                 f"{self._where}: a tensor of shape {list(lengths)} and strides {list(steps)} does not "
@@ -357,12 +358,12 @@ class Unpickler(pickle.Unpickler):
 
 
 def _first(value: object, *_: object) -> object:
-    """A parameter is its tensor, a `torch.Size` its tuple."""
+    """Return the first argument: a parameter is its tensor, a `torch.Size` its tuple."""
     return value
 
 
 def _made(kind: object, *_: object) -> object:
-    """Objects are made by this function before protocol 2."""
+    """Return a record of an object; pickles before protocol 2 create objects by this function."""
     return kind() if isinstance(kind, type) and issubclass(kind, Inert) else Inert(kind)
 
 
@@ -376,10 +377,11 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 
 
 def whole_booleans(tensor: Tensor, what: str) -> Tensor:
-    """Return a tensor whose truth values are stored as 0 and 1.
+    """Return a tensor unchanged after checking that its booleans are stored as 0 and 1.
 
     Raises:
-        CheckpointError: one is another byte, of which torch's operations make different things.
+        CheckpointError: a boolean is stored as another byte, which torch's operations treat
+            inconsistently.
     """
     is_bool = tensor.dtype is torch.bool and tensor.numel() > 0
     if is_bool and int(tensor.view(torch.uint8).max()) > 1:
@@ -389,12 +391,12 @@ def whole_booleans(tensor: Tensor, what: str) -> Tensor:
     return tensor
 
 
-# What the pickled files of a training's ranks have in common, once they are read as records.
+# Helpers for pickled files of a training's ranks, read as records.
 
 
 @dataclass(frozen=True)
 class LaidPart:
-    """A tensor in a pickled file of one rank, of which rows are read."""
+    """A tensor in the pickled file of one rank; calling it reads rows."""
 
     path: Path
     stamp: Stamp
@@ -402,12 +404,12 @@ class LaidPart:
     laid: Laid
 
     def __call__(self, rows: range | None) -> Tensor:
-        """Read some rows, all for None."""
+        """Read some rows, or all rows for None."""
         check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
         return whole_booleans(self.laid.tensor(rows), f"{self.path}: '{self.name}'")
 
     def within(self, start: int, stop: int) -> LaidPart:
-        """Return a part of a flat one."""
+        """Return a part of a flat tensor."""
         laid = replace(
             self.laid, offset=self.laid.offset + start * self.laid.strides[0], shape=(stop - start,)
         )
@@ -415,7 +417,7 @@ class LaidPart:
 
 
 def attributes(value: object) -> Mapping[object, object]:
-    """Return what a record keeps as its attributes, alone or beside those of its slots."""
+    """Return the attributes in a record's state, which may also contain slots."""
     state = value.state if isinstance(value, Inert) else value
     for one in (state, *listed(state)):
         if isinstance(one, Mapping):
@@ -424,19 +426,19 @@ def attributes(value: object) -> Mapping[object, object]:
 
 
 def listed(value: object) -> Sequence[object]:
-    """Return a list's or a tuple's items, of anything else none."""
+    """Return the items of a list or tuple; nothing for other values."""
     return cast("Sequence[object]", value) if isinstance(value, tuple | list) else ()
 
 
 def numbers(value: object) -> tuple[int, ...] | None:
-    """Return sizes, or None for anything else."""
+    """Return a list or tuple of sizes as a tuple, or None for other values."""
     items = listed(value)
     fits = isinstance(value, tuple | list) and all(type(n) is int and 0 <= n < 2**62 for n in items)
     return tuple(cast("Sequence[int]", items)) if fits else None
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a class, or of a value's class; its module changes with releases."""
+    """Return the name of a class or of a value's class, without its module, which changes with releases."""
     if isinstance(value, Sealed):
         return value.origin.rpartition(".")[2]
     return (

@@ -1,4 +1,4 @@
-"""A checkpoint under its model's own names, where a wrapper or another version wrote other ones."""
+"""A checkpoint under its model's own names, although a wrapper or another version wrote other names."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from covmerge.files.checkpoints.view import (
     without_wrappers,
 )
 
-_PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
-_PEFT = "base_model.model."  # PeftModel names the model so, which may have no adapter any more
-_AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged
-_SHOWN = 4  # differences that notes name
+_PARALLEL = "module."  # prefix of DistributedDataParallel, DataParallel and AveragedModel
+_PEFT = "base_model.model."  # PeftModel's prefix; the model may have no adapter any more
+_AVERAGED = "n_averaged"  # AveragedModel's own tensor: the number of averaged models
+_SHOWN = 4  # the most differences that notes name
 
 
 def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpoint:
-    """Return a checkpoint under the names that its model has by itself; often it is the same.
+    """Return a checkpoint under the names that its model alone has; often it is unchanged.
 
-    `module.` before all names, and what wraps single modules, are no model's. An expert's tensors that
-    the base has under an equivalent name (`equivalent_names`), or in other pieces (`conversions`), are
-    shown as the base has them.
+    `module.` before all names is removed, and so are wrappers of single modules. The tensors of an
+    expert that the base has under an equivalent name (`respelled`), or in other pieces
+    (`conversions`), are shown as in the base.
 
     Args:
-        checkpoint: the checkpoint. An adapter stays as it is.
-        base: the base, if this is an expert.
+        checkpoint: the checkpoint. An adapter is returned unchanged.
+        base: the base, if the checkpoint is an expert.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
         else:
             left_out.append(f"'{theirs}.' (which the base has not)")
     names = {renamed.get(name, name): old for name, old in names.items()}
-    # Two tensors must not become one.
+    # Two tensors must not get the same name.
     if len(names) < len(stored) or "" in names:
         return checkpoint
     if left_out:
@@ -103,7 +103,7 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a model with what transformers divides on loading in its parts; often it is the same.
+    """Return a model with the tensors that transformers splits on loading, split; often it is unchanged.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""A checkpoint shown in another way, often under other names; all else is as it is stored."""
+"""A view of a checkpoint, often with other names; everything else is as stored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from covmerge.files.stores.hub_cache import HubModel
 
 
 class View(Kind):
-    """A view of a checkpoint, under other names or, by its subclasses, in another way.
+    """A view of a checkpoint with other names; subclasses change other things.
 
     Args:
         stored: the checkpoint.
-        names: of the tensors that are shown, the name there by the name here; None: all, under their own.
-        notes: what a user should know.
+        names: for each tensor that is shown, its stored name by its new name; None: all, unchanged.
+        notes: notes for the user.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class View(Kind):
 
     @property
     def original(self) -> Checkpoint:
-        """The checkpoint that it is a view of."""
+        """The checkpoint behind the view."""
         return self._stored
 
     @property
@@ -89,9 +89,9 @@ class View(Kind):
 
 
 class RealParts(View):
-    """A view of a checkpoint in which complex tensors have one more axis: real and imaginary part.
+    """A view of a checkpoint whose complex tensors get a last axis with real and imaginary part.
 
-    These are merged as any other numbers.
+    These parts are merged like other numbers.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
@@ -104,13 +104,13 @@ class RealParts(View):
         header = find_header(self.headers, name, rows, self.source)
         if not header.complex:
             return self._stored.read(name, rows)
-        if len(header.shape) == 1 and rows is not None:  # of one number, which has no rows
+        if len(header.shape) == 1 and rows is not None:  # a single number, stored without rows
             return torch.view_as_real(self._stored.read(name))[rows.start : rows.stop]
         return torch.view_as_real(self._stored.read(name, rows))
 
 
 def in_real_parts(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without complex tensors; often it is the same. An adapter stays as it is.
+    """Return a checkpoint without complex tensors; often it is unchanged. An adapter never changes.
 
     Example:
         >>> from covmerge.files.checkpoints.open import open_checkpoint
@@ -130,9 +130,9 @@ def _in_parts(header: TensorHeader) -> TensorHeader:
     return replace(header, shape=(*header.shape, 2), dtype=header.dtype.to_real(), complex=True)
 
 
-# Names that stand for the same tensor: what wrappers and older versions of a library call it.
+# Different names for the same tensor, from wrappers and older versions of libraries.
 
-# Modules that wrap others in place, and what writes them.
+# Parts of names that wrappers of modules insert, with the library that does so.
 WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "_checkpoint_wrapped_module.": "activation checkpointing",
@@ -140,21 +140,21 @@ WRAPPERS = {
     "_forward_module.": "Lightning",
 }
 _WRAPPER = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, WRAPPERS))})")
-# Two names for the same parameter. The left ones are TensorFlow's, and torch's before
-# `torch.nn.utils.parametrizations`; transformers reads either.
+# Two names for the same parameter. The left ones are TensorFlow's, and torch's from before
+# `torch.nn.utils.parametrizations`. transformers reads both.
 _SPELLINGS = (
     ("LayerNorm.gamma", "LayerNorm.weight"),
     ("LayerNorm.beta", "LayerNorm.bias"),
     (".weight_g", ".parametrizations.weight.original0"),
     (".weight_v", ".parametrizations.weight.original1"),
 )
-# What holds a language model, with or without the model that also sees: transformers moved
+# Prefixes of a language model, alone or in a model that also sees: transformers moved
 # `language_model.model.`, `model.` and `visual.` to `model.language_model.` and `model.visual.`.
 _HOLDERS = re.compile(r"^(?:(?:model|language_model)\.)+")
 
 
 def without_wrappers(name: str) -> str:
-    """Return a name without what modules that wrap others in place put into it.
+    """Return a name without the parts that wrappers of modules insert.
 
     Example:
         >>> without_wrappers("layers.0._fsdp_wrapped_module._orig_mod.fc.weight")
@@ -164,9 +164,9 @@ def without_wrappers(name: str) -> str:
 
 
 def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
-    """Return what a base calls tensors that it has under another name; the rest is left out.
+    """Return the base's names for tensors that the base has under another name; others are left out.
 
-    Two tensors never get one name, and a name that the base has stays.
+    Two tensors never get the same name, and a name that the base has does not change.
 
     Example:
         >>> respelled(["language_model.model.norm.weight"], ["model.language_model.norm.weight"])
@@ -187,14 +187,14 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
         target = spelled if spelled in known else by_inner.get(inner_name(spelled), spelled)
         if target != name:
             found[name] = target
-    # A tensor of this name, or two that would get it: which is meant, nothing says.
+    # Drop a name that another tensor has or would get too, because the choice is ambiguous.
     times = Counter(found.values())
     unchanged = set(stored) - found.keys()
     return {name: to for name, to in found.items() if times[to] == 1 and to not in unchanged}
 
 
 def weight_norms(names: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Return the weights of which there are lengths and directions, with the names of these.
+    """Return weights that are stored as lengths and directions, with the names of these two tensors.
 
     Example:
         >>> weight_norms(["conv.weight_v", "conv.weight_g"])
@@ -209,7 +209,7 @@ def weight_norms(names: Collection[str]) -> dict[str, tuple[str, str]]:
 
 
 def _towards(pair: tuple[str, str], base: Collection[str]) -> tuple[str, str] | None:
-    """Return a pair from what the base does not use to what it uses."""
+    """Return a pair from the spelling that the base does not use to the one that it uses, or None."""
     old, new = (any(name.endswith(spelling) for name in base) for spelling in pair)
     if old == new:
         return None
@@ -224,7 +224,7 @@ def _spelled(name: str, spellings: Iterable[tuple[str, str]]) -> str:
 
 
 def inner_name(name: str) -> str:
-    """Return a name without what holds a language model.
+    """Return a name without the prefixes of a language model.
 
     Example:
         >>> inner_name("model.language_model.norm.weight")
@@ -234,7 +234,7 @@ def inner_name(name: str) -> str:
 
 
 def by_inner_name(names: Collection[str]) -> dict[str, str]:
-    """Return names by their inner ones, without those that are not the only one.
+    """Return names by their inner names, without inner names that several names share.
 
     Example:
         >>> by_inner_name(["model.norm.weight", "model.fc.weight", "fc.weight"])
@@ -245,7 +245,7 @@ def by_inner_name(names: Collection[str]) -> dict[str, str]:
 
 
 def differences(renamed: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what differs between names and those that they are read as, each pair once.
+    """Return the differing parts of names and of the names they are read as; each pair once.
 
     Example:
         >>> differences({"model.fc.weight": "fc.weight", "x.LayerNorm.beta": "x.LayerNorm.bias"})

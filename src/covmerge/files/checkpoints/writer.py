@@ -1,6 +1,6 @@
-"""Write tensors at their planned offsets, in any order, with a checksum of every piece.
+"""Writing tensors at their planned offsets, in any order, with a checksum of every piece.
 
-The result's bytes depend on the tensors alone: not on the order of the writes, nor on how often a
+The bytes of the result depend only on the tensors, not on the order of the writes or on how often a
 merge was killed and resumed.
 """
 
@@ -25,21 +25,21 @@ _CHUNK = 8 << 20  # bytes read back at a time
 
 
 class ShardWriter:
-    """The files of a layout, being filled.
+    """The files of a layout, being filled with tensors.
 
-    Creating the writer creates every shard, with its header and its full size reserved, so a full
-    disk is met before the first tensor is computed. Shards that exist already (a merge being
-    resumed) are kept if they are those of the layout. No file stays open between calls, so the
-    number of shards has no limit and a writer may be sent to another process.
+    Creating the writer creates every shard, with its header and its full size reserved. So a full
+    disk is found before the first tensor is computed. Shards that exist (when a merge is resumed)
+    are kept if they match the layout. No file is open between calls, so the number of shards is not
+    limited and a writer can be sent to another process.
 
     Args:
         folder: an existing folder, or another store.
-        layout: where each tensor lies.
-        made: another process has made the files, and nothing is created.
+        layout: the place of each tensor.
+        made: whether another process has created the files; then nothing is created.
 
     Raises:
-        ResourceError: the disk cannot hold the files; those that this call created are removed.
-        CheckpointError: a file exists that differs from the layout, or is not there but was made.
+        ResourceError: the disk cannot hold the files; the files that this call created are removed.
+        CheckpointError: a file differs from the layout, or is missing although it was created.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -64,18 +64,18 @@ class ShardWriter:
 
     @property
     def in_files(self) -> bool:
-        """Whether they are files of this machine, which any process can write to."""
+        """Whether the shards are files of this machine, so that any process here can write to them."""
         return self._store.folder is not None
 
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
-        """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
+        """Write a tensor, or `rows` of its first axis, and return the checksum of the bytes.
 
-        A complex tensor may be given by its real and imaginary parts along a last axis.
+        A complex tensor may be given as real and imaginary parts along a last axis.
 
         Raises:
-            TensorError: the tensor is not as planned: its name, shape, dtype, device or strides.
-            ResourceError: the disk is full (where it cannot reserve space beforehand).
-            InputError: the folder is not there, or may not be written to.
+            TensorError: the tensor's name, shape, dtype, device or strides are not as planned.
+            ResourceError: the disk is full (on systems that cannot reserve space before).
+            InputError: the folder does not exist, or may not be written to.
         """
         file_name, slot = self._find(name)
         offset, _ = slot.span(rows)
@@ -85,15 +85,15 @@ class ShardWriter:
         data = _bytes_of(tensor)
         with self._missed():
             self._store.write(file_name, data, offset)
-        # For writes that a crash tore, not against an adversary: a hash would take much longer.
+        # A checksum finds writes that a crash tore, not manipulation; a hash would take much longer.
         return f"{zlib.crc32(data):08x}"
 
     def read_back(self, name: str, rows: range | None = None) -> str:
-        """Return the checksum of what the file holds for a tensor, or for `rows` of it.
+        """Return the checksum of the bytes that the file has for a tensor, or for `rows` of it.
 
         Raises:
             TensorError: the tensor or the rows are not in the layout.
-            CheckpointError: the file is gone, or shorter than planned.
+            CheckpointError: the file is missing, or shorter than planned.
         """
         file_name, slot = self._find(name)
         position, left = slot.span(rows)
@@ -118,12 +118,12 @@ class ShardWriter:
         return f"{checksum:08x}"
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk."""
+        """Wait until all written bytes are on the disk."""
         self._store.flush(self._files)
 
     @contextmanager
     def _missed(self) -> Generator[None]:
-        """Tell a folder that this machine has not from a file in it that cannot be written."""
+        """Raise an error that says so if the whole folder is missing on this machine."""
         try:
             yield
         except InputError as error:
@@ -196,5 +196,5 @@ def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory, as bytes."""
+    """Return the tensor's memory as bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

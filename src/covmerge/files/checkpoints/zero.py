@@ -1,14 +1,15 @@
-"""Folders of DeepSpeed's ZeRO, in which the ranks have parts of the parameters in float32.
+"""Folders of DeepSpeed's ZeRO, in which ranks have parts of the parameters in float32.
 
     latest                                      names the folder of the last step, global_step500
-    global_step500/                             has of each rank
+    global_step500/                             has for each rank
         zero_pp_rank_0_mp_rank_00_model_states.pt       shapes, buffers, parts of frozen parameters
-        bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt  parts of the others, in float32
+        bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt  parts of the other parameters, in float32
 
-In stage 3 a parameter is flattened, padded to a multiple of the ranks and cut into equal parts. A rank
-has its parts one after another in `fp32_flat_groups`. In stages 1 and 2 the parameters of a group lie one
-after another in a vector, which is cut into `single_partition_of_fp32_groups`; one file for all ranks,
-mp_rank_00_model_states.pt, has the rest. The files are read as records (`unpickler.py`): nothing is run.
+In stage 3 a parameter is flattened, padded to a multiple of the number of ranks, and cut into equal
+parts. A rank has its parts one after another in `fp32_flat_groups`. In stages 1 and 2 the
+parameters of a group are one after another in a vector, which is cut into
+`single_partition_of_fp32_groups`; one file for all ranks, mp_rank_00_model_states.pt, has the rest.
+The files are read as records (`unpickler.py`), so that nothing in them is run.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _DIVIDED, _VECTORS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 _AT_ONCE = 4
 _MAX_TAG = 200
 
-_Group = Sequence[tuple[int, LaidPart]]  # a rank's flat tensors, and where each begins
+_Group = Sequence[tuple[int, LaidPart]]  # a rank's flat tensors, each with its start
 
 
 def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
-    """Open such a folder, or one that has one; None where it is none."""
+    """Open a folder of ZeRO, or a folder that contains one; return None if there is none."""
     found = _step_folder(store, names)
     if found is None:
         return None
@@ -64,7 +65,7 @@ def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
         )
     held = {(match["kind"], int(match["rank"] or 0)): match.string for match in matches}
     world = 1 + max(rank for _, rank in held)
-    # Whether the model's parameters are, and not only what the optimizer has of them.
+    # Whether the model's parameters are divided, and not only the optimizer's states.
     divided = _is_divided(matches)
     states_of = {"model": world if divided else 1, "optim": world}
     missing = [
@@ -110,7 +111,7 @@ def open_zero(store: Store, names: Collection[str]) -> PiecedFiles | None:
 
 
 def _step_folder(store: Store, names: Collection[str]) -> tuple[Store, list[re.Match[str]]] | None:
-    """The folder with the files of the ranks: this one, or the one that `latest` names."""
+    """Return the folder with the files of the ranks: this one, or the one that `latest` names."""
     if matches := _of_ranks(names):
         return store, matches
     steps = [name for name in store.folders() if _STEP.fullmatch(name)]
@@ -131,7 +132,7 @@ def _step_folder(store: Store, names: Collection[str]) -> tuple[Store, list[re.M
 
 
 def _of_ranks(names: Collection[str]) -> list[re.Match[str]]:
-    """The files of the ranks, and of stages 1 and 2 the one that all have together."""
+    """Return the files of the ranks and, in stages 1 and 2, the file that all ranks share."""
     matches = [match for name in names if (match := _FILE.fullmatch(name))]
     if _is_divided(matches):
         return [match for match in matches if match["rank"]]
@@ -148,7 +149,7 @@ def _state(record: object, file: StoredFile) -> Mapping[object, object]:
 
 
 def _flat_groups(record: object, file: StoredFile, world: int, key: str) -> _Group:
-    """The flat tensors of a rank's trained parameters, one after another."""
+    """Return the flat tensors of a rank's trained parameters, one after another."""
     where = str(file)
     state = _state(record, file)
     counts = state.get("partition_count")
@@ -175,7 +176,7 @@ def _flat_groups(record: object, file: StoredFile, world: int, key: str) -> _Gro
 def _trained(
     states: Sequence[Mapping[object, object]], files: Sequence[StoredFile], groups: Sequence[_Group]
 ) -> Iterator[Pieced]:
-    """The trained parameters, in the order in which the ranks' parts lie."""
+    """Yield the trained parameters, in the order of the ranks' parts."""
     shapes = [_shapes(one, str(files[0])) for one in listed(states[0].get("param_shapes"))]
     for state, file in zip(states[1:], files[1:], strict=True):
         if shapes != [_shapes(one, str(file)) for one in listed(state.get("param_shapes"))]:
@@ -193,7 +194,7 @@ def _trained(
         ]
         yield Pieced(TensorHeader(name, shape, torch.float32), pieces, flat=True)
         start += size
-    for group, file in zip(groups, files, strict=True):  # the padding too
+    for group, file in zip(groups, files, strict=True):  # the padding is counted too
         held = sum(part.laid.shape[0] for _, part in group)
         if held != start:
             raise CheckpointError(
@@ -203,8 +204,8 @@ def _trained(
 
 
 def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[Piece]:
-    """Pieces of a rank's flat tensors from `start` on: numbers of a tensor of `whole` from `at` on."""
-    stop = start + min(size, max(0, whole - at))  # what is beyond is padding
+    """Yield a rank's pieces of a tensor of `whole` numbers: those from `at` on, stored from `start` on."""
+    stop = start + min(size, max(0, whole - at))  # the rest is padding
     for first, part in group:
         begin, end = max(start, first), min(stop, first + part.laid.shape[0])
         if begin < end:
@@ -216,7 +217,7 @@ def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[
 def _frozen(
     states: Sequence[Mapping[object, object]], files: Sequence[StoredFile]
 ) -> Iterator[Pieced]:
-    """Parameters that were not trained, in the dtype of the model."""
+    """Yield the parameters that were not trained, in the dtype of the model."""
     shapes = _shapes(states[0].get("frozen_param_shapes") or {}, str(files[0]))
     for name, shape in shapes.items():
         whole, pieces, at = math.prod(shape), list[Piece](), 0
@@ -239,7 +240,7 @@ def _frozen(
 def _in_vectors(
     state: Mapping[object, object], file: StoredFile, groups: Sequence[_Group], paddings: object
 ) -> Iterator[Pieced]:
-    """The trained parameters of stages 1 and 2, which lie one after another in a vector for each group."""
+    """Yield the trained parameters of stages 1 and 2, stored one after another in a group's vector."""
     shapes = [_shapes(one, str(file)) for one in listed(state.get("param_shapes"))]
     counts = {len(group) for group in groups} | {len(shapes)}
     if len(counts) > 1:
@@ -258,14 +259,14 @@ def _in_vectors(
             pieces = list(_cut(vector, start, size, 0, size))
             yield Pieced(TensorHeader(name, shape, torch.float32), pieces, flat=True)
             start += size + after[place]
-        if not 0 <= held - start < 2 * len(groups):  # DeepSpeed pads a vector to twice the ranks
+        if not 0 <= held - start < 2 * len(groups):  # DeepSpeed pads to 2 × ranks
             raise CheckpointError(
                 f"{file} names parameters of {start} numbers, and the ranks have {held} of them: {_NEXT}"
             )
 
 
 def _after(paddings: object, index: int, group: Collection[str], file: StoredFile) -> Sequence[int]:
-    """What lies after each parameter of a group."""
+    """Return the padding after each parameter of a group."""
     if not listed(paddings):
         return (0,) * len(group)
     found = numbers(listed(paddings)[index]) if index < len(listed(paddings)) else None
@@ -277,12 +278,12 @@ def _after(paddings: object, index: int, group: Collection[str], file: StoredFil
 def _whole(
     state: Mapping[object, object], file: StoredFile, key: str, names: Iterable[object]
 ) -> Iterator[Pieced]:
-    """Tensors that every rank has whole: those of rank 0, as DeepSpeed's own script takes them."""
+    """Yield tensors that every rank has completely, from rank 0 as in DeepSpeed's own script."""
     module = _mapping(state.get(key) or {}, f"{file}: {key}")
     for name in names:
         value = module.get(name)
         if isinstance(name, str) and value is None:
-            continue  # not persistent
+            continue  # a buffer that is not persistent
         checked = tensor_name(name, str(file))
         laid = _laid(value, f"{file}: '{checked}'", axes=None)
         header = TensorHeader(checked, laid.shape, laid.dtype)
@@ -293,7 +294,7 @@ def _whole(
 def _shared(
     state: Mapping[object, object], tensors: Sequence[Pieced], file: StoredFile
 ) -> list[Pieced]:
-    """Parameters that are others under a second name."""
+    """Return parameters that are another parameter under a second name."""
     known = {tensor.header.name: tensor for tensor in tensors}
     found: list[Pieced] = []
     for name, other in _mapping(state.get("shared_params") or {}, f"{file}: shared_params").items():

@@ -1,6 +1,6 @@
-"""The command line: one module a command.
+"""The command line, with one module for each command.
 
-Nothing here imports torch before a command needs it, so that help and version come at once.
+Nothing here imports torch before a command needs it, so help and version appear at once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from covmerge.front.cli.outcome import ReportingGroup, interruptible
 from covmerge.front.cli.outputs import push, report, verify, view
 from covmerge.front.cli.recipes import import_mergekit, plan, schema
 
-# Memory of a process that lives for one command: garbage collection, and what malloc keeps.
+# Memory of a process that runs one command: garbage collection, and freed memory that malloc keeps.
 
-_SETTINGS = (  # of mallopt(3), by the variable that sets the same
+_SETTINGS = (  # of mallopt(3): the environment variable with the same effect, parameter and value
     ("MALLOC_TRIM_THRESHOLD_", -1, 64 * 2**20),
     ("MALLOC_MMAP_THRESHOLD_", -3, 32 * 2**20),
     ("MALLOC_ARENA_MAX", -8, 1),
@@ -36,10 +36,11 @@ _SETTINGS = (  # of mallopt(3), by the variable that sets the same
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep some tens of MB that were freed, and one heap for all threads.
+    """Tell glibc's malloc to keep some tens of MB of freed memory, and one heap for all threads.
 
-    By itself it gives the temporaries of every step back to the system, which then clears their
-    pages anew for the next step. Elsewhere, and for whatever the environment sets, nothing changes.
+    By default malloc returns the temporaries of every step to the system, which then has to clear
+    their pages again for the next step. Without glibc, and for settings of the environment, nothing
+    changes.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -49,17 +50,17 @@ def keep_freed_memory() -> None:
             libc.mallopt(number, value)
 
 
-# Objects more than were freed before the youngest are searched for garbage; 700 in Python itself. To import
-# torch makes 200,000 and covmerge 130,000, and a plan of a few thousand work items is made of a million,
-# none of which is garbage.
+# How many more objects must be created than freed before Python collects the youngest generation;
+# its default is 700. Importing torch creates 200,000 objects and covmerge 130,000, and a plan of a
+# few thousand work items has a million. None of these is garbage.
 _YOUNG = 500_000
 
 
 def collect_seldom() -> None:
-    """Search for garbage rarely, and not at all at the end, where the process gives all back.
+    """Collect garbage rarely, and not at exit, when the process returns all memory anyway.
 
-    What is not in a cycle, as tensors, is freed at once either way. At the end the interpreter would
-    search once more everything that torch made when it was imported.
+    Objects outside of cycles, such as tensors, are freed at once either way. At exit the
+    interpreter would otherwise search everything that torch created on import once more.
     """
     gc.set_threshold(_YOUNG)
     atexit.register(gc.freeze)
@@ -69,7 +70,7 @@ __all__ = ["app", "main"]
 
 
 class _Commands(ReportingGroup, OpenGroup):
-    """Which there are, and how they end."""
+    """The group of all commands; it turns errors into messages and exit codes."""
 
 
 app = typer.Typer(
@@ -103,13 +104,14 @@ def root(
     ] = False,
 ) -> None:
     """Options that need no command."""
-    del version  # its callback has acted
+    del version  # its callback has already run
 
 
 def main() -> None:
     """Run the command line on the arguments of this process."""
     for stream in (sys.stdout, sys.stderr):
-        # γ, Δ and the names in strangers' files must not end a merge on an ASCII terminal.
+        # Characters such as γ and Δ, and names in others' files, must not stop a merge on an ASCII
+        # terminal.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Everything there is to say of a method, read off its registration: as data, and as Markdown."""
+"""The full description of a method from its registration, as data and as Markdown."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _ADAPTERS = {
     "inputs": "exact in a basis of their inputs",
     "none": "multiplied out",
 }
-# What costs are quoted for: the widest layer of ViT-B/16, eight experts, float32.
+# The costs are stated for the widest layer of ViT-B/16, eight experts, float32.
 _D_OUT, _D_IN, _EXPERTS = 768, 3072, 8
 
 
 def page(method: Method) -> dict[str, Any]:
-    """Everything there is to say about a method, as plain JSON."""
+    """Return the full description of a method, as plain JSON."""
     from covmerge.maths.methods import registry
 
     command, recipe = _examples(method)
@@ -78,7 +78,7 @@ def page(method: Method) -> dict[str, Any]:
 
 
 def step_page(step: Step) -> dict[str, Any]:
-    """Everything there is to say about a step, as plain JSON."""
+    """Return the full description of a step, as plain JSON."""
     from covmerge.maths.steps import registry
 
     shown = next((p for p in step.parameters if p.default is not None), None)
@@ -121,7 +121,7 @@ def _said(parameter: Parameter) -> dict[str, Any]:
 def law_texts(
     laws: Mapping[str, bool | None], *, looks_at_base: bool = False
 ) -> list[tuple[str, str]]:
-    """What is promised, as text; of a method that depends on the norm of the base's weights, with these."""
+    """Return a method's laws as text; `looks_at_base`: it depends on the norm of the base's weights."""
     with_base = ", where the base's weights are times s too" if looks_at_base else ""
     labels = {
         "order_invariant": ("order of experts", "changes nothing", "changes the result"),
@@ -150,7 +150,7 @@ def _laws(laws: Laws) -> dict[str, bool | None]:
 
 
 def tensors(method: Method) -> str:
-    """Say which tensors a method merges, and what becomes of the others."""
+    """Return which tensors a method merges, and what happens to the others."""
     defaults = {parameter.name: parameter.default for parameter in method.parameters}
     text = _UNITS[method.unit_for(defaults)]
     if method.global_pass is not None:
@@ -163,12 +163,12 @@ def tensors(method: Method) -> str:
 
 
 def data(method: Method) -> str:
-    """Say which statistics of the experts' data a method needs."""
+    """Return which statistics of the experts' data a method needs."""
     return _DATA[method.data]
 
 
 def _details(method: Declared) -> list[str]:
-    """The paragraphs of the kernel's docstring between its first line and its arguments."""
+    """Return the paragraphs of the kernel's docstring between its first line and its arguments."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")[1:]
     sections = ("Args:", "Returns:", "Raises:", "Example:", _DEPARTS)
     ends = (n for n, text in enumerate(paragraphs) if text.startswith(sections))
@@ -176,14 +176,14 @@ def _details(method: Declared) -> list[str]:
 
 
 def _departures(method: Declared) -> str:
-    """The paragraph of the kernel's docstring that says where it leaves the paper; empty: none."""
+    """Return the paragraph of the kernel's docstring on departures from the paper; "" if there is none."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")
     paragraph = next((text for text in paragraphs if text.startswith(_DEPARTS)), "")
     return " ".join(paragraph.removeprefix(_DEPARTS).split())
 
 
 def _examples(method: Method) -> tuple[str, str]:
-    """A command and a recipe, with one parameter if the method has one with a value."""
+    """Return an example command and recipe, with one parameter if a parameter has a default."""
     shown = next((p for p in method.parameters if p.default is not None), None)
     experts = "ab"[: method.experts[1] or 2]
     command = " ".join(
@@ -203,7 +203,7 @@ def _examples(method: Method) -> tuple[str, str]:
 def markdown(
     methods: Iterable[Method], steps: Iterable[Step], absent: Iterable[tuple[str, str]]
 ) -> str:
-    """Return docs/methods.md."""
+    """Return the content of docs/methods.md."""
     pages = [page(method) for method in methods]
     around = [step_page(step) for step in steps]
     anchor = anchors([each["name"] for each in (*pages, *around)])
@@ -302,7 +302,7 @@ def _heading(each: dict[str, Any]) -> Iterator[str]:
         yield f"    {each['equation']}"
         yield ""
     for paragraph in each["details"]:
-        # A paragraph that begins with a formula stays as it is: Markdown would run its lines together.
+        # A paragraph that begins with a formula is indented, because Markdown would join its lines.
         formula = " = " in paragraph.split("\n", 1)[0]
         yield from ([f"    {line}" for line in paragraph.splitlines()] if formula else [paragraph])
         yield ""
@@ -320,7 +320,7 @@ def _heading(each: dict[str, Any]) -> Iterator[str]:
 
 
 def _ending(each: dict[str, Any]) -> Iterator[str]:
-    """The table of the parameters, and a command."""
+    """Yield the lines of the parameter table and of the example command."""
     if each["parameters"]:
         yield ""
         yield "| parameter | allowed | default | meaning |"
@@ -355,7 +355,7 @@ def _section(each: dict[str, Any]) -> Iterator[str]:
 
 
 def parameter_row(parameter: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """What a page says of a parameter: its name, what it may be, its default, and what it means."""
+    """Return a parameter's row of a page: its name, allowed values, default and meaning."""
     families = parameter.get("family_defaults", {}).items()
     special = ", ".join(f"{family}: {as_written(value)}" for family, value in families)
     return (
@@ -381,7 +381,7 @@ def _escaped(cell: str) -> str:
 
 
 def anchors(names: Iterable[str]) -> dict[str, str]:
-    """The anchors that headings get on GitHub: without signs, and numbered where they repeat.
+    """Return the anchors that GitHub gives to headings: without signs, and numbered if they repeat.
 
     Example:
         >>> anchors(["a", "a++"])

@@ -1,4 +1,4 @@
-"""`covmerge collect`: statistics of the experts' data, for the methods that use them."""
+"""`covmerge collect`: write statistics of the experts' data, for the methods that use them."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _examples(
     out: Path | None,
     options: Mapping[str, Any],
 ) -> tuple[Path | Generated, Path | None]:
-    """What the expert sees, and the file to write: the second place, where there is no data."""
+    """Return the inputs of the expert, and the file to write: the second argument if there is no data."""
     from covmerge.plan.statistics import Generated
 
     _check_inputs(inputs)
@@ -207,7 +207,7 @@ def _check_inputs(inputs: str) -> None:
 
 
 def _refuse_made(given: Sequence[str]) -> None:
-    """Refuse what belongs to inputs that are made."""
+    """Raise an error if an option was given that needs generated inputs."""
     if given:
         raise InputError(f"--{given[0]} belongs to --inputs generated: leave it out, or pass that")
 

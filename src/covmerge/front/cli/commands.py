@@ -1,4 +1,4 @@
-"""Commands: options that are given once, those of other packages, and mergekit's flags of `merge`."""
+"""The command classes: options given once, commands of other packages, mergekit's flags of `merge`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.front.cli.console import say
 
-# A command of covmerge: an option that takes one value is given once.
+# Commands of covmerge: an option that takes one value may be given once.
 
 
 class Command(TyperCommand):
-    """A command that refuses an option of one value where it stands twice; click would take the last."""
+    """A command that refuses a repeated option of one value; click would use the last value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options that stand twice, then go on."""
+        """Raise an error for repeated options, then parse the arguments."""
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():
             if (
@@ -36,27 +36,29 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-# Commands of other packages: functions that they announce as entry points of `covmerge.commands`.
+# Commands of other packages: functions that the packages announce as entry points of
+# `covmerge.commands`.
 #
-# A function is what a module of this folder has: typer's annotations, a docstring that becomes its help,
-# and heavy imports inside. No name of covmerge's own is given away.
+# Such a function looks like those in the modules of this folder: it has typer's annotations, a
+# docstring that becomes its help, and its heavy imports inside. It cannot replace a command of
+# covmerge.
 
 GROUP = "covmerge.commands"
 LAB = frozenset({"bank", "bench", "study", "evaluate", "reproduce", "convert"})
 
 
 class OpenGroup(TyperGroup):
-    """The commands of covmerge, and of the packages that are installed beside it."""
+    """The group of covmerge's commands and those of other installed packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return all names; what cannot be used is left out, and named on stderr."""
+        """Return the names of all commands; warn on stderr of those that cannot be used."""
         commands, refused = self._others
         for why in refused.values():
             say("warning", why)
         return [*super().list_commands(ctx), *commands]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, None where there is no such."""
+        """Return a command, or None if there is none of this name."""
         if cmd_name in self.commands:
             return super().get_command(ctx, cmd_name)
         commands, refused = self._others
@@ -71,7 +73,7 @@ class OpenGroup(TyperGroup):
 
     @cached_property
     def _others(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The commands of other packages by name, and why some names are none."""
+        """Return the commands of other packages by name, and the reasons why others cannot be used."""
         commands: dict[str, Any] = {}
         refused: dict[str, str] = {}
         announced: defaultdict[str, list[EntryPoint]] = defaultdict(list)
@@ -88,7 +90,7 @@ class OpenGroup(TyperGroup):
             else:
                 try:
                     commands[name] = _command(entries[0])
-                except Exception as error:  # importing a stranger's package may raise anything
+                except Exception as error:  # importing another package may raise any exception
                     reason = (str(error).strip().splitlines() or [""])[0]
                     refused[name] = (
                         f"the command '{name}' of {packages} cannot be used "
@@ -109,14 +111,14 @@ def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else entry.value
 
 
-# mergekit's flags of `covmerge merge`: as ours, named where they have no effect, or refused.
+# mergekit's flags of `covmerge merge`: translated, reported as without effect, or refused.
 
-# Short options with their value in one word, as click takes them, and any number of `-v`.
+# Short options with their value in one word, as click accepts them, and any number of `-v`.
 _SHORT = re.compile(r"(-[jI])([^=].*)")
 _VERBOSE = re.compile(r"-v+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9}
 
-# Switches that have another name here.
+# Switches with another name in covmerge.
 _AS: Mapping[str, Sequence[str]] = {
     "--cuda": ("--device", "cuda"),
     "--gpu-rich": ("--device", "cuda"),
@@ -124,7 +126,7 @@ _AS: Mapping[str, Sequence[str]] = {
     "--lazy": ("--resume",),
     "--no-lazy": ("--overwrite",),
 }
-# Options with a value that are ours by another name.
+# Options with a value that have another name in covmerge.
 _RENAMED = {
     "--num-threads": "--threads",
     "-j": "--threads",
@@ -134,7 +136,7 @@ _RENAMED = {
 }
 _OUT = "--out-path"
 _SHARD_SIZE = "--out-shard-size"
-# What these ask for is done anyhow, or does not arise.
+# covmerge does what these ask for in any case, or they do not apply.
 _WITHOUT_EFFECT = (
     "--copy-tokenizer", "--write-model-card", "--safe-serialization", "--lazy-unpickle",
     "--clone-tensors", "--allow-crimes", "--trust-remote-code", "--low-cpu-memory", "--read-to-gpu",
@@ -153,18 +155,18 @@ _REFUSED = {
 
 
 class TakesTheirFlags(Command):
-    """A command that knows mergekit's flags beside its own."""
+    """A command that accepts mergekit's flags beside its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Write mergekit's flags as ours, then go on."""
+        """Translate mergekit's flags to covmerge's, then parse the arguments."""
         return super().parse_args(ctx, translated(args))
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return arguments with mergekit's flags as ours.
+    """Return arguments with mergekit's flags translated to covmerge's.
 
     Raises:
-        RecipeError: a flag that has no meaning here; the message says what replaces it.
+        RecipeError: a flag has no counterpart in covmerge; the message says what replaces it.
 
     Example:
         >>> translated(["r.yml", "OUT", "--cuda", "--random-seed", "42", "--out-shard-size=2B"])
@@ -189,7 +191,7 @@ def translated(args: Sequence[str]) -> list[str]:
                 next(rest, None)
         elif flag in _RENAMED:
             found += [_RENAMED[flag], value if equals else next(rest, "")]
-        elif flag == _OUT:  # here the last of the paths
+        elif flag == _OUT:  # in covmerge it is the last of the paths
             out = value if equals else next(rest, "")
         elif flag == _SHARD_SIZE:
             found += ["--shard-size", _bytes(value if equals else next(rest, ""))]
@@ -201,7 +203,7 @@ def translated(args: Sequence[str]) -> list[str]:
 
 
 def _bytes(size: str) -> str:
-    """Mergekit says parameters and counts bytes; so are its sizes read here."""
+    """Return a size as a number of bytes; mergekit speaks of parameters, but counts bytes."""
     factor = _SUFFIXES.get(size[-1:].lower())
     number = size[:-1] if factor else size
     if not number.isdecimal():

@@ -1,4 +1,4 @@
-"""What `covmerge compare` does: run the methods, print the table."""
+"""The work of `covmerge compare`: run the methods and print the table."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _WIDTH = 80
 
 
 def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> None:
-    """Compare, and print the table.
+    """Run a comparison and print its table.
 
     Raises:
-        InputError: anything wrong with the inputs; nothing is left behind.
+        InputError: any input is wrong; no files are left behind.
         CheckFailed: a model failed its verification, or could not be scored.
-        KeyboardInterrupt: with how to go on.
+        KeyboardInterrupt: interrupted; the message says how to continue.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
     with (
@@ -74,7 +74,7 @@ def _check_scored(scores: ScoreTable) -> None:
 
 
 def show(console: Console, comparison: Comparison, *, verbose: bool = False) -> None:
-    """Print the scores, or what is known without them; everything where it is asked for."""
+    """Print the scores, or the sizes if there are no scores; `verbose`: both."""
     scores = comparison.scores
     if scores is not None:
         show_scores(console, scores)
@@ -96,7 +96,7 @@ def show(console: Console, comparison: Comparison, *, verbose: bool = False) -> 
 
 
 def _next(comparison: Comparison) -> list[tuple[str, str]]:
-    """What is best by the scores; without them how to get them."""
+    """Return the best method by the scores, or how to get scores."""
     scores, best = comparison.scores, comparison.recommended
     if scores is None:
         more = "--resume" if comparison.path else "--out DIR"
@@ -112,7 +112,7 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
-    """Say which model that was not merged scores higher than the best merge."""
+    """Return a note on the base and the experts that score higher than the best merge."""
     column = scores.columns[-1]
     values = {row.label: scores.value(row, column) for row in scores.rows}
     least = values[best] or 0.0
@@ -125,7 +125,7 @@ def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
 
 
 def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
-    """Say how far the best method is above the next one, and whether that may be chance."""
+    """Return how far the best method is above the next one, and whether this may be chance."""
     column = scores.columns[-1]
     others = {row.label for row in comparison.rows} - {best}
     rest, second = {row.label: row for row in scores.rows}, scores.best(column, among=others)
@@ -177,7 +177,7 @@ def _legend(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def show_scores(console: Console, scores: ScoreTable) -> None:
-    """Print a column for each task; where these are too wide, without intervals or in several tables."""
+    """Print a column for each task; if too wide, without intervals or split into several tables."""
     if not scores.rows:
         return
     wide = max(_WIDTH, console.width if console.is_terminal else 0)
@@ -201,13 +201,13 @@ def show_scores(console: Console, scores: ScoreTable) -> None:
 
 
 def _width(scores: ScoreTable, columns: Iterable[Sequence[str]]) -> int:
-    """How wide a table of these columns is, with the models before them."""
+    """Return the width of a table of these columns, with the column of models before them."""
     labels = [row.label for row in scores.rows]
     return sum(max(map(len, column)) + 3 for column in [labels, *columns])
 
 
 def _scores(scores: ScoreTable, column: str, *, interval: bool) -> list[str]:
-    """The heading of a column, and its cells."""
+    """Return the heading of a column, followed by its cells."""
     return [column, *(_score(scores, row, column, interval=interval) for row in scores.rows)]
 
 
@@ -231,9 +231,9 @@ def _sizes(comparison: Comparison) -> Table:
 
 
 def _show_experts(console: Console, comparison: Comparison) -> None:
-    """Print tables with a column for each expert; for many one of a line each, to fit 80 columns."""
+    """Print tables with a column for each expert, or a row for each if wider than 80 columns."""
     rows, experts = comparison.rows, list(comparison.update_norms)
-    # Of adapters the prediction does not agree with accuracy (docs/report.md).
+    # The prediction does not agree with accuracy for adapters (docs/report.md).
     predicted = [row for row in rows if row.retention and not comparison.adapters]
     longest = max(len(row.label) for row in rows)
     if longest + sum(max(len(name), 6) + 2 for name in experts) > _WIDTH - 2:

@@ -1,4 +1,4 @@
-"""Where text goes: results to stdout, everything else to stderr."""
+"""Console output: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.table import Tabular
 from covmerge.base.text import printable
 
-# Seconds and operations as people read them.
+# Readable durations and operation counts.
 
 
 def format_seconds(seconds: float) -> str:
@@ -52,13 +52,13 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def stdout() -> Console:
-    """Console of results."""
-    # Names in checkpoints and paths are text, never markup.
+    """Return a console for results."""
+    # Names in checkpoints and paths are plain text, never markup.
     return Console(markup=False, emoji=False, highlight=False)
 
 
 def stderr() -> Console:
-    """Console of progress, warnings and errors."""
+    """Return a console for progress, warnings and errors."""
     return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
@@ -69,19 +69,19 @@ def say(kind: str, message: str) -> None:
 
 
 def say_all(warnings: Iterable[str], notes: Iterable[str], before: str = "") -> None:
-    """Print warnings, then notes; `before` begins each."""
+    """Print warnings, then notes; each begins with `before`."""
     for kind, messages in (("warning", warnings), ("note", notes)):
         for message in messages:
             say(kind, before + message)
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print one JSON value to stdout, in ASCII, so that it survives every pipe."""
+    """Print one JSON value to stdout, in ASCII, so that it passes through any pipe."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def check_one_form(*, as_json: bool, as_csv: bool) -> None:
-    """Refuse two forms of one output, before the work."""
+    """Raise an error, before any work, if two output formats are asked for."""
     if as_json and as_csv:
         raise InputError("--json and --csv both say what is printed: leave out one of them")
 

@@ -1,4 +1,4 @@
-"""Commands on experts: `covmerge inspect`, `extract`, `compare`, `search`: their flags."""
+"""Flags of the commands on experts: `covmerge inspect`, `extract`, `compare` and `search`."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def extract(
     verbose: options.Verbose = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+    """Turn a full fine-tune into an adapter: the best approximation of its rank, layer by layer.
 
     covmerge extract ./base ./code ./code-lora --rank 32
     """
     given = options.given(locals())
     from covmerge.front.cli import flags, merging
 
-    # Of one expert, the average is the expert.
+    # The average of one expert is that expert.
     given |= {"experts": [f"expert={expert}"], "method": "average"}
     recipe = flags.read_recipe(None, given)
     merging.merge_to(recipe, out, flags.shown_options(given), verbose=verbose, as_json=as_json)

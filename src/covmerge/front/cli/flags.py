@@ -21,14 +21,14 @@ from covmerge.plan.recipe.strict_yaml import parse_yaml
 from covmerge.run.engine.executors import run_options
 from covmerge.run.engine.options import RunOptions
 
-# What a flag gives in pairs, with an example; values of some are those of a recipe, others text.
+# Flags that take pairs, with an example. The values of some are YAML, as in a recipe; others are text.
 _PAIRS = {
     "weights": "code=0.5",
     "statistics": "code=c.covstats.safetensors",
     "tensors": "embeddings=base",
 }
 _ALONE = ("base", "method", "tokenizer", "before", "after", "dtype", "allow")
-# What is said of a run, with the name of its flag; several of the first three may be given at once.
+# Keys of a recipe's `run`, with the names of their flags; the first three may have several values.
 _OF_RUN = {
     "last": "last",
     "tokens": "tokens",
@@ -38,27 +38,27 @@ _OF_RUN = {
 }
 _SEVERAL = ("last", "tokens", "weights")
 _NOT_SEVERAL = ("dry_run", "resume", "report", "stages", "executor", "address", "workers")
-# Of what is written, and so of the last of several stages.
+# Flags about the output: with several stages, they apply to the last one only.
 _OF_OUTPUT = ("out_dtype", "form", "rank", "whole", "quantise", "keep")
 
 
 def place_paths(
     first: Path | None, second: Path | None, *, experts: bool, dry_run: bool, stages: bool = False
 ) -> tuple[Path | None, Path | None]:
-    """Tell the recipe file from the output folder; the experts come from one recipe or from flags.
+    """Tell the recipe file from the output folder; the experts come from either a recipe or flags.
 
     Args:
         first: the first path given.
         second: the second path given.
         experts: whether `--expert` or `--run` was given.
-        dry_run: whether nothing is written, so that the output may be left out.
-        stages: whether `--stages` was given, with which it may be left out too.
+        dry_run: whether nothing is written, so the output may be left out.
+        stages: whether `--stages` was given; then too the output may be left out.
 
     Returns:
-        The recipe file and the output folder, None where there is none.
+        The recipe file and the output folder; None for each that is missing.
 
     Raises:
-        RecipeError: too few paths, or two sources of experts.
+        RecipeError: too few paths are given, or two sources of experts.
     """
     if dry_run and stages:
         raise RecipeError(
@@ -89,11 +89,11 @@ def place_paths(
 
 
 def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
-    """Return the recipe in the file, if there is one, with the flags laid over it.
+    """Return the recipe in the file, if there is one, with the flags applied to it.
 
     Args:
-        file: of the recipe.
-        flags: those that were given, by the settings' names; pairs are still `NAME=VALUE`.
+        file: file of the recipe.
+        flags: the flags that were given, by the settings' names; pairs are still `NAME=VALUE`.
     """
     log = ImportLog(flags.get("lenient", False))
     of_run = _check_source(file, flags)
@@ -109,7 +109,7 @@ def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
 
 
 def _check_source(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse flags that do not go together, and return what is said of a training run."""
+    """Raise an error for flags that do not go together, and return the settings of a training run."""
     if file is not None and file.suffix.lower() == ".csv":
         raise RecipeError(
             f"{file} stands where a recipe is expected. --csv takes no file, and prints: leave {file} "
@@ -132,7 +132,7 @@ def _check_source(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _of_run(run: Mapping[str, Any], log: ImportLog) -> dict[str, Any]:
-    """Return what is said by the recipe that averages a run's checkpoints."""
+    """Return the fields of the recipe that averages a run's checkpoints."""
     last = run.get("last")
     if last is not None and not (last.isascii() and last.isdigit()):
         raise RecipeError(
@@ -143,9 +143,9 @@ def _of_run(run: Mapping[str, Any], log: ImportLog) -> dict[str, Any]:
 
 
 def read_windows(flags: Mapping[str, Any]) -> dict[str, Recipe]:
-    """Return several merges of a run's checkpoints, by the names of their folders; {} where it is one.
+    """Return several merges of a run's checkpoints, by the names of their folders; {} if there is one.
 
-    Full models are all over the same checkpoints, with the weight 0 of those that a window leaves out.
+    For full models, every merge has the same checkpoints: those outside its window have the weight 0.
     """
     lists = {name: str(flags.get(_OF_RUN[name], "")).split(",") for name in _SEVERAL}
     if all(len(values) == 1 for values in lists.values()):
@@ -180,7 +180,7 @@ def read_windows(flags: Mapping[str, Any]) -> dict[str, Recipe]:
 def _over(
     said: Mapping[str, Any], longest: Mapping[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a window's recipe over all that any window has, where the method reads what counts for 0."""
+    """Return a window's recipe over the checkpoints of all windows, if its method is still `linear`."""
     if said["method"] != "linear" or "method" in flags:
         return dict(said)
     shares = {
@@ -198,16 +198,16 @@ def read_stages(
     *,
     report: bool,
 ) -> list[tuple[Path, Recipe]]:
-    """Return the recipes that make an output, in order, with the folder of each.
+    """Return the recipes that make an output, in order, each with its folder.
 
-    Only mergekit's recipes have stages before the last. Flags on what is written are for the last.
+    Only recipes of mergekit have stages before the last. Flags about the output apply to the last.
 
     Args:
         file: the recipe file, if there is one.
-        flags: what is laid over it.
-        out: the output of the one without a name, or of all where each has one.
-        stages: folder of those that have a name.
-        report: whether there is to be one, which is of one output.
+        flags: the flags to apply to it.
+        out: the output of the recipe without a name; if all have names, the output of all.
+        stages: folder of the recipes that have a name.
+        report: whether a report is written, which belongs to one output.
     """
     log = ImportLog(flags.get("lenient", False))
     if file is None and (out is None or stages is not None):
@@ -248,7 +248,7 @@ def _said(recipe: Recipe) -> dict[str, Any]:
 
 
 def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | None) -> Recipe:
-    """Return a recipe with the flags over what it says."""
+    """Return a recipe from its fields with the flags applied."""
     data = dict(said)
     sources = pairs("--expert", flags.get("experts", ()), "code=./code").items()
     data["experts"] = {**data["experts"], **{name: {"source": source} for name, source in sources}}
@@ -267,7 +267,7 @@ def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | N
 
 
 def shown_options(flags: Mapping[str, Any]) -> RunOptions:
-    """Return the options of a run; its progress is shown on standard error."""
+    """Return the options of a run that shows its progress on standard error."""
     workers = flags.get("workers", "1")
     number = workers.isascii() and workers.isdigit()
     shown = {"progress": BytesProgress(stderr()), "collecting": ExamplesProgress(stderr())}
@@ -288,14 +288,14 @@ def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _set_method(data: dict[str, Any], flags: Mapping[str, Any], file: Path | None) -> None:
     before, now = data.get("method"), flags.get("method")
     now = now and read_call(now)[0]
-    # Parameters belong to a method: another one would refuse them, or mean something else by them.
+    # Parameters belong to a method: another method would refuse them or give them another meaning.
     if before not in (None, UNNAMED) and now not in (None, before) and data.get("parameters"):
         dropped = ", ".join(data.pop("parameters"))
         say("note", f"--method {now} drops {before}'s parameters in {file}: {dropped}")
 
 
 def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:
-    """Read pairs whose values are YAML, as they would be in a recipe."""
+    """Read pairs whose values are YAML, as in a recipe."""
     return {
         name: parse_yaml(text, f"{option} {name}")[0]
         for name, text in pairs(option, given, example).items()

@@ -1,4 +1,4 @@
-"""What `covmerge inspect` and `covmerge report` do."""
+"""The work of `covmerge inspect` and `covmerge report`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from covmerge.run.sources import open_recipe
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
-_WIDEST = 32  # characters of a picture
-_MOST_LINES = 24  # of one picture; beyond it the layers of a block are one line
+_WIDEST = 32  # characters in a picture
+_MOST_LINES = 24  # lines in one picture; with more, all kinds of layers share a line
 _MOST_PAIRS = 8
 
 
@@ -54,11 +54,11 @@ def inspect(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    """Look, and print what was found.
+    """Inspect the experts, and print the findings.
 
     Raises:
-        InputError: a source that cannot be opened, or no place for the page.
-        Exit: with 1 if there is a fault.
+        InputError: a source cannot be opened, or the page cannot be written.
+        Exit: with 1 if a fault was found.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
     if html is not None:
@@ -82,7 +82,7 @@ def inspect(
 
 
 def show(console: Console, inspection: Inspection, *, verbose: bool = False) -> None:
-    """Print findings, and pictures of 80 columns that need no colour."""
+    """Print findings and 80-column pictures that need no colour."""
     base, count = printable(inspection.base), len(inspection.experts)
     verdict = _verdict(inspection)
     console.print(f"Inspected {counted(count, 'expert')} of {base}: {verdict}", soft_wrap=True)
@@ -126,7 +126,7 @@ def _verdict(inspection: Inspection) -> str:
 
 
 def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:
-    """Draw values from 0 to `most`, one character each, or the means of as many as must share one.
+    """Draw values from 0 to `most` as one character each; if there are too many, draw means of groups.
 
     Example:
         >>> spark([0.0, 0.5, 1.0], 1.0)
@@ -195,8 +195,8 @@ def _norms(inspection: Inspection, bars: str) -> tuple[str, Table]:
     for (expert, name), found in series.items():
         values = [value for value in found if value is not None]
         if not values:
-            continue  # it has no part in any
-        # From 1 for the smallest update to 8; 0, drawn as nothing, for none.
+            continue  # the expert has no part in these layers
+        # From 1 for the smallest update to 8 for the largest; 0, drawn as a blank, for no update.
         steps = [1 + 7 * log(v / least) / (log(most / least) or 1.0) if v else 0.0 for v in found]
         picture = spark(steps, 8.0, f" {bars}")
         rows.add_row(
@@ -217,7 +217,7 @@ def _gammas(inspection: Inspection, bars: str) -> Table:
         gates = [layer.gate(statistic) for layer in inspection.matrices]
         over = [gate.gamma / gate.tau for gate in gates]
         fired = sum(gate.fired for gate in gates)
-        # The pole of the paper's γ would flatten everything else.
+        # The pole of the paper's γ would make everything else look flat.
         picture = spark([min(value, 2.0) for value in over], 2.0, bars)
         rows.add_row(title, picture, f"{median(over):.2g}", f"{fired} of {len(gates)}")
     return rows
@@ -243,7 +243,7 @@ def _pairs(inspection: Inspection) -> Table:
 
 
 def _foreseen(inspection: Inspection) -> tuple[str, Table]:
-    """What would be done to the layers of each kind: the numeric diagnostics, headed by symbols."""
+    """Return, for each kind of layers, the medians of the numeric diagnostics, headed by symbols."""
     found: dict[str, dict[str, list[float]]] = {}
     for layer in inspection.matrices:
         for heading, value in layer.foreseen.items():
@@ -259,7 +259,7 @@ def _foreseen(inspection: Inspection) -> tuple[str, Table]:
 
 
 def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:
-    """Mean over the matrices of how far two experts act on the same inputs."""
+    """Return the mean overlap of the inputs that two experts act on, over all matrices."""
     taken = [layer.overlap for layer in inspection.matrices if layer.overlap]
     if not taken:
         return {}
@@ -267,7 +267,7 @@ def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:
 
 
 def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
-    """Layers of one kind, block by block; all kinds as one where there are too many lines."""
+    """Return the layers by kind and block; all kinds are one group if there would be too many lines."""
     kinds = list(dict.fromkeys(_kinds(inspection)))
     together = len(kinds) * len(inspection.compared) > _MOST_LINES
     groups: dict[str, dict[int | None, list[LayerView]]] = {}
@@ -290,14 +290,14 @@ def report(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    """Report on an output.
+    """Print or write the report on an output.
 
     Raises:
-        InputError: not an output of covmerge, or no place for the page.
-        CheckFailed: the output fails its verification; the report is there.
+        InputError: the folder is not an output of covmerge, or the page cannot be written.
+        CheckFailed: the output fails its verification; the report has been written.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
-    read_manifest(local_path(out))  # a wrong folder is reported before a missing package
+    read_manifest(local_path(out))  # report a wrong folder before a missing package
     path = html or (None if as_json or as_csv else out / FILE_NAME)
     if path is not None:
         check_page(path, overwrite=options.overwrite)

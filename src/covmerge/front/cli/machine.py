@@ -1,4 +1,4 @@
-"""How long a merge will take, by a test of two seconds: of this machine, and of a piece of the merge."""
+"""An estimate of a merge's duration, from a test of about two seconds on parts of the merge."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from covmerge.run.engine.run import run
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.engine.threads import Threads
 
-# As large as layers are: smaller ones are slower, and larger ones as fast.
+# Typical sizes of layers: smaller sizes are slower, and larger sizes equally fast.
 _PRODUCT_SIDE, _EIGEN_SIDE = 1536, 768
-_SECONDS = 0.25  # for each of both, and no less than so often:
+_SECONDS = 0.25  # for each of both measurements, which is repeated at least this often:
 _TIMES = 3
-_PIECE_BYTES = 32 * 2**20  # that are read of what a method does entry by entry
+_PIECE_BYTES = 32 * 2**20  # bytes to read for an elementwise method
 _HASHED_BYTES = 2**22
-_BUSY = 0.8  # of the processors' time: who gets less shares them
+_BUSY = 0.8  # below this share of the processors' time, other processes use them too
 _READ_BYTES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -40,19 +40,19 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of this machine.
+    """The measured rates of this machine.
 
     Attributes:
-        flops: floating-point operations a second, in matrix products of the compute dtype.
-        eigen: the same in eigenproblems, as plans count them.
-        share: of the time of the processors that were asked for, what this process got while it measured;
-            of another device 1.
-        read: bytes a second from one source file; None where no source is a local file.
-        read_from: that file.
-        begun: processor seconds of the start and of planning, which a merge takes too.
-        hashed: bytes a second through SHA-256.
-        by_entry: seconds that a method which goes entry by entry takes for a byte that it reads.
-        problem: why a piece of the merge could not be carried out, "" where all could.
+        flops: floating-point operations per second, in matrix products of the compute dtype.
+        eigen: floating-point operations per second in eigenproblems, as plans count them.
+        share: share of the requested processors' time that this process got during the measurement;
+            1 for other devices.
+        read: bytes per second read from one source file; None if no source is a local file.
+        read_from: the source file that was read.
+        begun: processor seconds for the start and for planning, which a merge needs too.
+        hashed: bytes per second through SHA-256.
+        by_entry: seconds per byte read, for each elementwise method.
+        problem: why a part of the merge could not be run; "" if all could.
     """
 
     flops: float
@@ -66,13 +66,13 @@ class Speed:
     problem: str = ""
 
     def seconds(self, plan: Plan) -> float:
-        """Estimate the run: reading and writing overlap computing, and share the disk.
+        """Estimate the duration of the run; reading and writing overlap computing, and share the disk.
 
-        It is of a machine that does nothing else. Rough: the refinement of ACE is counted even where no
-        gate will fire, and a file read a moment ago comes from memory.
+        The estimate is for a machine without other work. It is rough: the refinement of ACE is
+        counted even if no gate fires, and a file that was read a moment ago comes from memory.
         """
         moved = 0.0 if self.read is None else (plan.read_bytes + plan.write_bytes) / self.read
-        # The sources once; of the output each file, and each tensor.
+        # The sources are hashed once; the output is hashed twice: by file and by tensor.
         hashed = sum(item.read_bytes for item in plan.items) + 2 * plan.write_bytes
         computed = hashed / self.hashed + sum(map(self._item_seconds, plan.items))
         return self.begun + max(computed, moved)
@@ -82,22 +82,22 @@ class Speed:
         if method is not None and method in self.by_entry:
             return item.read_bytes * self.by_entry[method]
         products = (item.flops - item.eigen_flops) / self.flops
-        # To read, to widen and to round takes what the simplest method does.
+        # Reading, widening and rounding take as long as the simplest method.
         least = min(self.by_entry.values(), default=0.0)
         return products + item.eigen_flops / self.eigen + item.read_bytes * least
 
     @property
     def is_busy(self) -> bool:
-        """Whether others used the processors while they were measured."""
+        """Whether other processes used the processors during the measurement."""
         return self.share < _BUSY
 
 
 def measure_speed(
     recipe: Recipe, plan: Plan, sources: Sources, device: str, threads: int | None
 ) -> Speed:
-    """Measure for about two seconds.
+    """Measure this machine's rates for about two seconds.
 
-    Where all sources lie on this machine, a piece of the plan is carried out, and its result forgotten.
+    If all sources are on this machine, a small part of the plan is run, and its result is discarded.
     """
     begun = time.process_time()
     target, dtype = usable_device(device), plan.compute_dtype
@@ -118,11 +118,11 @@ def measure_speed(
         for method, piece in pieces.items():
             try:
                 seconds, _ = _timed(partial(_carry_out, piece, sources, context), target)
-            except CovmergeError as error:  # of values, which a plan is not about
+            except CovmergeError as error:  # errors about values, which a plan does not check
                 problem = str(error)
             else:
                 by_entry[method] = seconds / sum(item.read_bytes for item in piece.items)
-    with torch_threads(1):  # layers are dealt to the cores, on which eigenproblems scale badly
+    with torch_threads(1):  # eigenproblems scale badly, so each core has its own layers
         problems, _ = _timed(lambda: eigh(symmetric)[0][0].item(), target)
     return Speed(
         2.0 * _PRODUCT_SIDE**3 / products,
@@ -138,13 +138,13 @@ def measure_speed(
 
 
 def _method_by_entry(item: WorkItem) -> str | None:
-    """The method of an item that sees no matrices; None of one that does, and of a copy."""
+    """Return the method of an item without matrices; None for an item with matrices, or a copy."""
     merge = item.tensor.merge
     return merge.method if merge is not None and merge.layout is None else None
 
 
 def _pieces(plan: Plan) -> dict[str, Plan]:
-    """A little of the work of each method that goes entry by entry."""
+    """Return a small part of the work of each elementwise method, as a plan."""
     found: dict[str, list[WorkItem]] = {}
     for item in sorted(plan.items, key=lambda item: -item.read_bytes):
         method = _method_by_entry(item)
@@ -154,7 +154,7 @@ def _pieces(plan: Plan) -> dict[str, Plan]:
 
 
 def _little(items: list[WorkItem]) -> list[WorkItem]:
-    """The largest that are few bytes together, and the smallest."""
+    """Return the smallest item, and the largest that fit into a few bytes together."""
     *larger, smallest = items
     taken, size = [smallest], smallest.read_bytes
     for item in larger:
@@ -165,7 +165,7 @@ def _little(items: list[WorkItem]) -> list[WorkItem]:
 
 
 def _piece(plan: Plan, items: Sequence[WorkItem]) -> Plan:
-    """A plan of some of the items, with their part of its global passes."""
+    """Return a plan of some of the items, with their part of its global passes."""
     keys = {item.key for item in items}
     passes = (
         replace(one, items=tuple(item for item in one.items if item.key in keys))
@@ -177,19 +177,19 @@ def _piece(plan: Plan, items: Sequence[WorkItem]) -> Plan:
 
 
 def _carry_out(piece: Plan, sources: Sources, context: Context) -> None:
-    """Read and merge, and forget the result."""
+    """Read and merge a part of the plan, and discard the result."""
     in_flight = _PIECE_BYTES + piece.peak_item.memory
     executor = Threads(in_flight=in_flight, lanes=torch.get_num_threads())
     run([(piece, NoOutput())], sources, context, executor=executor, progress=Silent())
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the seconds that work takes where nothing else runs, the best of several, and `Speed.share`.
+    """Return the shortest time of several runs of the work, in seconds, and `Speed.share`.
 
-    On a CPU they are processor seconds, each of so many threads': others that run there make the clock's
-    longer, and not these.
+    On a CPU, the time is that of the processors divided by the number of threads: other processes
+    on the same processors lengthen the wall-clock time, but not this one.
     """
-    work()  # the first pays for starting the threads
+    work()  # the first call also starts the threads
     threads, clock, used, begun = torch.get_num_threads(), 0.0, 0.0, time.perf_counter()
     best, times = float("inf"), 0
     while times < _TIMES or time.perf_counter() - begun < _SECONDS:
@@ -202,7 +202,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 
 def _hash_rate() -> float:
-    """Bytes a second through SHA-256 on one core."""
+    """Return the bytes per second through SHA-256 on one core."""
     content, best = bytes(_HASHED_BYTES), float("inf")
     for _ in range(_TIMES):
         before = time.process_time()
@@ -212,7 +212,7 @@ def _hash_rate() -> float:
 
 
 def _weight_files(sources: Iterable[str]) -> Iterator[Path]:
-    """The largest file of weights of each source that is a local path."""
+    """Yield the largest weight file of each source that is a local path."""
     for source in sources:
         path = Path(source).expanduser()
         files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []

@@ -1,4 +1,4 @@
-"""`covmerge merge`: the flags. What they do is in `flags` and `merging`, which need torch."""
+"""The flags of `covmerge merge`; `flags` and `merging`, which need torch, do the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `covmerge merge` does with a recipe: a dry run, or the merge and its report."""
+"""The work of `covmerge merge` for a recipe: a dry run, or the merge and its report."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from covmerge.run.sources import open_recipe, statistics_of
 from covmerge.run.together import Together
 from covmerge.run.verification.files import check_files, hash_files
 
-# What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
-# seconds of as many FLOPs in products.
+# Largest share of a merge's FLOPs that the spectra of its report may take. A decomposition takes
+# five to ten times as long as matrix products of as many FLOPs.
 _SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
-    """Print the plan.
+    """Print the plan of a merge.
 
     Raises:
-        InputError: whatever would stop the merge before its first tensor.
-            The plan is printed before what the place of the output would stop.
-        ResourceError: the output does not fit on the disk; the plan is printed before.
+        InputError: any error that would stop the merge before its first tensor. If the error is
+            about the output folder, the plan is printed first.
+        ResourceError: the output does not fit on the disk; the plan is printed first.
     """
     with open_recipe(recipe) as opened:
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])
-        # This machine's speed, whose device need not be what other machines have.
+        # This measures this machine; the device of other machines may not exist here.
         device = options.device if options.elsewhere is None else "cpu"
         speed = measure_speed(recipe, plan, checkpoints.sources(), device, options.threads)
     room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
@@ -59,13 +59,13 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         show_plan(stdout(), plan, memory, speed, room)
     if out is not None:
         Staging(out, overwrite=options.overwrite, resume=options.resume).foresee()
-    # What an earlier merge holds may be the space that this one will use.
+    # The space that an earlier output takes may become free for this merge.
     if room is not None and not (options.resume or options.overwrite):
         room.check()
 
 
 def check_report(recipe: Recipe, out: Path) -> None:
-    """Refuse, before the work, what no report can be made of."""
+    """Raise an error, before the merge, if no report on it can be made."""
     check_packages()
     local_path(out)
     if recipe.base is None:
@@ -81,12 +81,12 @@ def merge_to(
     verbose: bool = False,
     as_json: bool,
 ) -> None:
-    """Merge, and print what happened.
+    """Merge, and print the result.
 
     Raises:
-        InputError: anything wrong with the inputs; nothing is left behind.
+        InputError: any input is wrong; no files are left behind.
         CheckFailed: the output failed its verification.
-        KeyboardInterrupt: with how to go on.
+        KeyboardInterrupt: interrupted; the message says how to continue.
     """
     start = time.perf_counter()
     result = _merged(recipe, out, options)
@@ -113,7 +113,7 @@ def _merged(recipe: Recipe, out: Path, options: RunOptions) -> MergeResult:
 
 
 def _say_published(result: MergeResult, out: Path, *, as_json: bool) -> None:
-    """Say that the output is there, which another process made."""
+    """Print that another process has published the output."""
     place = str(address_of(out) or out)
     if as_json:
         print_json({"path": place, "run": dict(result.run), "notes": list(result.notes)})
@@ -173,7 +173,7 @@ def _warn_of_memory(peak: int, limit: int | None) -> None:
 def merge_windows(
     windows: Mapping[str, Recipe], out: Path, options: RunOptions, *, as_json: bool
 ) -> None:
-    """Merge each window to its folder in OUT, those over the same checkpoints in one reading."""
+    """Merge each window to its folder in OUT; those with the same checkpoints share one reading."""
     local_path(out)
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, recipe in windows.items():
@@ -213,7 +213,7 @@ def merge_windows(
 
 @contextmanager
 def _folder(out: Path) -> Generator[None]:
-    """Make a folder, which is gone again after an error unless something is in it."""
+    """Create a folder, and remove it after an error if it is empty."""
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     try:
@@ -225,20 +225,20 @@ def _folder(out: Path) -> Generator[None]:
 
 
 def _counted(recipe: Recipe) -> dict[str, float]:
-    """What each checkpoint that a window has counts for beside the others."""
+    """Return the relative weight of each checkpoint of a window; those of weight 0 are left out."""
     weights = recipe.parameters.get("weight", [e.weight for e in recipe.experts.values()])
     shares = zip(recipe.experts, cast("list[float]", weights), strict=True)
     return {name: share for name, share in shares if share}
 
 
-# The recipes of a file that come before the one that makes its output.
+# The recipes of a file before the one that makes its output.
 
 
 def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -> None:
-    """Merge all but the last, each into its folder, which is an output like any other, and stays.
+    """Merge all recipes but the last, each into its own folder; these folders are normal outputs and stay.
 
-    With `resume` a stage that is finished is taken as it is, if it is as it was written, and its recipe
-    and its sources are the same.
+    With `resume`, a finished stage is used if its files are unchanged, and its recipe and its
+    sources are the same.
     """
     *stages, _ = recipes
     if not stages:
@@ -263,7 +263,7 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
 
 
 def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -> None:
-    """Refuse outputs that may not be made, or that are inputs of any of the recipes."""
+    """Raise an error for outputs that may not be made, or that are inputs of one of the recipes."""
     made: set[str] = set()
     given: list[Path] = []
     for folder, recipe in recipes:
@@ -276,7 +276,7 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
 
 
 def _check_sources(recipes: Sequence[tuple[Path, Recipe]]) -> None:
-    """Open what later recipes read of models that are there already, as their own merges will."""
+    """Open the existing models that later recipes read, to raise their errors before any merge."""
     made = {str(folder) for folder, _ in recipes}
     for _, recipe in recipes[1:]:
         for source in dict.fromkeys(_models(recipe)):
@@ -285,23 +285,23 @@ def _check_sources(recipes: Sequence[tuple[Path, Recipe]]) -> None:
 
 
 def _is_taken(folder: Path, options: RunOptions) -> bool:
-    """Whether a stage is finished already, and gone on from."""
+    """Return whether a stage is already finished and is used as it is."""
     return options.resume and (folder / MANIFEST_NAME).exists()
 
 
 def _sources(recipe: Recipe) -> list[str]:
-    """What a recipe reads, as it names it."""
+    """Return the sources that a recipe reads, as the recipe names them."""
     return [*_models(recipe), *statistics_of(recipe).values()]
 
 
 def _models(recipe: Recipe) -> list[str]:
-    """The models that a recipe reads."""
+    """Return the models that a recipe reads."""
     experts = [expert.source for expert in recipe.experts.values()]
     return [*(() if recipe.base is None else (recipe.base,)), *experts]
 
 
 def _places(sources: Iterable[str]) -> Iterator[Path]:
-    """Those that lie here; what cannot be a path is left to its reader to refuse."""
+    """Yield those sources that are existing local paths; their readers will refuse invalid paths."""
     for source in sources:
         with suppress(OSError, RuntimeError, ValueError):
             if (path := local_path(source).expanduser()).exists():
@@ -318,7 +318,7 @@ def _check_same(folder: Path, recipe: Recipe) -> None:
             "merges it anew"
         )
     wanted = dump_recipe(recipe)
-    settled = {"method"} - wanted.keys()  # by the merge, where nothing was said
+    settled = {"method"} - wanted.keys()  # chosen by the merge if the recipe did not set it
     differs = [key for key in differing(manifest["recipe"], wanted) if key not in settled]
     if differs:
         raise InputError(

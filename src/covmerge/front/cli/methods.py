@@ -1,4 +1,4 @@
-"""`covmerge methods`: the list of methods and steps, or the page of one."""
+"""`covmerge methods`: the list of methods and steps, or the page of one of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def methods(
         _show_list(registry, steps)
 
 
-_LONGEST = 30  # letters of a name that stand on one line
+_LONGEST = 30  # letters of a name on one line
 
 
 def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
@@ -85,7 +85,7 @@ def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
 
 
 def _from(registry: Registry[Any], shown: Method | Step) -> str:
-    """The paper that something is from, or the package."""
+    """Return the paper or the package that a method or a step is from."""
     if shown.reference is not None:
         return f"arXiv:{shown.reference.arxiv}"
     origin = registry.origin(shown.name)
@@ -119,7 +119,7 @@ def _show_page(page: Mapping[str, Any]) -> None:
 
 
 def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
-    """Print a page, with the facts that methods or steps have of their own."""
+    """Print a page, with the given additional facts of a method or a step."""
     from covmerge.front.cli.show import facts
 
     reference = page["reference"]
@@ -153,7 +153,7 @@ def _parameters(page: Mapping[str, Any]) -> Table:
     return rows
 
 
-# `covmerge explain`: which routes a layer of some shape takes, and what each would cost.
+# `covmerge explain`: the routes for a layer of a given shape, and the cost of each.
 
 
 def explain(

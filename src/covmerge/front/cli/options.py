@@ -1,4 +1,4 @@
-"""Options that several commands have, each said once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ WHAT, HOW, OUTPUT, SCORE, RUN = "What to merge", "How to merge", "Output", "Scor
 def setting(
     name: str, panel: str, metavar: str | None = None, of: Any = MergeKeywords, **more: Any
 ) -> Any:
-    """Return the flag of a setting, with what the keywords of Python say of it for its help."""
+    """Return the flag of a setting; its help is the description of the Python keyword."""
     text = descriptions(of).get(name, "").replace("`", "")
     more.setdefault("help", text[:1].upper() + text[1:])
     return typer.Option(flag_of(name), metavar=metavar, rich_help_panel=panel, **more)
 
 
 def flag(panel: str, metavar: str | None, text: str, *names: str, **more: Any) -> Any:
-    """Return a flag that is no setting of Python's.
+    """Return a flag that has no Python keyword.
 
     Args:
-        panel: of the help.
-        metavar: what stands for its value; None: it has none.
-        text: its help.
-        *names: such as `--json`, where the parameter has another name, or it is a switch.
-        **more: as `typer.Option` takes it.
+        panel: panel of the help.
+        metavar: placeholder for the flag's value; None: the flag has no value.
+        text: help text of the flag.
+        *names: names such as `--json`, if the parameter has another name or the flag is a switch.
+        **more: further arguments of `typer.Option`.
     """
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text, **more)
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given of the flags of a command: neither nothing, nor off."""
+    """Return the given flags of a command, without those that are None, empty or off."""
     found = {name: value for name, value in flags.items() if value is not None and value != []}
-    return {name: value for name, value in found.items() if value is not False}  # 0 is a number
+    return {name: value for name, value in found.items() if value is not False}  # 0 counts as given
 
 
 Base = Annotated[

@@ -1,4 +1,4 @@
-"""How a command ends: one line on stderr and an exit code, wherever the error came from."""
+"""The end of a command: one message on stderr and an exit code, wherever the error came from."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from covmerge.base.errors import CovmergeError, InputError, ResourceError
 from covmerge.base.settings import hints_for
 from covmerge.front.cli.console import say, stderr
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
-RECIPES = (".yml", ".yaml", ".json")  # what their names end in
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+RECIPES = (".yml", ".yaml", ".json")  # endings of recipes' names
 _RECIPE = "covmerge.recipe"
 TERMINATED = 143  # 128 + SIGTERM
-# How Python, torch's allocators, C++ and the C library say it.
+# Messages of Python, torch's allocators, C++ and the C library when memory runs out.
 _NO_MEMORY = (
     "can't start new thread",
     "can't allocate memory",
@@ -36,12 +36,12 @@ _MOST_READ = 2**20
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-# Signals that were met, of this process.
+# The signals that this process received.
 _terminated: list[int] = []
 
 
 def interrupt_on_sigterm() -> None:
-    """Have SIGTERM, by which schedulers and containers stop a process, end it as Ctrl-C does."""
+    """Make SIGTERM, by which schedulers and containers stop a process, end it as Ctrl-C does."""
 
     def stop(number: int, _: object) -> None:
         _terminated.append(number)
@@ -52,10 +52,10 @@ def interrupt_on_sigterm() -> None:
 
 @contextmanager
 def interruptible() -> Generator[None, None, None]:
-    """Have Ctrl-C and SIGTERM end a command with a message whenever they come, before it has begun too.
+    """Make Ctrl-C and SIGTERM end a command with a message, even before it has begun.
 
     Raises:
-        SystemExit: with the exit code of the signal that came.
+        SystemExit: with the exit code of the signal.
     """
     interrupt_on_sigterm()
     try:
@@ -64,7 +64,7 @@ def interruptible() -> Generator[None, None, None]:
         stderr().print("interrupted")
         sys.exit(_interrupted())
     except SystemExit as ended:
-        if ended.code == INTERRUPTED:  # which typer ends with by itself, whichever signal it was
+        if ended.code == INTERRUPTED:  # typer's own exit code, whichever signal it was
             sys.exit(_interrupted())
         raise
 
@@ -74,7 +74,7 @@ def _interrupted() -> int:
 
 
 def _is_theirs(path: str) -> bool:
-    """Whether a recipe is one of mergekit's, which has none of covmerge's keys."""
+    """Return whether a recipe is one of mergekit's, which has none of covmerge's keys."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return _THEIRS.search(file.read(_MOST_READ)) is not None
@@ -83,19 +83,19 @@ def _is_theirs(path: str) -> bool:
 
 
 class ReportingGroup(TyperGroup):
-    """The commands; errors that are meant for the user are printed as messages.
+    """The group of commands; it prints errors that are meant for the user as messages.
 
-    Anything unexpected keeps its traceback.
+    Unexpected errors keep their traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note whether a recipe is among the arguments: errors then name its keys, not flags."""
+        """Record whether a recipe is among the arguments: errors then name its keys instead of flags."""
         named = (arg for arg in args if not arg.startswith("-"))
         ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) and not _is_theirs(arg) for arg in named)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
+        """Run the chosen command, and turn its errors into messages and exit codes."""
         try:
             with hints_for("recipe" if ctx.meta[_RECIPE] else "flags"):
                 return super().invoke(ctx)
@@ -104,8 +104,8 @@ class ReportingGroup(TyperGroup):
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
             raise typer.Exit(_interrupted()) from None
-        except SystemExit as error:  # not a command's own: these end by typer.Exit
-            if isinstance(error.__context__, BrokenPipeError):  # rich's, of `covmerge ... | head`
+        except SystemExit as error:  # from other packages; commands end with typer.Exit
+            if isinstance(error.__context__, BrokenPipeError):  # rich's, in `covmerge ... | head`
                 raise typer.Exit(1) from None
             _fail(
                 InputError(
@@ -134,7 +134,7 @@ class ReportingGroup(TyperGroup):
 
 
 def _of_memory(error: Exception) -> bool:
-    """Whether the system refused memory: to Python, to torch, or for the stack of a thread."""
+    """Return whether the system refused memory: to Python, to torch, or for the stack of a thread."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or any(text in said for text in _NO_MEMORY)
 

@@ -102,7 +102,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Say what a merge did, layer by layer, on one page that needs no network.
+    """Report what a merge did, layer by layer, on one page that needs no network.
 
     covmerge report ./merged
 
@@ -183,7 +183,7 @@ def push(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Put an output on the Hugging Face Hub, in one commit, if it passes its verification.
+    """Push an output to the Hugging Face Hub, in one commit, if it passes its verification.
 
     covmerge push ./merged org/name
 

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line now and then anywhere else."""
+"""Progress of long work: a bar on a terminal; elsewhere, a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_EVERY = 10.0  # seconds
 
 
 class _Display:
-    """A bar that is gone when the work is over, or lines for logs, without control characters."""
+    """A bar that vanishes at the end of the work, or plain lines for logs, without control characters."""
 
     first = ""  # beside the empty bar
 
@@ -37,7 +37,7 @@ class _Display:
         )
 
     def start(self, total: int | None) -> None:
-        """Show the empty bar, and start the clock."""
+        """Show the empty bar and start the clock."""
         self._total: int | None = total
         self._done: int = 0
         self._start = self._said = self._clock()
@@ -45,8 +45,8 @@ class _Display:
         self._bar.start()
 
     def finish(self) -> None:
-        """Take the bar away."""
-        if not self._bar.disable:  # which would end a log with an empty line
+        """Remove the bar."""
+        if not self._bar.disable:  # otherwise a log would end with an empty line
             self._bar.stop()
 
     @property
@@ -54,7 +54,7 @@ class _Display:
         return self._clock() - self._start
 
     def _show(self, line: str) -> None:
-        """Move the bar, or print a line if the last one is old."""
+        """Update the bar, or print a line if the last one is old."""
         line = self._label + line
         self._bar.update(self._task, completed=self._done, description=line)
         if self._bar.disable and self._clock() - self._said >= _LINE_EVERY:
@@ -63,16 +63,16 @@ class _Display:
 
 
 class BytesProgress(_Display):
-    """Bytes read and written, their rate, the time left and what was just finished.
+    """Bytes read and written, their rate, the time left and the last finished item.
 
-    What an earlier run finished counts as done, not as speed.
+    Bytes that an earlier run finished count as done, but not for the rate.
     """
 
     first = "reading"
     _resumed = 0
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Count bytes that are done."""
+        """Count finished bytes."""
         self._done += size
         self._resumed += size if resumed else 0
         self._show(self._line(what))
@@ -96,12 +96,12 @@ class ExamplesProgress(_Display):
     first = "running"
 
     def advance(self, count: int) -> None:
-        """Count examples that are done."""
+        """Count finished examples."""
         self._done += count
         self._show(self.line())
 
     def line(self) -> str:
-        """Say how many are done, how fast, and how long the others will take."""
+        """Return how many examples are done, their rate, and the time left."""
         of = "" if self._total is None else f" of {self._total}"
         parts = [f"{self._done}{of} examples"]
         elapsed = self._elapsed
@@ -114,29 +114,29 @@ class ExamplesProgress(_Display):
 
 
 class ScoringProgress(_Display):
-    """Models scored, the one that is being scored, and the time left."""
+    """Models scored, the one being scored, and the time left."""
 
     first = "scoring"
     started = False
     _label_now = ""
 
     def start(self, total: int | None) -> None:
-        """Show the empty bar, and start the clock."""
+        """Show the empty bar and start the clock."""
         self.started = True
         super().start(total)
 
     def begin(self, label: str) -> None:
-        """A model is being scored: a log gets a line for each, as one may take hours."""
+        """Start with the next model; a log gets a line for each model, which may take hours to score."""
         self._label_now = label
         self._said = self._clock() - _LINE_EVERY
         self._show(self.line())
 
     def advance(self) -> None:
-        """It is scored, or could not be."""
+        """Count a model that has been scored, or could not be."""
         self._done += 1
 
     def line(self) -> str:
-        """Say how many are scored, which one is in hand, and how long the others will take."""
+        """Return how many models are scored, which one is being scored, and the time left."""
         total = self._total or 0
         now = f"scoring {printable(self._label_now)}: " if self._done < total else ""
         parts = [f"{now}{self._done} of {counted(total, 'model')} scored"]

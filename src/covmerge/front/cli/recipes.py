@@ -24,7 +24,7 @@ def plan(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what a merge would take: tensors, bytes, memory, time. Writes nothing.
+    """Show what a merge would need: tensors, bytes, memory, time. Writes nothing.
 
     covmerge plan recipe.yml
 
@@ -56,7 +56,7 @@ def import_mergekit(
         typer.Option("--lenient", help="Leave out unknown keys and parameters with a warning."),
     ] = False,
 ) -> None:
-    """Print a recipe of mergekit as one of covmerge's, which makes the same model.
+    """Print a recipe of mergekit as a recipe of covmerge that makes the same model.
 
     Its relative paths are those of the working directory: save it there.
     """

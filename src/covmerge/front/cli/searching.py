@@ -1,4 +1,4 @@
-"""What `covmerge search` does: search, print the trials and the best."""
+"""The work of `covmerge search`: search, and print the trials and the best one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT, Se
 from covmerge.run.search.result import Search
 from covmerge.run.search.trials import RECORD, Trial
 
-_BEST = 10  # trials that are shown
+_BEST = 10  # trials to show
 
 
 def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
-    """Search, and print what was found.
+    """Search, and print the result.
 
     Raises:
-        InputError: anything wrong with the inputs.
+        InputError: any input is wrong.
         CheckFailed: nothing could be scored.
-        KeyboardInterrupt: with how to go on.
+        KeyboardInterrupt: interrupted; the message says how to continue.
     """
     check_one_form(as_json=as_json, as_csv=as_csv)
     with scoring_shown("goes on after the trials that are recorded") as shown:
@@ -39,7 +39,7 @@ def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
 
 
 def show(console: Console, found: Search) -> None:
-    """Print the best trials, their values, and what is said of the search."""
+    """Print the best trials, their values, and the facts about the search."""
     best = _best(found)
     shown = [*([found.untuned] if found.untuned else []), *best]
     order = {trial.label: place for place, trial in enumerate(shown)}
@@ -72,7 +72,7 @@ def show(console: Console, found: Search) -> None:
 
 
 def _best(found: Search) -> list[Trial]:
-    """The trials that are shown: the front, or those with the highest scores."""
+    """Return the trials to show: the Pareto front, or those with the highest scores."""
     if len(found.objectives) > 1:
         return list(found.front[:_BEST])
     known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]

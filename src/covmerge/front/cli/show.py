@@ -1,4 +1,4 @@
-"""Tables and facts of a plan and of a finished merge, at home in 80 columns without colour."""
+"""Tables and facts of a plan and of a finished merge, for 80 columns without colour."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from covmerge.run.export.adapter import architecture, part_class, sentence_class
 from covmerge.run.result import MergeResult
 from covmerge.run.verification import Verification
 
-_LAYERS = 12  # of a table by layer
-_EXACT = 1e-12  # of an update's energy: lost to rounding, not to the rank
-_LOSS = 0.01  # of the update's norm to rounding, from which on the loss is always shown
-NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
+_LAYERS = 12  # in a table by layer
+_EXACT = 1e-12  # share of an update's energy that is lost to rounding, not to the rank
+_LOSS = 0.01  # share of the update's norm: a larger loss to rounding is always shown
+NOTE, WARNING = "note", "warning"  # labels of facts that readers should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
 
@@ -47,13 +47,13 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
         empty.add_column(
             column,
             justify="right" if column in right else "left",
-            overflow="fold",  # a name cut short cannot be looked up
+            overflow="fold",  # users look up full names
         )
     return empty
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return labels with what there is to say beside them."""
+    """Return a table of labels, each with its text."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -65,7 +65,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Table:
 def show_plan(
     console: Console, plan: Plan, memory: MemoryPlan, speed: Speed, room: Room | None
 ) -> None:
-    """Print a dry run."""
+    """Print the plan of a dry run."""
     console.print(f"Plan: merge {_what(plan.recipe)}. Nothing is written.", soft_wrap=True)
     rules = table("role", "rule", "tensors", "bytes", right=("tensors", "bytes"))
     for role, rule, count, size in plan.by_rule():
@@ -135,13 +135,13 @@ def plan_summary(
 def show_result(
     console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
 ) -> None:
-    """Print what was taken and why, what to check and what to do next.
+    """Print how tensors were merged and why, what to check, and what to do next.
 
     Args:
-        console: where to.
-        result: of a merge to disk.
-        run: its cost, as in the JSON summary.
-        verbose: print rules by role, the method's diagnostics, time, memory and checks too.
+        console: where to print.
+        result: result of a merge to disk.
+        run: the cost of the merge, as in the JSON summary.
+        verbose: also print rules by role, the method's diagnostics, time, memory and checks.
     """
     report = cast("Verification", result.verification)
     stats = result.stats
@@ -169,7 +169,7 @@ def show_result(
 
 
 def _taken(result: MergeResult) -> str:
-    """What became of how many tensors, and why this method."""
+    """Return how many tensors each rule made, and why this method was chosen."""
     counts: dict[str, int] = {}
     for row in result.stats["totals"]["by_rule"]:
         rule = row["rule"].partition(" (")[0]
@@ -189,7 +189,7 @@ def _why(notes: Sequence[str]) -> str | None:
 
 
 def _remarks(result: MergeResult) -> list[tuple[str, str]]:
-    """Warnings and notes; that nothing stands out where there are none, with the checks."""
+    """Return warnings and notes; if there are none, that nothing stands out, and the number of checks."""
     rows = [(WARNING, warning) for warning in result.warnings]
     rows += [(NOTE, note) for note in result.notes if not note.startswith(UNNAMED_NOTE)]
     if _is_much_lost(result):
@@ -201,9 +201,9 @@ def _remarks(result: MergeResult) -> list[tuple[str, str]]:
 
 
 def _is_much_lost(result: MergeResult) -> bool:
-    """Whether the loss to rounding, in storing or in the steps before, is always shown.
+    """Return whether the loss to rounding, in storing or earlier steps, is large and always shown.
 
-    It is where it was not measured.
+    A loss that was not measured counts as large.
     """
     totals = result.stats["totals"]
     unmeasured = 1.0 if totals.get("arithmetic") else 0.0
@@ -211,7 +211,7 @@ def _is_much_lost(result: MergeResult) -> bool:
 
 
 def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Time and memory, the method's diagnostics, what storing loses, and the checks."""
+    """Return time and memory, the method's diagnostics, the loss in storing, and the checks."""
     return [
         ("run", _run(run)),
         (
@@ -229,7 +229,7 @@ def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str
 
 
 def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -> None:
-    """Print commands: load the model, check it again, score it beside others."""
+    """Print commands to load the model, to verify it again, and to compare its score with other methods."""
     console.print("\nNext:")
     for line in commands:
         console.print(f"  {line}", soft_wrap=True)
@@ -241,7 +241,7 @@ def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -
 
 
 def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
-    """Print what rounding to a quantised format did to the update, the worst layers of many."""
+    """Print the update's loss from rounding to a quantised format; of many layers only the worst."""
     ordered = sorted(layers, key=lambda layer: -layer.get("lost", 0.0))
     shown = [layer for layer in layers if layer in ordered[:_LAYERS]]
     numbers = ("tensors", "rounding", "noise", "kept")
@@ -262,7 +262,7 @@ def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
 def show_adapter(
     console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
 ) -> None:
-    """Print what a merge of adapters into one did; arguments as of `show_result`."""
+    """Print the result of merging adapters into one; arguments as in `show_result`."""
     out = cast("Verification", result.verification).folder
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     console.print(
@@ -284,7 +284,7 @@ def show_adapter(
 
 
 def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
-    """The ranks of an adapter, and what they lose."""
+    """Return the ranks of an adapter, and how much it loses."""
     tensors, totals = result.stats["tensors"], result.stats["totals"]
     places = {name: entry["adapter"] for name, entry in tensors.items() if "adapter" in entry}
     merged = {name: place for name, place in places.items() if "rank" in place}
@@ -320,7 +320,7 @@ def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
 
 
 def _ranks_by_energy(layers: Sequence[Mapping[str, Any]]) -> str:
-    """Say which rank would keep how much of every layer."""
+    """Return the ranks that keep given shares of every layer's energy."""
     parts: list[str] = []
     for share in (0.9, 0.99, 0.999):
         ranks = [_rank_for(share, layer) for layer in layers]
@@ -331,7 +331,7 @@ def _ranks_by_energy(layers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rank_for(share: float, layer: Mapping[str, Any]) -> int | None:
-    """The fewest leading singular values with this share of all energy; None: not so few."""
+    """Return the fewest leading singular values with this share of all energy; None if not recorded."""
     wanted = share * layer["merged_norm"] ** 2 * (1.0 - 1e-6)
     energies = accumulate(value**2 for value in layer["adapter"]["singular_values"])
     return next((rank for rank, energy in enumerate(energies, start=1) if energy >= wanted), None)
@@ -346,7 +346,7 @@ def _what(recipe: Recipe) -> str:
 
 
 def _weights(recipe: Recipe) -> list[tuple[str, str]]:
-    """What each of several experts counts for."""
+    """Return the weights of several experts."""
     weights = {name: expert.weight for name, expert in recipe.experts.items()}
     if all(weight == 1.0 for weight in weights.values()):
         return [("weights", "1 each")] if len(weights) > 1 else []
@@ -358,7 +358,7 @@ def _weights(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _rounding(result: MergeResult) -> list[tuple[str, str]]:
-    """What storing loses of the merged update; without a base there is none."""
+    """Return the loss of the merged update in storing; a merge without a base has none."""
     if result.recipe.base is None:
         return []
     return [("rounding", rounding_said(result.stats["totals"]))]
@@ -413,7 +413,7 @@ def _resumed(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _workers(count: int, why: str) -> str:
-    """How many processes did the work, where it was not one, or was not said."""
+    """Return how many processes worked, unless there was one and no reason is given."""
     if count == 1 and not why:
         return ""
     return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
@@ -428,7 +428,7 @@ def _next_commands(out: Path | Store) -> list[str]:
     elif isinstance(out, Path) and (out / "config.json").is_file():
         config = read_config(out / "config.json")
         part = part_class(config)
-        named = architecture(config) or "AutoModel"  # as the model card has it
+        named = architecture(config) or "AutoModel"  # as in the model card
         library, loader = ("diffusers", part) if part else ("transformers", named)
         load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")

@@ -1,11 +1,11 @@
-"""A report of what a merge did, for people.
+"""A readable report of what a merge did.
 
 job       reads base, experts and output again
-data      what it shows
-tables    the same as rows; `grid` orders layers
+data      the content of the report
+tables    the same content as rows; `grid` orders layers
 figures   the pictures, as matplotlib figures; needs the extra `report`
 page      the report as text
-html      all of it as one page; `pictures` puts the figures there
+html      the report as one page; `pictures` adds the figures to it
 """
 
 from covmerge.front.reporting.data import LayerCost, Report

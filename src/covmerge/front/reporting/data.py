@@ -1,4 +1,4 @@
-"""What a report shows, as data."""
+"""The content of a report, as data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from covmerge.run.verification import Verification
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What merging one tensor cost.
+    """The cost of merging one tensor.
 
     Attributes:
-        seconds: of mathematics; None where it was not measured.
-        memory: bytes alive while it is merged, by the plan.
-        flops: by the method's cost model.
+        seconds: seconds of mathematics; None if not measured.
+        memory: bytes in use while the tensor is merged, by the plan.
+        flops: floating-point operations, by the method's cost model.
     """
 
     seconds: float | None
@@ -37,16 +37,16 @@ class LayerCost:
 
 @dataclass(frozen=True, repr=False)
 class Report(Tabular):
-    """An inspection of experts, and of what a merge made of them.
+    """The inspection of experts and, after a merge, of the merged model.
 
     Attributes:
-        title: a name for people: the output folder's, or the base's.
-        inspection: what was measured, layer by layer.
+        title: a readable name: that of the output folder, or of the base.
+        inspection: the measurements, layer by layer.
         manifest: covmerge.json of the merged model; None before a merge.
-        diagnostics: its methods' diagnostics, by tensor; empty before a merge.
-        verification: outcome of re-reading it.
-        costs: by tensor of the merge; empty before one.
-        run: seconds and memory of the whole merge, where it was just run; as in `MergeResult.run`.
+        diagnostics: the methods' diagnostics, by tensor; empty before a merge.
+        verification: the outcome of re-reading the merged model.
+        costs: the costs by tensor of the merge; empty before a merge.
+        run: seconds and memory of the whole merge, if it was just run; as in `MergeResult.run`.
     """
 
     title: str
@@ -64,15 +64,15 @@ class Report(Tabular):
         return f"<Report: {self.title}{', verified' if ok else ''}; {self.inspection!r}>"
 
     def table(self) -> Table:
-        """The rows of its inspection."""
+        """Return the rows of the inspection."""
         return self.inspection.table()
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return paragraph(repr(self)) + self.inspection.html()
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the whole report as plain JSON."""
         return {
             "title": self.title,
             "inspection": self.inspection.as_json(),
@@ -83,7 +83,7 @@ class Report(Tabular):
         }
 
 
-# What the pictures of a report draw, and the tables behind them hold.
+# The data of a report's pictures and of the tables behind them.
 
 Inspect = Inspection | Report
 STATISTICS: Mapping[Statistic, str] = {"paper": "paper's", "scale_free": "scale-free"}
@@ -92,29 +92,29 @@ _SPECTRA = 4  # layers whose singular values are drawn
 
 
 def inspection_of(data: Inspect) -> Inspection:
-    """What was measured."""
+    """Return the inspection of a report, or the inspection itself."""
     return data.inspection if isinstance(data, Report) else data
 
 
 def kind_name(layer: LayerView) -> str:
-    """The name by which pictures sort a layer: matrices of a stack of experts are of one kind."""
+    """Return the name by which pictures sort a layer; the matrices of an expert stack are of one kind."""
     return layer.tensor if layer.role == Role.EXPERT_STACK.value else layer.name
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of those that are known; None of none."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def changed(layer: LayerView, values: Mapping[str, float]) -> dict[str, float | None]:
-    """Leave out what a layer says of experts that did not change it."""
+    """Replace a layer's values by None for the experts that did not change the layer."""
     norms = layer.norms
     return {expert: value if norms[expert] else None for expert, value in values.items()}
 
 
 def keeps_least(inspection: Inspection) -> str:
-    """The expert of which least is retained; of several of which nothing is, the one harmed most."""
+    """Return the expert with the lowest retention; if several retain nothing, the one harmed most."""
     shares = inspection.retention()
 
     def standing(expert: str) -> tuple[float, float]:
@@ -125,19 +125,19 @@ def keeps_least(inspection: Inspection) -> str:
 
 
 def moved_by(inspection: Inspection, expert: str) -> float:
-    """‖Δ_t‖ / ‖W_0‖ over all matrices."""
+    """Return ‖Δ_t‖ / ‖W_0‖ over all matrices."""
     base = hypot(*(layer.sums.base_norm for layer in inspection.matrices))
     return hypot(*(layer.norms.get(expert, 0.0) for layer in inspection.matrices)) / (base or 1.0)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two experts, mean over the matrices that both changed; None where there is none.
+    """Means for two experts over the matrices that both changed; None if there are no such matrices.
 
     Attributes:
-        cosine: of their updates.
-        conflict: share of the elements that both changed that they pull apart; 0.5 is chance.
-        overlap: of the inputs that matter most to them; 1 is the same.
+        cosine: cosine between their updates.
+        conflict: share of opposite signs among the elements that both changed; 0.5 is chance.
+        overlap: overlap of the inputs that matter most to each; 1: the same inputs.
         chance: the overlap of unrelated updates.
     """
 
@@ -148,7 +148,7 @@ class Pair:
 
 
 def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
-    """Compare each two experts."""
+    """Return the comparison of every two experts."""
     inspection = inspection_of(data)
     rows = [
         (layer, layer.norms, layer.pairs(layer.sums.cosines), layer.pairs(layer.sums.sign_conflict))
@@ -178,7 +178,7 @@ class Gamma:
     Attributes:
         layer: the matrix.
         values: γ by statistic.
-        fired: whether the merge's own gate did; None where it has none, and before a merge.
+        fired: whether the gate fired in the merge; None if its method has no gate, and before a merge.
     """
 
     layer: LayerView
@@ -187,7 +187,7 @@ class Gamma:
 
 
 def gammas(data: Inspect) -> list[Gamma]:
-    """γ of every matrix that two experts or more changed."""
+    """Return γ of every matrix that at least two experts changed."""
     merge: Mapping[str, TensorDiagnostics] = data.diagnostics if isinstance(data, Report) else {}
     found: list[Gamma] = []
     counts: dict[str, int] = {}
@@ -204,7 +204,7 @@ def gammas(data: Inspect) -> list[Gamma]:
 
 
 def thresholds(data: Inspect) -> dict[Statistic, float]:
-    """The gate's τ by statistic: what the recipe says, or else its default."""
+    """Return the gate's τ by statistic: the recipe's value, or the default."""
     found = dict(DEFAULT_TAU)
     if not isinstance(data, Report) or data.manifest is None:
         return found
@@ -217,9 +217,9 @@ def thresholds(data: Inspect) -> dict[Statistic, float]:
 
 
 def shown_spectra(data: Inspect) -> list[LayerView]:
-    """A few of the matrices whose spectra were taken, of different kinds, from input to output.
+    """Return a few of the matrices with spectra, of different kinds, from input to output.
 
-    Where the merge refined some, these.
+    If the merge refined matrices, only these are chosen from.
     """
     taken = [layer for layer in inspection_of(data).matrices if layer.spectra]
     layers = [layer for layer in taken if layer.before is not None] or taken
@@ -234,7 +234,7 @@ def shown_spectra(data: Inspect) -> list[LayerView]:
 
 
 def evenly(count: int, wanted: int) -> list[int]:
-    """Choose so many places from the first to the last.
+    """Return the given number of evenly spaced places from the first to the last.
 
     Example:
         >>> evenly(10, 4), evenly(2, 4), evenly(0, 4)
@@ -244,7 +244,7 @@ def evenly(count: int, wanted: int) -> list[int]:
 
 
 def curves(layer: LayerView) -> dict[str, SpectrumView]:
-    """The spectra of one matrix, the experts' by name."""
+    """Return the spectra of one matrix by label; the experts' labels have their names."""
     merged = {BEFORE: layer.before, MERGED: layer.merged}
     return {
         **{f"expert {expert}": spectrum for expert, spectrum in layer.spectra.items()},

@@ -1,4 +1,4 @@
-"""Layers as pictures order them: a panel for each kind of layer, in it a column for each block."""
+"""The order of layers in pictures: a panel for each kind of layer, with a column for each block."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Generic, TypeVar
 from covmerge.run.judgement.layers import block_of, kind_of
 
 _Of = TypeVar("_Of")
-# The experts of a mixture are too many for a panel each: a cell is the mean of them.
+# The experts of a mixture are too many for one panel each: each cell is their mean.
 _OF_MIXTURE = re.compile(r"\bexperts\.\d+\b")
 SINGLE = "single layers"
-_TOGETHER = 16  # of them in a panel
+_TOGETHER = 16  # layers in one panel
 
 
 @dataclass(frozen=True)
 class Panel(Generic[_Of]):
-    """Layers of one kind.
+    """A panel for layers of one kind.
 
     Attributes:
-        label: what the kind is called.
-        columns: the layers of each block, by its number; of layers that are there once, by name.
+        label: name of the kind.
+        columns: the layers of each block, by its number; layers that occur once, by name.
         numbered: whether the columns are blocks.
     """
 
@@ -32,7 +32,7 @@ class Panel(Generic[_Of]):
 
 
 def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
-    """Sort layers into panels, in the order in which their kinds come.
+    """Sort layers into panels, in the order of the first layer of each kind.
 
     Example:
         >>> names = ["h.0.fc.weight", "h.1.fc.weight", "pooler.weight"]
@@ -78,7 +78,7 @@ def _prefix(name: str) -> str:
 
 
 def _labels(keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Name kinds by what tells them apart: two towers may have the same layers."""
+    """Return a label for each kind; kinds that occur in two towers have the towers' names."""
     towers = _differing(sorted({prefix for prefix, _ in keys}))
     kinds = [kind for _, kind in keys]
     return {
@@ -88,7 +88,7 @@ def _labels(keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def _differing(prefixes: list[str]) -> dict[str, str]:
-    """Drop the parts that all prefixes begin or end with."""
+    """Return the prefixes without the parts that all of them begin or end with."""
     split = [prefix.split(".") for prefix in prefixes]
     shortest = min((len(parts) for parts in split), default=0)
     head = tail = 0

@@ -1,4 +1,4 @@
-"""One self-contained page: no script, nothing loaded, readable on a phone and on paper."""
+"""One self-contained page: it has no script, loads nothing, and is readable on phones and on paper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ with needed_for_reports():
 
 
 def render(report: Report) -> str:
-    """Return the page: of one report always the same bytes."""
+    """Return the page; a report always gives the same bytes."""
     environment = Environment(
         autoescape=True,
         finalize=_shown,
@@ -52,7 +52,7 @@ def render(report: Report) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Names of strangers do not reach the page with what would turn or end its text."""
+    """Return a text without characters that could turn or end the text around it."""
     return printable(value) if type(value) is str else value
 
 

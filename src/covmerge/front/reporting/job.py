@@ -1,4 +1,4 @@
-"""Read base, experts and output again, and say what the merge did."""
+"""Read base, experts and output again, and report what the merge did."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from covmerge.run.verification import Verification, verify
 
 @dataclass(frozen=True)
 class ReportJob:
-    """An output of covmerge to report on, and the options of one run.
+    """An output of covmerge to report on, and the options of the run.
 
     Attributes:
         folder: the output.
-        spectra: whose singular values are taken; see `InspectJob`.
-        options: how it is done.
-        seconds: of the merge's mathematics by tensor, where it was just run.
-        measured: what else that run measured, as in `MergeResult.run`.
-        verification: the output's, where it was just made; None: it is verified now.
-        share: of the merge's own FLOPs, what "some" spectra may take; None: as of an inspection.
+        spectra: of which matrices singular values are computed; see `InspectJob`.
+        options: how the work is done.
+        seconds: seconds of the merge's mathematics by tensor, if the merge was just run.
+        measured: other measurements of that run, as in `MergeResult.run`.
+        verification: the output's verification, if it was just made; None: verify the output now.
+        share: largest share of the merge's FLOPs that "some" spectra may take; None: the limit of
+            an inspection.
     """
 
     folder: Path
@@ -50,7 +51,7 @@ class ReportJob:
     share: float | None = None
 
     def run(self) -> Report:
-        """Verify the output, and read it with the base and experts that its manifest names."""
+        """Verify the output, and read it with the base and the experts that its manifest names."""
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / MANIFEST_NAME))
         with recorded_in(self.folder / MANIFEST_NAME), open_recipe(recipe) as checkpoints:
@@ -78,7 +79,7 @@ class ReportJob:
 
 
 def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
-    """Return the recipe's merge without spectral refinement, if it has that."""
+    """Return the merge without spectral refinement; None if it has none, needs the base, or varies."""
     settings = Settings(registry.get(recipe.method), recipe.parameters, family)
     parameters = settings.shown()
     before, after = steps_around(recipe.before, recipe.after)
@@ -100,15 +101,15 @@ def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:
     return costs
 
 
-# The page as a file; matplotlib and Jinja are asked for only when one is written.
+# The page as a file; matplotlib and Jinja are imported only when a page is written.
 
 FILE_NAME = "report.html"
 _GENERATOR = "covmerge "
-_HEAD = 2048  # bytes of a page that hold it
+_HEAD = 2048  # bytes at the beginning of a page that contain the generator
 
 
 def write_html(report: Report, path: Path, *, overwrite: bool = False) -> None:
-    """Write the page whole, or leave everything as it was."""
+    """Write the whole page, or leave everything unchanged."""
     check_page(path, overwrite=overwrite)
     from covmerge.front.reporting.html import render
 
@@ -116,7 +117,7 @@ def write_html(report: Report, path: Path, *, overwrite: bool = False) -> None:
 
 
 def check_page(path: Path, *, overwrite: bool = False) -> None:
-    """Check that a page can be written: to a new file, over an earlier page, or with leave."""
+    """Check that a page can be written: to a new file, over an earlier page, or with `overwrite`."""
     check_packages()
     check_place(path, FILE_NAME, "report", _GENERATOR, overwrite=overwrite)
 
@@ -125,11 +126,11 @@ def check_place(path: Path, example: str, what: str, generator: str, *, overwrit
     """Check that a page may be written to a path.
 
     Args:
-        path: where the page goes.
-        example: a file's name for the advice.
-        what: the kind of page, for people.
-        generator: how the page's `generator` begins. A page of the same kind is replaced.
-        overwrite: whether any other file is replaced too.
+        path: path of the page.
+        example: a file name for the error message.
+        what: the kind of page, as users call it.
+        generator: beginning of the page's `generator`. A page of the same kind is replaced.
+        overwrite: whether any other file is also replaced.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder: name a file, such as {path / example}")
@@ -147,5 +148,5 @@ def check_place(path: Path, example: str, what: str, generator: str, *, overwrit
 
 
 def check_packages() -> None:
-    """Check that the packages of a page are there."""
+    """Check that the packages that a page needs are installed."""
     import_module("covmerge.front.reporting.html")

@@ -33,7 +33,7 @@ RETENTION = (
 
 @dataclass(frozen=True)
 class Message:
-    """Something that a reader must not miss."""
+    """A message that readers should not miss."""
 
     severity: str
     who: str
@@ -42,7 +42,7 @@ class Message:
 
 
 def summary(report: Report) -> str:
-    """What was merged into what, how, and whether the output is sound: what is known, no prediction."""
+    """Return what was merged, how, and whether the output is sound; it contains facts, not predictions."""
     inspection = report.inspection
     count = counted(len(inspection.experts), "expert")
     base = quoted(_short(inspection.base))
@@ -66,21 +66,21 @@ def summary(report: Report) -> str:
 
 
 def score_it(report: Report) -> str | None:
-    """The command that scores the merge beside others; None before a merge, or where there is none."""
+    """Return the command that scores the merge and others; None before a merge, or if there is none."""
     if report.manifest is None:
         return None
     return score_command(report.manifest["recipe"], report.title)
 
 
 def is_predicted(report: Report) -> bool:
-    """Whether what is kept of experts is shown: of adapters the prediction says nothing."""
+    """Return whether the predicted retention is shown; for adapters the prediction is not valid."""
     return report.manifest is not None and not report.inspection.adapters
 
 
 def messages(report: Report) -> list[Message]:
-    """Failed checks, warnings and notes, the worst first; what is said of several experts, once.
+    """Return failed checks, warnings and notes, the worst first; equal texts on several experts are joined.
 
-    Of the notes those of the merge come first, then those of single experts, then those of the report.
+    Notes on the merge come first, then notes on single experts, then notes on the report.
     """
     checks = () if report.verification is None else report.verification.checks
     manifest = report.manifest
@@ -117,7 +117,7 @@ def _message(severity: Severity, text: str, alike: Sequence[Finding]) -> Message
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
-    """What else there is to know of a merge, by headings."""
+    """Yield the other facts about a merge, with headings."""
     if report.manifest is None:
         return
     recipe, totals = report.manifest["recipe"], report.manifest["totals"]
@@ -151,7 +151,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def run_facts(report: Report) -> Iterator[tuple[str, str]]:
-    """Time and memory of the merge, where it was just run."""
+    """Yield time and memory of the merge, if it was just run."""
     run: Mapping[str, Any] = report.run
     if "seconds" in run:
         stages = [stage for stage in ("read", "compute", "write") if f"{stage}_seconds" in run]
@@ -165,7 +165,7 @@ def run_facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def recipe_text(report: Report) -> str | None:
-    """The recipe as YAML; None before a merge."""
+    """Return the recipe as YAML; None before a merge."""
     if report.manifest is None:
         return None
     recipe = report.manifest["recipe"]
@@ -173,7 +173,7 @@ def recipe_text(report: Report) -> str | None:
 
 
 def sources(report: Report) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Each source: what it is, where it is, and the hashes of its files."""
+    """Return each source: its name, its place, and the hashes of its files."""
     if report.manifest is None:
         experts = report.inspection.experts.items()
         return [
@@ -187,7 +187,7 @@ def sources(report: Report) -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 
 def _hashes(content: Any) -> list[tuple[str, str]]:
-    """Hashes by file; a source that is one file has no names in it."""
+    """Return the hashes by file; a source that is a single file has the name ""."""
     if not isinstance(content, Mapping):
         return [("", str(content))]
     return [(name, str(value)) for name, value in cast("Mapping[str, Any]", content).items()]

@@ -1,4 +1,4 @@
-"""The pictures of a page, each with how to read it and the numbers behind it."""
+"""The pictures of a page, each with an explanation and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from covmerge.front.reporting.data import Report, gammas, shown_spectra
 from covmerge.front.reporting.figures.canvas import NothingToDraw, style
 from covmerge.front.reporting.style import COLOURS, needed_for_reports
 
-# A matplotlib figure as a part of a page: one element, in the page's own ink and type.
+# A matplotlib figure as a part of a page: one element, with the colours and fonts of the page.
 
 with needed_for_reports():
     import matplotlib
     from matplotlib.figure import Figure
 
-# Its annotations are partial.
+# matplotlib's annotations are partial.
 _matplotlib: Any = matplotlib
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _DROPPED = frozenset({"metadata", "style"})
@@ -31,14 +31,14 @@ _PIXELS_PER_POINT = 4 / 3
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> str:
-    """Return a figure as an `<svg>` element, without its title, which a page writes itself.
+    """Return a figure as an `<svg>` element, without its title, which the page writes itself.
 
-    Of one figure always the same bytes. Names in it are text, whatever they hold.
+    A figure always gives the same bytes. Names in it are plain text, whatever they contain.
 
     Args:
-        figure: it loses its title.
-        name: begins the ids in it, so that those of two figures on a page differ.
-        label: what it is to those who do not see it.
+        figure: the figure, which loses its title.
+        name: beginning of the ids in the element, so that two figures on a page have different ids.
+        label: description of the figure for screen readers.
     """
     anything: Any = figure
     anything.suptitle("")
@@ -104,7 +104,7 @@ def _attributes(element: Element, name: str, used: set[str]) -> Iterator[tuple[s
 
 
 def _style(value: str) -> str:
-    """The same in the page's colours and type."""
+    """Return a style with the page's colours and fonts."""
     parts = [part.strip() for part in value.split(";")]
     style = "; ".join(part for part in parts if part and not part.startswith("font-family"))
     for name, colour in COLOURS.items():
@@ -144,9 +144,9 @@ class _Kind:
 
 
 def pictures(report: Report) -> Iterator[Picture]:
-    """Draw what there is to draw of the layers."""
+    """Draw the pictures of layers for which there is data."""
     left_out = {
-        # Of adapters the prediction says nothing; a gate belongs to the methods that have one.
+        # The prediction is not valid for adapters; a gate belongs to the methods that have one.
         "retention": bool(report.inspection.adapters),
         "gamma": report.manifest is not None
         and all(gamma.fired is None for gamma in gammas(report)),
@@ -155,7 +155,7 @@ def pictures(report: Report) -> Iterator[Picture]:
 
 
 def cost_pictures(report: Report) -> Iterator[Picture]:
-    """Draw time and memory, where something was merged."""
+    """Draw time and memory, if something was merged."""
     return _drawn(report, _OF_COSTS)
 
 

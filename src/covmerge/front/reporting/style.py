@@ -1,4 +1,4 @@
-"""Numbers, names and colours as a report has them, and the packages that it needs."""
+"""Numbers, names and colours in the form of a report, and the packages that a report needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import isfinite
 from covmerge.base.errors import InputError
 from covmerge.base.text import printable
 
-# Numbers and names as a report writes them.
+# The form of numbers and names in a report.
 
-_MINUS = "\u2212"  # a screen reader passes over a hyphen
+_MINUS = "\u2212"  # screen readers skip a hyphen
 NOTHING = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with so many digits that matter.
+    """Format a number with the given significant digits.
 
     Example:
         >>> number(0.012345), number(-1234.5), number(999.7), number(None), number(float("inf"))
@@ -33,7 +33,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a share in percent.
+    """Format a share as a percentage.
 
     Example:
         >>> share(0.123), share(-6.07), share(0.00123), share(0.999)
@@ -43,7 +43,7 @@ def share(value: float | None) -> str:
 
 
 def cosine(value: float | None) -> str:
-    """Write a cosine.
+    """Format a cosine.
 
     Example:
         >>> cosine(0.1), cosine(-0.286), cosine(None)
@@ -53,12 +53,12 @@ def cosine(value: float | None) -> str:
 
 
 def quoted(name: str) -> str:
-    """Write an expert's name in a sentence."""
+    """Return an expert's name in quotation marks, shortened."""
     return f"'{shorten(name, 40)}'"
 
 
 def shorten(name: str, limit: int) -> str:
-    """Keep both ends of a name, which are what names differ in.
+    """Shorten a name but keep both ends, because names differ there.
 
     Example:
         >>> shorten("meta-llama-3-8b-instruct-math-v1", 16)
@@ -71,12 +71,12 @@ def shorten(name: str, limit: int) -> str:
     return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
 
 
-# Paper and ink of pages and pictures.
+# The colours of pages and pictures.
 
 
 @dataclass(frozen=True)
 class Colour:
-    """A colour on light paper, and what it becomes on dark paper."""
+    """A colour on a light background, and its counterpart on a dark background."""
 
     light: str
     dark: str
@@ -86,7 +86,7 @@ PAPER = Colour("#fefefe", "#15181c")
 INK = Colour("#1b1f24", "#e6e9ec")
 MUTED = Colour("#5b6570", "#a4aeb8")
 RULE = Colour("#d3d8dd", "#3a424a")
-# Told apart by every kind of colour vision, and by their lightness in print.
+# These two are told apart by all kinds of colour vision, and by their lightness in print.
 BLUE = Colour("#1d5a9e", "#7db5f0")
 ORANGE = Colour("#b5541b", "#f09a5f")
 COLOURS: Mapping[str, Colour] = {
@@ -99,12 +99,12 @@ COLOURS: Mapping[str, Colour] = {
 }
 
 
-# What a report needs beyond covmerge itself.
+# The packages that a report needs beyond covmerge's.
 
 
 @contextmanager
 def needed_for_reports() -> Generator[None]:
-    """Around imports of the extra: say how to get it."""
+    """Turn a missing package into an error that says how to install it; for imports of the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

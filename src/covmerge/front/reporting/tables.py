@@ -25,36 +25,36 @@ from covmerge.front.reporting.data import (
 )
 from covmerge.run.inspection.result import LayerView
 
-_PLACES = 9  # singular values of a curve
+_PLACES = 9  # singular values of one curve in the table
 
 
 def norms(data: Inspect) -> Table:
-    """‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
+    """Return ‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
     return _by_expert(data, lambda layer: _percents(layer.relative))
 
 
 def retention(data: Inspect) -> Table:
-    """What the merged model keeps of each expert in percent, layer by expert."""
+    """Return the share of each expert that the merged model keeps, in percent, layer by expert."""
     return _by_expert(data, lambda layer: _percents(layer.retention))
 
 
 def merged_cosines(data: Inspect) -> Table:
-    """Cosine of each expert's update with the merged one, layer by expert."""
+    """Return the cosine of each expert's update with the merged update, layer by expert."""
     return _by_expert(data, lambda layer: changed(layer, layer.merged_cosines))
 
 
 def cosines(data: Inspect) -> Table:
-    """Cosine between the updates of each two experts."""
+    """Return the cosine between the updates of every two experts."""
     return _by_pair(data, "cosine", lambda pair: pair.cosine)
 
 
 def sign_conflicts(data: Inspect) -> Table:
-    """Weights that each two experts pull apart, in percent."""
+    """Return the share of weights that every two experts move in opposite directions, in percent."""
     return _by_pair(data, "opposite signs, %", lambda pair: _percent(pair.conflict))
 
 
 def overlaps(data: Inspect) -> Table:
-    """Leading inputs that each two experts share, in percent, and how many unrelated ones would."""
+    """Return the share of leading inputs that two experts have in common, and by chance, in percent."""
     found = _by_pair(data, "shared inputs, %", lambda pair: _percent(pair.overlap))
     chances = [_percent(pair.chance) for pair in pairs(data).values()]
     rows = [(*row, chance) for row, chance in zip(found.rows, chances, strict=True)]
@@ -62,7 +62,7 @@ def overlaps(data: Inspect) -> Table:
 
 
 def gamma(data: Inspect) -> Table:
-    """γ, whether it is above its threshold, and whether the merge's gate fired."""
+    """Return γ, whether it is above its threshold, and whether the merge's gate fired."""
     taus, found = thresholds(data), gammas(data)
     known = any(entry.fired is not None for entry in found)
     columns = [
@@ -84,7 +84,7 @@ def gamma(data: Inspect) -> Table:
 
 
 def spectrum(layer: LayerView) -> Table:
-    """Some of the singular values of one matrix."""
+    """Return some of the singular values of one matrix."""
     found = curves(layer)
     places = {s.places[i] for s in found.values() for i in evenly(len(s.places), _PLACES)}
     values = [dict(zip(s.places, s.sigma, strict=True)) for s in found.values()]
@@ -93,7 +93,7 @@ def spectrum(layer: LayerView) -> Table:
 
 
 def ranks(data: Inspect) -> Table:
-    """Effective ranks and leading energy of every matrix; the experts' in the mean."""
+    """Return effective ranks and leading energy of every matrix; those of the experts as a mean."""
     layers = [layer for layer in inspection_of(data).matrices if layer.spectra]
     parts = [label for label in (BEFORE, MERGED) if any(label in curves(layer) for layer in layers)]
     columns = [
@@ -118,7 +118,7 @@ def ranks(data: Inspect) -> Table:
 
 
 def experts(report: Report) -> Table:
-    """What a report says of each expert at first sight."""
+    """Return the main facts about each expert."""
     inspection = report.inspection
     manifest = report.manifest or {"recipe": {"experts": {}}, "heads": {}}
     given: Mapping[str, Mapping[str, Any]] = manifest["recipe"]["experts"]
@@ -146,7 +146,7 @@ def experts(report: Report) -> Table:
 
 
 def method_columns(report: Report) -> list[Table]:
-    """What methods tell of each matrix that they merged, a table for each set of headings."""
+    """Return the methods' diagnostics of each matrix, with a table for each set of headings."""
     found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
     for one in report.diagnostics.values():
         for place, matrix in enumerate(one.matrices):
@@ -158,7 +158,7 @@ def method_columns(report: Report) -> list[Table]:
 
 
 def losses(report: Report) -> Table | None:
-    """What rounding to a quantised format did, layer by layer; None: nothing is quantised."""
+    """Return the losses from rounding to a quantised format by layer; None if nothing is quantised."""
     totals: Mapping[str, Any] = {} if report.manifest is None else report.manifest["totals"]
     found: Mapping[str, Any] | None = totals.get("quantised")
     if found is None:
@@ -182,7 +182,7 @@ def losses(report: Report) -> Table | None:
 
 
 def costs(report: Report) -> Table:
-    """Seconds, where they were measured, memory and work of each tensor of the merge."""
+    """Return seconds, if measured, memory and operations of each tensor of the merge."""
     timed = any(cost.seconds is not None for cost in report.costs.values())
     rows = [
         (name, *([cost.seconds] if timed else []), cost.memory / 1e6, cost.flops / 1e9)

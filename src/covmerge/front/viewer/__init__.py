@@ -1,6 +1,6 @@
-"""One HTML file on which experts are weighed; it shows at once what each retains.
+"""One HTML page on which users weight experts and see at once how much of each is retained.
 
-scene  what the page knows of base, experts and a merged model, measured once
+scene  the page's data on base, experts and a merged model, measured once
 page   its parts: the text, its style, and scripts that predict and write recipes
 """
 
@@ -28,18 +28,18 @@ from covmerge.run.inspection.job import InspectJob, open_merged
 from covmerge.run.inspection.result import Inspection
 from covmerge.run.sources import OpenCheckpoints, open_recipe
 
-# Measure base, experts and a merged model, so that a page can weigh them.
+# Measure base, experts and a merged model for the page.
 
 
 @dataclass(frozen=True)
 class ViewJob:
-    """What is inspected, and the options of one run."""
+    """The sources to inspect, and the options of the run."""
 
     path: Path
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Scene:
-        """Read every matrix once."""
+        """Read every matrix once, and return the scene."""
         if not self.path.exists():
             raise InputError(
                 f"{self.path} is not there: name a folder that `covmerge merge` wrote, or a recipe file"
@@ -92,13 +92,13 @@ def _check(inspection: Inspection) -> None:
 
 
 def _place(source: str, kind: object) -> str:
-    """What a recipe calls a source wherever it is put."""
+    """Return the name of a source for a recipe in any folder."""
     known = kind in ("hub", "remote")
     return source if known else str(Path(source).expanduser().absolute())
 
 
 def _free(name: str, recipe: Recipe) -> str:
-    """A name that no expert has."""
+    """Return a name that no expert has."""
     taken, found, count = {expert.lower() for expert in recipe.experts}, name, 1
     while found in taken:
         count += 1

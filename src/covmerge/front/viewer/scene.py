@@ -18,11 +18,11 @@ from covmerge.plan.recipe import Recipe, Rule
 from covmerge.plan.recipe.varied import BY_NAME, is_varied, patterns_of
 from covmerge.run.inspection.result import Inspection, LayerView
 
-# Weights as they are chosen on the page.
+# Weights as users choose them on the page.
 #
-# A choice is a weighted sum of the updates, or their weighted mean, whose weights may be others for some
-# tensors. Each is a recipe of `task_arithmetic` or `average`, which the page writes (page/recipe.js), and
-# such a recipe is a choice.
+# A choice is a weighted sum of the updates or their weighted mean; some tensors may have other
+# weights. Each choice is a recipe of `task_arithmetic` or `average`, which the page writes
+# (page/recipe.js), and such a recipe is a choice.
 
 SUM, MEAN = "task_arithmetic", "average"
 Method = Literal["task_arithmetic", "average"]
@@ -30,12 +30,12 @@ Method = Literal["task_arithmetic", "average"]
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors with weights of their own.
+    """A group of tensors with weights of their own.
 
     Attributes:
-        patterns: of their names, as in a recipe's `by_name`.
-        weights: by expert.
-        scale: of the sum.
+        patterns: patterns of their names, as in a recipe's `by_name`.
+        weights: weights by expert.
+        scale: scale of the sum.
     """
 
     patterns: tuple[str, ...]
@@ -45,13 +45,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Choice:
-    """Weights of all experts.
+    """The weights of all experts, as chosen on the page.
 
     Attributes:
         method: the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t.
-        weights: by expert; 0: no part in it.
-        scale: of the sum.
-        groups: tensors with other weights; the first that a name is in decides.
+        weights: weights by expert; 0: the expert is left out.
+        scale: scale of the sum.
+        groups: tensors with other weights; a tensor belongs to the first group that matches its name.
     """
 
     method: Method
@@ -61,7 +61,7 @@ class Choice:
 
 
 def choice_of(recipe: Recipe) -> Choice | None:
-    """Return the choice that a recipe is; None of another method, or where weights differ otherwise.
+    """Return a recipe as a choice; None for another method, or if weights vary in another way.
 
     Example:
         >>> from covmerge.plan.recipe import parse_recipe
@@ -76,17 +76,18 @@ def choice_of(recipe: Recipe) -> Choice | None:
     given = {name: expert.weight for name, expert in recipe.experts.items()}
     default = registry.get(SUM).resolve({})["scale"]
     scale = recipe.parameters.get("scale", default) if recipe.method == SUM else 1.0
-    # The weight of an expert alone is the share of its update: on the page that is a sum.
+    # The weight of a single expert is the share of its update, which is a sum on the page.
     method = SUM if len(given) == 1 else recipe.method
     return _grouped(cast("Any", method), given, scale, default)
 
 
 def fixed_part(recipe: Recipe, base: str) -> dict[str, Json]:
-    """Return what every recipe of the page has: all but its experts, method and parameters.
+    """Return the fields that all recipes of the page share: all but experts, method and parameters.
 
     Args:
-        recipe: what was inspected: its dtype, output and whatever it leaves to the base are kept.
-        base: where the base lies, wherever the recipe is put.
+        recipe: the inspected recipe; its dtype, its output, and the tensors that it takes from the
+            base are kept.
+        base: path or name of the base, valid for a recipe in any folder.
     """
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {
@@ -106,12 +107,12 @@ def fixed_part(recipe: Recipe, base: str) -> dict[str, Json]:
 
 
 def _merges_otherwise(rule: Rule) -> bool:
-    """Whether a rule merges some tensors by another method than the recipe's."""
+    """Return whether a rule merges some tensors by another method than the recipe's."""
     return rule.method is not None or rule.use == "average"
 
 
 def _of_recipe(rule: Rule) -> Rule:
-    """The same rule, which leaves its tensors to the recipe's method: another that comes later may not."""
+    """Return a rule that leaves its tensors to the recipe's method, before any later rule."""
     plain: dict[str, Any] = {"method": None, "parameters": {}, "before": (), "after": ()}
     return rule.model_copy(update={**plain, "use": "method"})
 
@@ -122,7 +123,7 @@ def _grouped(
     scale: Any,
     unsaid: float,
 ) -> Choice | None:
-    """Read weights and scale as groups; None where they go by different patterns."""
+    """Return weights and scale as groups; None if they vary by different patterns."""
     values = [*weights.values(), scale]
     defaults = [*(1.0 for _ in weights), unsaid]
     varied = [value for value in values if is_varied(value)]
@@ -159,13 +160,13 @@ def _grouped(
 
 
 def _last(value: Mapping[str, Any], default: float) -> float:
-    """What `by_name` says of all other tensors."""
+    """Return the value of `by_name` for all other tensors."""
     rest = (entry["value"] for entry in value[BY_NAME] if "*" in patterns_of(entry))
     return float(next(rest, default))
 
 
 def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Patterns and values up to the one for all other tensors."""
+    """Return the patterns and values before the entry for all other tensors."""
     found: list[tuple[str, Any]] = []
     for entry in value[BY_NAME]:
         patterns = patterns_of(entry)
@@ -175,20 +176,20 @@ def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-_DIGITS = 9  # of which float32 products have seven
+_DIGITS = 9  # significant digits; float32 products have seven
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A base and experts, measured, and a merged model where there is one.
+    """The measurements of a base, its experts and, if there is one, a merged model.
 
     Attributes:
-        title: a name for people.
-        recipe: what was inspected.
-        inspection: of its matrices, with `LayerView.quadratics`.
-        sources: where base (under "") and experts lie, wherever a recipe is put; the merged model's
-            under `merged`, where a recipe may have it as an expert.
-        merged: what the merged model is called among the experts; None: there is none.
+        title: a readable name.
+        recipe: the recipe that was inspected.
+        inspection: the inspection of its matrices, with `LayerView.quadratics`.
+        sources: places of the base (under "") and of the experts, valid for a recipe in any folder;
+            that of the merged model under `merged`, if a recipe may have it as an expert.
+        merged: name of the merged model among the experts; None if there is none.
     """
 
     title: str
@@ -199,7 +200,7 @@ class Scene:
 
     @property
     def exact(self) -> bool:
-        """Whether the recipe is a weighted sum that the page shows as it is."""
+        """Whether the recipe is a weighted sum that the page shows exactly."""
         return choice_of(self.recipe) is not None
 
     @property
@@ -211,7 +212,7 @@ class Scene:
         return Choice(method="average", weights=dict.fromkeys(self.inspection.compared, 1.0))
 
     def as_json(self) -> dict[str, Json]:
-        """All of it, for the page; names in it are strangers' and no markup."""
+        """Return the whole scene for the page; names from checkpoints are plain text, not markup."""
         inspection, merged = self.inspection, self.merged
         columns = [*inspection.compared, *([] if merged is None else [merged])]
         layers = inspection.matrices
@@ -250,14 +251,14 @@ class Scene:
         }
 
     def _of_adapters(self) -> Sequence[Finding]:
-        """What the numbers are not, where they say next to nothing."""
+        """Return a warning, if the experts are adapters, on the limits of the numbers."""
         if not self.inspection.adapters:
             return []
         text = "the share that is kept of adapters does not tell how good a merge is: only a score does"
         return [Finding(Severity.WARNING, text)]
 
     def _caveats(self) -> Sequence[str]:
-        """What the numbers of this recipe are not."""
+        """Return the limits of the numbers for this recipe."""
         recipe, found = self.recipe, list[str]()
         others = len(self.inspection.layers) - len(self.inspection.matrices)
         if others:
@@ -286,7 +287,7 @@ def _layer(layer: LayerView) -> dict[str, Json]:
 
 
 def _named(layer: LayerView) -> dict[str, Json]:
-    """What a tensor is called, for patterns as it is and for people; and where it lies."""
+    """Return a tensor's name, for patterns and for readers, and its place in the layers."""
     found = layer_name(layer.tensor)
     place = None if found is None else [found.stack, found.index, found.rest]
     return {
@@ -298,7 +299,7 @@ def _named(layer: LayerView) -> dict[str, Json]:
 
 
 def _triangle(form: Sequence[Sequence[float]]) -> list[Json]:
-    """Q_s, which is symmetric, as its lower half."""
+    """Return the lower half of Q_s, which is symmetric."""
     return [[_short(value) for value in row[: t + 1]] for t, row in enumerate(form)]
 
 

@@ -1,1 +1,1 @@
-"""A mixture of experts out of dense ones."""
+"""Building a mixture of experts from dense models."""

@@ -1,4 +1,4 @@
-"""The mixture-of-experts architectures that dense experts can become: a row each."""
+"""The mixture-of-experts architectures that dense models can become: one entry each."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ EMBEDDING = "model.embed_tokens.weight"
 MLP = re.compile(r"(?P<layer>model\.layers\.\d+)\.mlp\.(?P<part>\w+)\.weight")
 
 
-SHARED = -1  # in place of a routed expert's number
+SHARED = -1  # stands for a routed expert's number
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture.
+    """A mixture-of-experts architecture.
 
     Attributes:
-        bases: model types of the dense models that it can hold, and what their configs may not say, as the
-            mixture has not the like.
-        block: what its layers call the mixture.
-        parts: by matrix of a dense MLP, its name in an expert.
-        settings: what config.json says beside the base's.
+        bases: model types of the dense models that it can hold, each with config fields that must
+            not be set, because the mixture has no counterpart.
+        block: name of the mixture in its layers.
+        parts: for each matrix of a dense MLP, its name in an expert.
+        settings: fields of config.json in addition to the base's.
         count: its key for the number of experts.
         widths: its keys for the width of an expert.
-        dropped: keys of the base's config that it has not.
-        norm: what a layer calls the norm before its MLP; None: there is none.
-        bias: what its blocks call what is added to the products before experts are chosen; it is zero.
-        shared: what its blocks call the expert of every token; None: there is none.
-        shared_gate: what they call its gate, of which the sigmoid weighs it; None: it is added as it is.
+        dropped: fields of the base's config that it does not have.
+        norm: name of the norm before a layer's MLP; None: there is none.
+        bias: name of the vector, here zero, that its blocks add to the router's scores before
+            choosing experts.
+        shared: name in its blocks of the expert for every token; None: there is none.
+        shared_gate: name of this expert's gate, whose sigmoid is its weight; None: it is added
+            unweighted.
     """
 
     bases: Mapping[str, tuple[str, ...]]
@@ -49,24 +51,24 @@ class Architecture:
     shared_gate: str | None = None
 
     def gate(self, layer: str) -> str:
-        """Name of a layer's router."""
+        """Return the name of a layer's router."""
         return f"{layer}.{self.block}.gate.weight"
 
     def is_gate(self, name: str) -> bool:
-        """Whether a tensor of the mixture is a router."""
+        """Return whether a tensor of the mixture is a router."""
         return name.endswith(f".{self.block}.gate.weight")
 
     def is_shared_gate(self, name: str) -> bool:
-        """Whether a tensor of the mixture is the gate of a shared expert."""
+        """Return whether a tensor of the mixture is the gate of a shared expert."""
         return self.shared_gate is not None and name.endswith(f".{self.block}.{self.shared_gate}")
 
     def expert(self, layer: str, index: int, part: str) -> str:
-        """Name of a matrix of an expert, by its number, or of the shared one."""
+        """Return the name of a matrix of an expert, given by its number or SHARED."""
         own = self.shared if index == SHARED else f"experts.{index}"
         return f"{layer}.{self.block}.{own}.{self.parts[part]}.weight"
 
     def of_base(self, name: str) -> str | None:
-        """What of the mixture is made with the base, and not merged; None: a tensor is none of it."""
+        """Return what a tensor is if it is created with the base and not merged, such as "a router"."""
         if self.is_gate(name):
             return "a router"
         if self.bias is not None and name.endswith(f".{self.block}.{self.bias}"):
@@ -74,7 +76,7 @@ class Architecture:
         return "the gate of the shared expert" if self.is_shared_gate(name) else None
 
     def index(self, name: str) -> int | None:
-        """Which expert a tensor of the mixture belongs to: its number, or SHARED; None: to none."""
+        """Return the number of the expert that a tensor of the mixture belongs to, SHARED, or None."""
         found = re.search(rf"\.{self.block}\.experts\.(\d+)\.", name)
         if found is not None:
             return int(found[1])
@@ -85,7 +87,7 @@ class Architecture:
         """Return config.json of the mixture.
 
         Raises:
-            InputError: the base is of another architecture, or has what the mixture cannot have.
+            InputError: the base has another architecture, or a setting that the mixture cannot have.
         """
         kind = str(base.get("model_type"))
         if kind not in self.bases:
@@ -112,7 +114,7 @@ class Architecture:
         return {**kept, **self.settings, **sizes, **counts}
 
 
-# What transformers assumes of a dense config that does not say it; of a mixture it assumes other values.
+# transformers' defaults for fields missing in a dense config; for a mixture it has other defaults.
 _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": {
@@ -155,7 +157,7 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def _said(base: Mapping[str, Any]) -> dict[str, Any]:
-    """What a dense config leaves to defaults that the mixture does not share."""
+    """Return the values of fields that a dense config omits and that have other defaults in the mixture."""
     found: dict[str, Any] = {"rms_norm_eps": 1e-6, **_ASSUMED[str(base["model_type"])]}
     if base.get("num_key_value_heads", found.get("num_key_value_heads")) is None:
         found["num_key_value_heads"] = base.get("num_attention_heads", 32)
@@ -166,7 +168,7 @@ def _said(base: Mapping[str, Any]) -> dict[str, Any]:
 
 _SAME = MappingProxyType({part: part for part in ("gate_proj", "down_proj", "up_proj")})
 _BIASES = ("attention_bias", "mlp_bias")
-# Of the Qwens, which may have dense layers too, and weights that do not add up to 1.
+# For the Qwens, which can also have dense layers, and weights that do not add up to 1.
 _EVERY_LAYER: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -224,7 +226,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             bases={"youtu": ()},
             block="mlp",
             parts=_SAME,
-            # One group of experts, every layer a mixture, and no layers that foretell further tokens.
+            # One group of experts, a mixture in every layer, and no layers that predict further tokens.
             settings={
                 "model_type": "deepseek_v3",
                 "architectures": ["DeepseekV3ForCausalLM"],
@@ -247,7 +249,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-# Why dense models do not become these, and what they become.
+# Why dense models cannot become these architectures, and which one to choose instead.
 FORMLESS: Mapping[str, str] = MappingProxyType(
     {
         "olmoe": "it norms q and k over all heads, and what attention and MLP read, as no dense model "

@@ -1,4 +1,4 @@
-"""The rows of the routers: a table of the ways to make them."""
+"""The rows of the routers: one function for each way to make them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Gates:
     """The routers of a mixture.
 
     Attributes:
-        shape: of each: experts, and size of the hidden states.
-        of: the router of a layer, float32, and below it the row of a shared expert that has one.
-        notes: what there is to say of them.
+        shape: shape of each: number of experts, size of the hidden states.
+        of: function that returns the router of a layer, float32; a last row is the gate of a shared
+            expert.
+        notes: notes for the user.
     """
 
     shape: tuple[int, int]
@@ -36,7 +37,7 @@ class Gates:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What they are made of: the recipe's section, the base (None) and its experts, and how many layers."""
+    """The inputs of routers: the recipe's section, the base (None), its experts and number of layers."""
 
     moe: Mixture
     sources: Mapping[str | None, Checkpoint]
@@ -53,13 +54,13 @@ class _Asked:
 
     @property
     def prompts(self) -> list[Prompts]:
-        """Of the routed experts, and of a shared one that has a gate."""
+        """The prompts of the routed experts, and of a shared expert that has a gate."""
         shared = self.moe.shared
         names = [*self.routed, *([shared.expert] if shared is not None and shared.gated else ())]
         return [self.moe.prompts[name] for name in names]
 
     def drawn(self, draw: Callable[..., Tensor]) -> Tensor:
-        """Numbers for all experts of all layers; for a shared one too, as mergekit-moe draws them."""
+        """Return random numbers for all experts of all layers, a shared one too, as in mergekit-moe."""
         shape = (self.layers, len(self.experts), self.shape[1])
         return draw(shape, generator=torch.Generator().manual_seed(self.moe.seed))
 
@@ -70,10 +71,10 @@ def gates_of(
     """Return the routers of all layers.
 
     Args:
-        moe: of the recipe.
-        sources: the dense base (None), and its experts where they are read.
-        experts: names of all, in order.
-        layers: how many there are.
+        moe: section of the recipe.
+        sources: the dense base (None), and its experts if they are read.
+        experts: names of all experts, in order.
+        layers: number of layers.
     """
     found = _WAYS[moe.gates](_Asked(moe, sources, experts, layers))
     if moe.prompted or not moe.prompts:
@@ -124,23 +125,23 @@ _OTHER_EXPERTS = "leave one of two that learned alike out, or use `gates: cheap_
 
 
 def _known(asked: _Asked, gates: Tensor) -> Gates:
-    """Gates `(layers, experts, hidden)` that are there before any expert is read."""
+    """Return gates `(layers, experts, hidden)` that are computed before any expert is read."""
     notes = warnings_of(gates[:, : asked.shape[0]], _OTHER_PROMPTS)
     return Gates(asked.shape, gates.__getitem__, notes)
 
 
 def late_warnings(output: Checkpoint, moe: Mixture) -> list[str]:
-    """Return a warning on the routers of an output that were made as they were read."""
+    """Return a warning about the routers of an output, which were computed while tensors were read."""
     architecture = ARCHITECTURES[moe.architecture]
     names = [name for name in output.headers if architecture.is_gate(name)]
-    if not names:  # a format with other names
+    if not names:  # the output's format has other names
         return []
     advice = _OTHER_EXPERTS if moe.gates == "update" else _OTHER_PROMPTS
     return warnings_of(torch.stack([output.read(name).float() for name in names]), advice)
 
 
 def warnings_of(gates: Tensor, advice: str) -> list[str]:
-    """Return a warning where the gates of a layer `(layers, experts, hidden)` are nearly dependent."""
+    """Return a warning if the gates of a layer `(layers, experts, hidden)` are nearly dependent."""
     linalg = cast("Any", torch.linalg)
     conditions: list[float] = linalg.cond(gates.double()).tolist()
     worst = max(conditions)

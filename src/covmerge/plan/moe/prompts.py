@@ -1,4 +1,4 @@
-"""Gates of prompts, as mergekit-moe has them: by embeddings of their tokens, or the base's states."""
+"""Gates from prompts as in mergekit-moe: by embeddings of their tokens, or by the base's hidden states."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.model import RunningModel, load_model
 from covmerge.plan.vocabulary.tokens import load_tokenizer, read_files
 
-_MOST_TOKENS = 1 << 16  # of prompts that are run at once; their states are kept for all layers
+_MOST_TOKENS = 1 << 16  # run at once; the states of all layers are kept
 
 
 def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
-    """Return the router `(experts, hidden)` of every layer by mean embeddings of tokens, float32."""
+    """Return the router `(experts, hidden)` for every layer, from mean embeddings of tokens, float32."""
     encoder = _Encoder.of(base)
     rows: list[Tensor] = []
     for said in prompts:
@@ -37,34 +37,35 @@ def mean_embeddings(prompts: Sequence[Prompts], base: Checkpoint) -> Tensor:
 
 
 def last_states(states: Tensor) -> Tensor:
-    """Return the states `(layers, prompts, hidden)` at the last token, of those at all tokens."""
+    """Return the states `(layers, prompts, hidden)` at the last token, from the states at all tokens."""
     return states[:, :, -1]
 
 
 def mean_states(states: Tensor) -> Tensor:
-    """Return their mean over tokens; padding counts, as in mergekit-moe."""
+    """Return the mean of the states over tokens; padding counts, as in mergekit-moe."""
     return states.sum(2) / states.shape[2]
 
 
 class HiddenStates:
-    """Routers by the residual stream before each layer of the base, which is run when one is first read.
+    """Routers from the residual stream before each layer; the base is run when a router is first read.
 
-        row_t = h(positive prompts of t) − h(negative prompts of t), of length 1
+        row_t = h(positive prompts of t) − h(negative prompts of t), scaled to length 1
 
-    h is the mean over prompts. As in mergekit-moe, the base runs in bfloat16, on the prompts of one kind at
-    once, padded on the left.
+    h is the mean over prompts. As in mergekit-moe, the base runs in bfloat16, on all positive or
+    all negative prompts of an expert at once, padded on the left.
 
     Args:
-        prompts: of each expert.
+        prompts: prompts of each expert.
         base: the dense base.
-        chosen: of the states `(layers, prompts, tokens, hidden)`, those of a prompt.
+        chosen: function from the states `(layers, prompts, tokens, hidden)` to one state for each
+            prompt.
     """
 
     def __init__(
         self, prompts: Sequence[Prompts], base: Checkpoint, chosen: Callable[[Tensor], Tensor]
     ) -> None:
         self._base, self._prompts, self._chosen = base, prompts, chosen
-        self._lock = Lock()  # the base is run once, whoever reads
+        self._lock = Lock()  # the base is run once, even if threads read at the same time
         encoder = _Encoder.of(base)
         self._batches = [[encoder.batch(p) for p in (s.positive, s.negative) if p] for s in prompts]
 
@@ -75,7 +76,7 @@ class HiddenStates:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """`(layers, experts, hidden)`, float32."""
+        """Routers of all layers, `(layers, experts, hidden)`, float32."""
         model = load_model(self._base, "cpu", head=False, dtype=torch.bfloat16, attention="sdpa")
         model.backbone.config.output_hidden_states = True
         rows: list[Tensor] = []
@@ -88,7 +89,7 @@ class HiddenStates:
         return torch.stack(rows, 1)
 
     def _states(self, model: RunningModel, batch: Batch) -> Tensor:
-        """Mean over prompts of their states `(layers, hidden)`, bfloat16."""
+        """Return the mean of the states over prompts, `(layers, hidden)`, bfloat16."""
         with torch.no_grad():
             found: tuple[Tensor, ...] = model.run(batch).hidden_states[:-1]
         states = self._chosen(torch.stack(found))
@@ -110,7 +111,7 @@ def _unit(row: Tensor) -> Tensor:
 
 
 def _sum(base: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Sum of the embeddings of all tokens of all prompts; each row is read once."""
+    """Return the sum of the embeddings of all tokens of all prompts; each row is read once."""
     counts = Counter(number for prompt in prompts for number in prompt)
     total = torch.zeros(base.headers[EMBEDDING].shape[1], dtype=torch.float32)
     for index, count in sorted(counts.items()):
@@ -120,7 +121,7 @@ def _sum(base: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Gives a prompt's tokens: BOS before it, and nothing else, as mergekit-moe has it."""
+    """Encodes a prompt as tokens, with BOS before it and nothing else, as in mergekit-moe."""
 
     tokenizer: Any
     where: str
@@ -147,7 +148,7 @@ class _Encoder:
         return ids
 
     def batch(self, prompts: Sequence[str]) -> Batch:
-        """Return prompts as the base is run on them, padded on the left with BOS."""
+        """Return prompts as one batch for the base, padded on the left with BOS."""
         encoded = [self(text) for text in prompts]
         longest = max(map(len, encoded))
         if longest * len(encoded) > _MOST_TOKENS:

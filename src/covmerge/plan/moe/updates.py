@@ -1,4 +1,4 @@
-"""Gates `update`: what each expert's update reads of a layer's inputs, without prompts or data."""
+"""Gates `update`: the input direction that each expert's update reads most, without prompts or data."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from covmerge.maths.linalg.refined import leading_pairs
 from covmerge.maths.linalg.symmetric import add_gram_, mirror_
 from covmerge.plan.moe.architectures import EMBEDDING
 
-_READERS = ("gate_proj", "up_proj")  # matrices of an MLP that its inputs go through
-_BLOCK_ELEMENTS = 1 << 22  # of weights that are alive in float64 at once
+_READERS = ("gate_proj", "up_proj")  # matrices of an MLP that read its inputs
+_BLOCK_ELEMENTS = 1 << 22  # elements of weights held in float64 at once
 
 
 class OfUpdates:
-    """Routers by the leading right singular vectors of updates; a layer is computed when it is first read.
+    """Routers from leading right singular vectors of updates; each layer is computed when first read.
 
         row_t = ±v_t, v_t the leading eigenvector of G_t = Σ Δ_tᵀΔ_t over gate_proj and up_proj  (float64)
 
-    SMILE (arXiv:2408.10174, section 4) routes by ‖V_kᵀx‖, of which a linear router can have k = 1 and one
-    sign: that for which the base's mean embedding, scaled by the norm before the MLP (if any), has vᵀx ≥ 0.
-    An update of zero reads nothing, and its row is zero.
+    SMILE (arXiv:2408.10174, section 4) routes by ‖V_kᵀx‖. A linear router can only have k = 1 and
+    one sign. The sign is chosen so that vᵀx ≥ 0 for the base's mean embedding x, scaled by the norm
+    before the MLP if there is one. A zero update gives a zero row.
 
     Args:
         sources: the dense base (None) and the experts.
-        experts: names of all, in order.
-        before: what a layer calls the norm before its MLP; None: there is none.
+        experts: names of all experts, in order.
+        before: name of the norm before a layer's MLP; None: there is none.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class OfUpdates:
         self._base, self._before = sources[None], before
         self._experts = [(name, sources.get(name)) for name in experts]
         self._found: dict[int, Tensor] = {}
-        self._lock = Lock()  # one G_t is alive at once, whoever reads
+        self._lock = Lock()  # only one G_t is held at once, even if threads read at the same time
 
     def __call__(self, layer: int) -> Tensor:
         """Return the router of a layer `(experts, hidden)`, float32.
 
         Raises:
-            TensorError: weights are not finite.
+            TensorError: weights contain NaN or Inf.
         """
         with self._lock:
             if layer not in self._found:
@@ -62,7 +62,7 @@ class OfUpdates:
         if self._before is not None:
             typical = typical * self._base.read(f"{layer}.{self._before}.weight").double()
         for name, expert in self._experts:
-            # An output is verified beside its base alone, and its routers are not read then.
+            # Experts are missing only when an output is verified, and its routers are not read then.
             assert expert is not None
             yield leading_direction(self._gram(layer, name, expert), typical).float()
 
@@ -92,14 +92,14 @@ class OfUpdates:
 
 
 def leading_direction(gram: Tensor, typical: Tensor) -> Tensor:
-    """Return the leading eigenvector of G, with the sign that gives a typical input a product ≥ 0.
+    """Return the leading eigenvector of G, with the sign that gives it a product ≥ 0 with a typical input.
 
     Args:
-        gram: G `(n, n)`, symmetric, semi-definite, float64.
-        typical: `(n,)`, float64. At right angles to it, the largest entry is positive.
+        gram: G `(n, n)`, symmetric, positive semi-definite, float64.
+        typical: `(n,)`, float64. If the product is 0, the largest entry is made positive.
 
     Returns:
-        `(n,)`, of length 1, float64; zero where G is.
+        `(n,)`, of length 1, float64; zero if G is zero.
 
     Example:
         >>> gram = torch.tensor([[2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)

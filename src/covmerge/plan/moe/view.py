@@ -1,4 +1,4 @@
-"""A dense checkpoint under the names of a mixture of experts."""
+"""A view of a dense checkpoint under the names of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _Read = Callable[[TensorHeader, range | None], Tensor]
 
 
 class MixtureView(View):
-    """A view of a dense checkpoint: each expert of the mixture is its MLP, so that any expert can be read.
+    """A view of a dense checkpoint as a mixture in which its MLP stands for every expert.
 
     Args:
         stored: the checkpoint.
-        architecture: of the mixture.
+        architecture: architecture of the mixture.
         gates: the routers.
-        moe: of the recipe.
-        factors: by the number of an expert, what its `down_proj` is multiplied by.
-        noted: whether it says what there is to say of the routers.
+        moe: section of the recipe.
+        factors: for each expert's number, the factor of its `down_proj`.
+        noted: whether its notes include those of the routers.
 
     Raises:
-        InputError: it is of no architecture that the architecture holds.
+        InputError: the checkpoint's architecture cannot become this mixture.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MixtureView(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
+        """Return (rows of) a tensor of the mixture."""
         find_header(self.headers, name, rows, self.source)
         header, read = self._tensors[name]
         return read(header, rows)
@@ -89,7 +89,7 @@ class MixtureView(View):
         return copy_rows(self._gates.of(layer)[self._gates.shape[0] :].to(header.dtype), rows)
 
     def _mixed(self, architecture: Architecture) -> Iterator[tuple[str, TensorHeader, _Read]]:
-        """Name of each tensor, the header of what is stored or made, and what reads that."""
+        """Yield each tensor's name, the header of its stored or created tensor, and its reader."""
         count, _ = self._gates.shape
         for name, header in self._stored.headers.items():
             found = MLP.fullmatch(name)
@@ -112,7 +112,7 @@ class MixtureView(View):
     def _routing(
         self, architecture: Architecture, layer: str, header: TensorHeader
     ) -> Iterator[tuple[str, TensorHeader, _Read]]:
-        """The same of what tells which experts a token of a layer is given to."""
+        """Yield the same for a layer's router, the router's bias and the shared expert's gate."""
         count, hidden = self._gates.shape
         number = int(layer.rpartition(".")[2])
         router = replace(header, shape=(count, hidden))
@@ -126,10 +126,11 @@ class MixtureView(View):
 
 
 def _factors(moe: Mixture, architecture: Architecture, experts: Sequence[str]) -> dict[int, float]:
-    """By the number of an expert, what its `down_proj` is multiplied by.
+    """Return the factor of `down_proj` for each expert, by the expert's number.
 
-    By default experts that equal the base make the base: the routed ones' weights add up to 1, and a shared
-    one counts as much. A gate of zero gives it ½ already, as other gates do in the middle.
+    By default, experts that equal the base give the base's outputs: the weights of routed experts
+    add up to 1, and a shared expert has half of the whole. A gate of zero already gives it the
+    weight ½, and other gates do so on average.
     """
     routed = 1.0 if architecture.shared is None else 0.5
     scales = [moe.residual_scale.get(name, routed) for name in moe.routed(experts)]
@@ -145,15 +146,15 @@ def _factors(moe: Mixture, architecture: Architecture, experts: Sequence[str]) -
 def mixed(
     moe: Mixture | None, sources: Mapping[str | None, Checkpoint], experts: Sequence[str]
 ) -> Mapping[str | None, Checkpoint]:
-    """Return base (None) and experts as they look to a plan of this mixture; themselves without one.
+    """Return base (None) and experts as views for a plan of this mixture; unchanged without a mixture.
 
     Args:
-        moe: of the recipe.
-        sources: those that the plan reads; the base is among them.
-        experts: names of all experts, in their order.
+        moe: section of the recipe.
+        sources: the checkpoints that the plan reads, including the base.
+        experts: names of all experts, in order.
 
     Raises:
-        InputError: a source is an adapter, or of another architecture; gates cannot be made.
+        InputError: a source is an adapter or of another architecture, or gates cannot be computed.
     """
     if moe is None or isinstance(sources[None], MixtureView):
         return sources

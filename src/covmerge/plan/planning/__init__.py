@@ -1,13 +1,13 @@
-"""From a recipe and headers to work: which tensor meets which rule, in what pieces, at what cost.
+"""From a recipe and headers to work: the rule of each tensor, the work items, and their costs.
 
-align    the base's tensors found in every expert; task heads, vocabularies, what does not fit
-data     the statistics that methods with data need, found for each tensor
-gguf     the same of a GGUF file: a type for every tensor, and what of the base's file stays
-quantise which tensors are stored packed, in the base's layout or a named one, and what config.json says
-rules    role and name rules resolved to one action a tensor
-slices   sources as the recipe's slices see them, and in which slice a tensor lies
+align    finds the base's tensors in every expert; task heads, vocabularies, tensors that do not fit
+data     finds the statistics of each tensor, for methods with data
+gguf     the types of a GGUF output's tensors, and what is copied from the base's file
+quantise which tensors are packed, in the base's layout or a named one, and config.json's settings
+rules    resolves role and name rules to one action for each tensor
+slices   views of sources for the recipe's slices, and the slice of each tensor
 varied   parameters that differ from tensor to tensor, by depth or by name
-operations, forms   what work reads, what is done with it, what it becomes
-work     a tensor of the output, and the row ranges that are worked on as a whole
+operations, forms   what work reads, does and writes
+work     tensors of the output, and ranges of rows that are processed together
 build    the plan: tensors, work items with bytes and FLOPs, totals
 """

@@ -1,4 +1,4 @@
-"""An adapter as the output: what it updates, holds whole or leaves out."""
+"""A plan for an adapter as the output: which tensors it updates, holds whole or leaves out."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
-# Whether PEFT and vLLM will load an adapter, by what each of them takes (docs/serving.md).
+# Whether PEFT and vLLM can load an adapter, by what each of them supports (docs/serving.md).
 
-# What vLLM's --max-lora-rank may be; its default is the second.
+# Values that vLLM accepts for --max-lora-rank; its default is the second.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _DEFAULT = 16
 
@@ -37,13 +37,13 @@ def who_loads_it(
     vocabulary: Collection[str] = (),
     form: LoraForm = PEFT_FORM,
 ) -> str:
-    """Return a note on the servers that take an adapter, and on what they must be told.
+    """Return a note on the servers that can load an adapter, and the options that they need.
 
     Args:
         factors: the layers that it updates.
         whole: the tensors that it replaces.
-        vocabulary: modules with factors that embed tokens, or score them.
-        form: of its file.
+        vocabulary: modules with factors that are token embeddings or output layers.
+        form: format of its file.
 
     Example:
         >>> layer = AdaptedTensor("model.layers.0.self_attn.q_proj.weight", (64, 64), rank=24)
@@ -90,13 +90,13 @@ _BIAS = "bias"
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What becomes of every tensor.
+    """The plan of all tensors of an adapter.
 
     Attributes:
-        tensors: those that are merged, or that the adapter holds.
-        thin: names of those whose merge is exact on the factors of the updates.
+        tensors: the tensors that are merged, compared, or held by the adapter.
+        thin: names of tensors whose merge on the factors of the updates is exact.
         parameters: names of all tensors of the model that the adapter is loaded over.
-        notes: what a user should know before starting.
+        notes: notes for the user.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -111,7 +111,7 @@ def plan_adapter(
     experts: Mapping[str, Checkpoint],
     config: Mapping[str, Any] | None,
 ) -> AdapterPlan:
-    """Decide what becomes of every tensor when the output is an adapter; `config` is the base's."""
+    """Plan every tensor of an output that is an adapter; `config` is the base's."""
     form = recipe.output.names or PEFT_FORM
     _refuse_modules(tensors)
     adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
@@ -123,7 +123,8 @@ def plan_adapter(
     if form != PEFT_FORM:
         names = LoraNames(form, adapters, config)
         placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
-        # What a full model has beside such parts (a VAE) is left out. Without any, each is asked its name.
+        # A full model's tensors beside such parts (a VAE) are left out. If no tensor is of such a
+        # part, asking for their names raises.
         factors = {n: place for n, place in factors.items() if n in placed or not placed}
         factors = {n: _in_lora_file(place, merged[n].tensor, names) for n, place in factors.items()}
     if not factors:
@@ -164,7 +165,7 @@ def plan_adapter(
 
 
 def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
-    """Refuse to merge what lies in folders of modules: an adapter is of the transformer alone."""
+    """Raise if tensors in folders of modules would be merged: an adapter only has the transformer."""
     for tensor in tensors:
         module = tensor.output.module
         if module is not None and tensor.merge and tensor.changed_by_experts:
@@ -176,13 +177,13 @@ def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
 
 
 def _is_compared(tensor: TensorPlan) -> bool:
-    """Whether the experts' tensors are held against the base's, and some expert has it."""
+    """Return whether the experts' tensors are compared with the base's, and some expert has the tensor."""
     copy = tensor.operation
     return isinstance(copy, Copy) and copy.compared and bool(tensor.operands or copy.reshaped)
 
 
 def _with_form(tensor: TensorPlan, form: Form, merged: _Merged | None) -> TensorPlan:
-    """The base's rows are asked for where they are in the result, or updates are differences to them."""
+    """Return a tensor with its form; its base is read only if the result or the updates need it."""
     needed = form.holds_weights or merged is None or merged.needs_base
     return replace(tensor, form=form, base=tensor.base if needed else None)
 
@@ -197,7 +198,7 @@ def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) ->
 
 
 def left_out(names: Sequence[str], why: str) -> str:
-    """Say that tensors are not in an adapter."""
+    """Return a note that tensors are not in an adapter."""
     more = ", ..." if len(names) > 1 else ""
     are = "tensor is" if len(names) == 1 else "tensors are"
     return f"{len(names)} {are} not in the adapter ('{names[0]}'{more}): {why}"
@@ -206,7 +207,7 @@ def left_out(names: Sequence[str], why: str) -> str:
 def _dtype(
     recipe: Recipe, tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
 ) -> torch.dtype:
-    """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
+    """Return the dtype of the factors: the recipe's, else the widest dtype of the adapters or the base."""
     if recipe.output.dtype != "base":
         return getattr(torch, recipe.output.dtype)
     stored = {header.dtype for expert in experts.values() for header in expert.low_rank.values()}
@@ -223,7 +224,7 @@ def _is_merged(tensor: TensorPlan) -> bool:
 
 
 class _Merged:
-    """One merged tensor and what the experts have of it."""
+    """One merged tensor, with what each expert stores for it."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class _Merged:
         self.module = self._name.rpartition(".")[0]
         self._merge = tensor.merge
         self._factors: list[FactorHeader] = []
-        self._full: list[str] = []  # experts that have it whole, and no factors of it
+        self._full: list[str] = []  # experts that have the whole tensor and no factors
         self.trained_whole = False  # by an adapter
         for expert, operand in tensor.operands.items():
             if operand.tensor is not None:
@@ -265,39 +266,39 @@ class _Merged:
 
     @property
     def has_factors(self) -> bool:
-        """Whether it is to be a layer with factors; PEFT adds those of tied weights twice."""
+        """Whether it becomes a layer with factors; tied weights do not, as PEFT would add factors twice."""
         if self.trained_whole:
             return False
-        # PEFT takes those of convolutions too, but few that load its adapters do.
+        # PEFT accepts factors of convolutions too, but few programs that load its adapters do.
         windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
-        # Files of the other forms have no factors of tables.
+        # The other formats have no factors of embeddings.
         tables = self._form != PEFT_FORM and self.tensor.info.role is Role.EMBEDDING
         full = (self.tensor.info.takes_factors or windows) and not self.tensor.ties and not tables
         return bool(self._factors) or (bool(self._full) and full)
 
     @property
     def by_adapters(self) -> bool:
-        """Whether some expert has factors of it."""
+        """Whether any expert has factors for it."""
         return bool(self._factors)
 
     @property
     def of_vocabulary(self) -> bool:
-        """Whether it embeds tokens, or scores them."""
+        """Whether it is a token embedding or an output layer."""
         return self.tensor.info.role in (Role.EMBEDDING, Role.OUTPUT)
 
     @property
     def is_difference(self) -> bool:
-        """Whether some expert has weights of its own, from which the base's are taken."""
+        """Whether any expert has whole weights, from which the base's are subtracted."""
         return bool(self._full) or self.trained_whole
 
     @property
     def needs_base(self) -> bool:
-        """Whether updates are differences to the base's weights, or the method asks for these."""
+        """Whether updates are differences from the base's weights, or the method needs these weights."""
         return self.is_difference or self._merge.procedure.needs_base
 
     @property
     def thin(self) -> bool:
-        """Whether the merge is exact on the factors of the updates."""
+        """Whether the merge on the factors of the updates is exact."""
         layout = self._merge.layout
         divided = layout is not None and (layout.stacked or layout.parts is not None)
         if self.is_difference or divided:
@@ -305,7 +306,7 @@ class _Merged:
         return self._merge.procedure.factored_for(self._merge.parameters)
 
     def as_factors(self, limit: int | None) -> AdaptedTensor:
-        """Return its place among the layers with factors, of rank at most `limit`."""
+        """Return it as a layer with factors, of rank at most `limit`."""
         name, shape = self.tensor.name, self.tensor.stored.shape
         if self._merge.writes_masks:
             raise RecipeError(
@@ -339,17 +340,18 @@ class _Merged:
 
 
 class _Whole:
-    """The tensors that the adapter holds as they are.
+    """The tensors that the adapter holds whole.
 
-    PEFT holds biases by themselves, and of everything else all tensors of a module, where that has
-    no module inside. What is tied it unties, so that each of the modules has a copy.
+    PEFT replaces each bias separately. For other tensors it replaces all tensors of a module, if
+    the module has no modules inside. PEFT unties tied tensors, so that each of their modules gets a
+    copy.
     """
 
     def __init__(self, tensors: Sequence[TensorPlan], naming: Naming, adapted: set[str]) -> None:
         self._naming = naming
         self._adapted = adapted
         self._pieces = Counter(tensor.info.parameter for tensor in tensors)
-        # Every module's tensors, those of modules inside it and those that are tied to it too.
+        # Tensors of each module, with those of modules inside it and those that are tied to them.
         self._inside: defaultdict[str, list[tuple[str, TensorPlan]]] = defaultdict(list)
         self._tensors = {tensor.name: tensor for tensor in tensors}
         for tensor in tensors:
@@ -360,7 +362,7 @@ class _Whole:
         self._biases: set[str] = set()
 
     def add(self, tensor: TensorPlan, *, must: bool) -> None:
-        """Hold a tensor, if there is a place for it."""
+        """Hold a tensor if the adapter has a place for it; raise if it has none and `must` is set."""
         if tensor.info.parameter.endswith(f".{_BIAS}"):
             self._biases.add(tensor.name)
             return
@@ -378,11 +380,11 @@ class _Whole:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors that are held."""
+        """Names of the tensors that are held."""
         return frozenset(self.places())
 
     def places(self) -> dict[str, WholeTensor]:
-        """Return the place of everything that is held."""
+        """Return the place of each tensor that is held."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for module in sorted(self._modules):
             for parameter, tensor in self._inside[module]:

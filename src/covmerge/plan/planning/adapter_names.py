@@ -1,4 +1,4 @@
-"""Names of layers in a merged adapter, and in LoRA files of Kohya's form or diffusers'."""
+"""Names of layers in a merged adapter, and in LoRA files in Kohya's or diffusers' format."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from covmerge.plan.planning.work import TensorPlan
 
 @dataclass(frozen=True)
 class Naming:
-    """Names in the model, from those of its parameters as the base's config.json has them.
+    """A translation of parameter names from the base's model to the model that the adapter is loaded over.
 
     Attributes:
-        added: what comes before them: `bert.` where the adapters are of a model with a head, and the
-            base is without.
-        removed: what they lose: the other way round.
-        stored: names as the base's files have them, in place of the parameters'.
-        note: what a user should know of the choice.
+        added: a prefix to add, such as `bert.` if the adapters' model has a head and the base has none.
+        removed: a prefix to remove, in the opposite case.
+        stored: whether names in the base's files are used instead of parameter names.
+        note: a note for the user on the choice.
     """
 
     added: str = ""
@@ -46,7 +45,7 @@ class Naming:
 
 
 def naming_of(tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint]) -> Naming:
-    """Return the names that all adapters have; of several or none, those of the base's own model."""
+    """Return the naming that all adapters share; if they differ or there are none, the base's own."""
     pairs = list(_named_by_adapters(tensors, adapters))
     for stored in (False, True):
         names = [(t.name if stored else t.info.parameter, found) for t, found in pairs]
@@ -71,7 +70,7 @@ def _named_by_adapters(
 
 
 def _difference(name: str, found: str) -> tuple[str, str] | None:
-    """Return what is added to a name and what is removed to get another one; None: more than that."""
+    """Return the prefixes to add and to remove to turn one name into another; None: this is impossible."""
     if found.endswith(name):
         return found.removesuffix(name), ""
     if name.endswith(found):
@@ -79,7 +78,7 @@ def _difference(name: str, found: str) -> tuple[str, str] | None:
     return None
 
 
-# What the parts of a pipeline are called in Kohya's form, and in diffusers'.
+# Names of the parts of a pipeline, in Kohya's and in diffusers' format.
 _UNET, _TRANSFORMER = ("lora_unet_", "unet."), ("lora_transformer_", "transformer.")
 _TEXT, _FIRST_TEXT = ("lora_te_", "text_encoder."), ("lora_te1_", "text_encoder.")
 _SECOND_TEXT = ("lora_te2_", "text_encoder_2.")
@@ -93,13 +92,13 @@ _CLASSES = {"UNet2DConditionModel": _UNET, "CLIPTextModel": _TEXT}
 
 
 def form_of(experts: Mapping[str, Checkpoint]) -> LoraForm:
-    """Return the form that all experts have, if they are adapters of one; else PEFT's."""
+    """Return the format that all experts have if they are adapters in one format, else PEFT's."""
     forms: set[LoraForm] = {expert.form for expert in experts.values()}
     return forms.pop() if len(forms) == 1 else PEFT_FORM
 
 
 class LoraNames:
-    """Names in a file of one form: those that an expert has there, else made of the base's."""
+    """Names in a file of one format: an expert's own name in that format, or else a derived one."""
 
     def __init__(
         self,
@@ -134,14 +133,14 @@ class LoraNames:
         return f"{flat}{flat_name(module)}.weight" if self._flat else f"{dotted}{module}.weight"
 
     def _written(self, tensor: TensorPlan) -> Iterator[tuple[LoraForm, str]]:
-        """What the experts' own files call it."""
+        """Yield the format and the tensor's name of each expert's own file."""
         for expert, adapter in self._adapters.items():
             stored = tensor.operands[expert].tensor if expert in tensor.operands else None
             if stored is not None:
                 yield adapter.form, adapter.written_as(stored)
 
     def has_place(self, tensor: TensorPlan) -> bool:
-        """Whether a full model's tensor is of a part of a pipeline whose layers such a file updates."""
+        """Return whether a full model's tensor is in a part of a pipeline that such a file can update."""
         return self._part(region_of(tensor.name)) is not None
 
     def _part(self, region: str) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
-"""Find the base's tensors in every expert, and name what does not fit.
+"""Matching the base's tensors with every expert's, and naming the tensors that do not fit.
 
-Nothing here is decided silently: a tensor that is missing, extra, of another shape or of another
-kind of dtype either falls under a rule of the recipe or is a named error.
+Nothing is decided silently here. A tensor that is missing, extra, of another shape or of another
+kind of dtype either falls under a rule of the recipe or raises an error that names it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.reached import check_reached
 from covmerge.plan.recipe import TensorRules
 
-# Mixtures of experts that one source holds packed, as transformers has them in memory.
+# Mixtures of experts that one source has packed, as in transformers' memory.
 
 _PACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _APART = re.compile(r"\.experts\.\d+\.")
 
 
 def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse to align a packed mixture with one whose experts are tensors of their own.
+    """Raise if one side has a packed mixture and the other side has its experts as separate tensors.
 
-    Names, and the order of rows, differ by the kind of model, which the base's config tells
-    (`files/checkpoints/conversions.py`). transformers also knows them when it saves a model: one that it
-    has loaded packed it saves packed again, but not one that it has built.
+    Names and the order of rows differ between kinds of models; the base's config tells the kind
+    (`files/checkpoints/conversions.py`). transformers saves a model packed if it was loaded packed,
+    but not a model that it has built.
     """
     of_base = (f"the base ({base.checkpoint.source})", base.headers)
     of_expert = (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers)
     for (called, names), (other, beside) in ((of_base, of_expert), (of_expert, of_base)):
-        # What both have is not where they differ.
+        # Only tensors that one side alone has show the difference.
         packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
         apart = next((n for n in beside if _APART.search(n) and n not in names), None)
         if packed is not None and apart is not None:
@@ -61,7 +61,7 @@ def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
             )
 
 
-# (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
+# (tensor name, role) -> `use` of the first matching rule of the recipe, or None.
 ChosenUse = Callable[[str, Role], str | None]
 _ANOTHER_BASE = (
     "it is no adapter of this base. Name the base that it was trained on, or leave it out"
@@ -75,14 +75,14 @@ _IGNORED = "extra tensor (tensors.extra: ignore)"
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint and what its tensors are."""
+    """A checkpoint with the description of its tensors."""
 
     checkpoint: Checkpoint
     description: ModelDescription
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Model:
-        """Return a checkpoint with what its tensors are."""
+        """Return a checkpoint with the description of its tensors."""
         return cls(checkpoint, describe_checkpoint(checkpoint))
 
     @property
@@ -96,17 +96,17 @@ class Model:
         return [self.description.prefix] if self.description.prefix else []
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in which a tensor, or the factors of its update, are stored."""
+        """Return the dtype of a stored tensor, or of the stored factors of its update."""
         return (self.checkpoint.low_rank.get(name) or self.headers[name]).dtype
 
     def operand(self, source: str, name: str | None, weight: float = 1.0) -> Operand:
-        """Return one of its tensors as an operand; the factors of an adapter are read whole."""
+        """Return one of the model's tensors as an operand; an adapter's factors are read whole."""
         stored = None if name is None or name in self.checkpoint.low_rank else self.headers[name]
         rows = stored.shape[0] if stored is not None and stored.shape else None
         return Operand(source, name, rows, weight)
 
     def stored_bytes(self, name: str, elements: int) -> int:
-        """Bytes that are read for so many elements of a tensor; factors are read whole."""
+        """Return the bytes read for `elements` elements of a tensor; factors are read whole."""
         if name in self.checkpoint.low_rank:
             elements = self.checkpoint.low_rank[name].elements
         else:
@@ -116,18 +116,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Alignment:
-    """One expert against the base.
+    """The match of one expert's tensors with the base's.
 
     Attributes:
         names: base name -> name in the expert, for tensors that take part in merging.
-        missing: base names the expert lacks.
-        resized: base names whose vocabulary rows differ: base name -> rows in the expert.
-        heads: names in the expert that are its own task head.
-        head_bases: base names whose shape is another one in the expert because it is a task head.
-        ignored: names in the expert left out by a rule, with the reason.
-        tied: names in the expert of what is stored twice -> the one that stands for both.
-        rebuilt: base names of buffers that the model's code makes again, which the expert lacks or has in
-            another shape or kind of dtype.
+        missing: base names that the expert lacks.
+        resized: base names whose vocabulary has another number of rows in the expert -> that number.
+        heads: names in the expert of its own task head.
+        head_bases: base names of task heads; the expert's tensor may have another shape.
+        ignored: names in the expert that a rule leaves out, with the reason.
+        tied: for tensors that the expert stores twice, the name of one -> the name of the other,
+            which is used.
+        rebuilt: base names of buffers that the model's code creates again, and that the expert
+            lacks or has with another shape or kind of dtype.
     """
 
     names: Mapping[str, str]
@@ -141,7 +142,7 @@ class Alignment:
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse an expert of another model type, or weights that are quantised and cannot be read."""
+    """Raise if an expert has another model type, or has quantised weights that cannot be read."""
     for model in (base, expert):
         dequantised(model.checkpoint)
     types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
@@ -162,16 +163,16 @@ def check_same_architecture(base: Model, expert_name: str, expert: Model) -> Non
 def align(
     base: Model, expert_name: str, expert: Model, rules: TensorRules, chosen: ChosenUse
 ) -> Alignment:
-    """Match one expert's tensors to the base's.
+    """Match one expert's tensors with the base's.
 
-    `chosen(name, role)` is what a rule of the recipe says of a tensor; a tensor that a rule takes
-    from the base, or keeps as a head, need not fit.
+    `chosen(name, role)` is the `use` that a rule of the recipe gives a tensor. A tensor that a rule
+    takes from the base, or keeps as a head, need not fit.
 
     Names may differ by the architecture's base-model prefix (`bert.`, `transformer.`, `model.`), as
-    between an encoder and the same encoder under a task head.
+    between an encoder and the same encoder with a task head.
 
     Raises:
-        TensorError: a missing or extra tensor, or another shape, that no rule covers.
+        TensorError: a tensor is missing, extra or of another shape, and no rule covers it.
     """
     names: dict[str, str] = {}
     missing: list[str] = []
@@ -202,8 +203,8 @@ def align(
                     _check_dtypes(expert_name, header, expert.headers[found])
             continue
         if found is None:
-            # What the expert ties it to is its weight, whether or not the base ties the two. One that has
-            # no such layer, or no config to say it, goes by the base as it is stored.
+            # The tensor that the expert ties this one to is its weight, even if the base does not
+            # tie the two. If the expert has no such layer, or no config, the base's ties decide.
             tied = expert.description.tied.get(name, ties.get(name))
             found = None if tied is None else find_name(tied, prefixes, expert.headers)
         if found is None:
@@ -240,7 +241,7 @@ def align(
         _check_folded(expert_name, expert)
         _check_weight_norms(base, expert_name, expert)
         _check_parametrized(expert_name, expert, missing)
-    # Before an advice that lets them pass.
+    # This comes before errors whose advice would let such tensors pass.
     placed = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, placed, (*extra_heads, *refused), ignored, missing)
     _check_extras(base, expert_name, expert, refused)
@@ -261,10 +262,10 @@ def align(
 
 
 def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: ChosenUse) -> Alignment:
-    """Match an adapter's updates and replaced tensors to the base's; the rest is unchanged.
+    """Match an adapter's updates and replaced tensors with the base's; other tensors are unchanged.
 
     Raises:
-        TensorError: a shape that is not the base's, or an update of a tensor that the base lacks.
+        TensorError: a shape differs from the base's, or the base lacks a tensor that is updated.
     """
     names: dict[str, str] = {}
     own_heads: list[str] = []
@@ -305,7 +306,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: "
                 + (_resize_first(expert_name, shapes[found][0]) if resized else _ANOTHER_BASE)
             )
-    # Nobody changes tied tensors differently, or the base would be seen untied.
+    # All experts leave these tensors tied, or the base would have been opened untied.
     tied = (find_name(name, base.prefixes, shapes) for name in base.description.tied)
     taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
@@ -332,7 +333,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
 
 
 def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence[str]) -> None:
-    """Refuse biases of layers that the base has without."""
+    """Raise if the adapter only has biases that the base lacks, for layers that the base has."""
     weights = {f"{name.removesuffix('bias')}weight" for name in unknown if name.endswith(".bias")}
     if len(weights) == len(unknown) == len(names_in_base(base, weights)):
         raise TensorError(
@@ -343,7 +344,7 @@ def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence
 
 
 def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
-    """Return the base's tensors that an adapter changes, each with the adapter's name for it."""
+    """Return the adapter's names for the base's tensors that it changes, by the base's names."""
     renamed = {to: name for name, to in respelled(names, base.headers).items()}
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     found: dict[str, str] = {}
@@ -351,7 +352,7 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
         info = base.description.tensors[name]
         adapter_name = find_name(name, base.prefixes, names)
         if adapter_name is None and pieces[info.parameter] == 1:
-            # The model may call it otherwise than its files do, and PEFT goes by the model.
+            # The model's names may differ from its files' names, and PEFT uses the model's.
             adapter_name = find_name(info.parameter, base.prefixes, names)
         adapter_name = renamed.get(name) if adapter_name is None else adapter_name
         if adapter_name is not None:
@@ -360,7 +361,7 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
 
 
 def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
-    """Return an adapter under the names of a base, and over the weights from which it computes its own."""
+    """Return an adapter with the base's names, bound to the base's weights that it computes from."""
     if (rejoined := _rejoined(adapter, base)) is not None:
         return rejoined
     conv1d = conv1d_names(base.description)
@@ -371,9 +372,9 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
 
 
 def model_in_memory(base: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> Checkpoint:
-    """Return a base with what transformers divides on loading in its parts, if adapters are of these.
+    """Return a base with the tensors that transformers splits on loading, if all adapters fit the parts.
 
-    Without adapters it is, too: what is made for it is loaded over the parts.
+    Without adapters they are split too, because a new adapter is loaded over the parts.
     """
     whole = in_memory(base)
     if whole is base or is_quantised(base):
@@ -387,7 +388,7 @@ def model_in_memory(base: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> 
 
 
 def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | None:
-    """Return an adapter of parts that transformers makes of the base's tensors; None: it is of none."""
+    """Return an adapter of split tensors over the base's whole ones; None: it changes no part."""
     whole = in_memory(base.checkpoint)
     if whole is base.checkpoint:
         return None
@@ -407,7 +408,7 @@ def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | No
 
 
 def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
-    """Refuse to keep an output layer aside that the model ties to its embedding."""
+    """Raise if an output layer would be kept as a head although the model ties it to its embedding."""
     tied = base.description.tied or base.checkpoint.untied or {}
     for name in heads if tied else ():
         header = expert.headers[name]
@@ -423,7 +424,7 @@ def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[s
 def _check_adapted(
     expert_name: str, adapter: Model, header: TensorHeader, found: str, use: str | None
 ) -> None:
-    """Refuse an update of weights that are no floating-point numbers: nothing can be added to codes."""
+    """Raise if the updated weights are no floating-point numbers: nothing can be added to codes."""
     if use == "base":
         return
     if found in adapter.headers:
@@ -455,9 +456,9 @@ def _check_reached(
     ignored: Mapping[str, str],
     missing: Collection[str],
 ) -> None:
-    """Check that what the expert stores reaches the output; its own task head is kept beside it.
+    """Check that the expert's tensors reach the output; its own task head is kept beside it.
 
-    What a rule of the recipe leaves to the base by its name is left out on purpose.
+    Tensors that a rule of the recipe leaves to the base by name are left out on purpose.
     """
     infos = expert.description.tensors
     lost = [name for name, why in ignored.items() if why == _IGNORED]
@@ -477,7 +478,7 @@ def _check_reached(
 
 
 def stored_ties(model: Model) -> dict[str, str]:
-    """Stored tensors that the config ties to another stored one, which stands for both."""
+    """Return names of stored tensors that the config ties to another stored one, which is used for both."""
     return {
         name: info.tied_to
         for name, info in model.description.tensors.items()
@@ -486,7 +487,7 @@ def stored_ties(model: Model) -> dict[str, str]:
 
 
 def _fits(header: TensorHeader, other: TensorHeader | None) -> bool:
-    """Whether an expert's tensor can be merged with the base's, or compared, as it is."""
+    """Return whether an expert's tensor can be merged or compared with the base's unchanged."""
     return (
         other is not None
         and header.shape == other.shape
@@ -495,7 +496,7 @@ def _fits(header: TensorHeader, other: TensorHeader | None) -> bool:
 
 
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:
-    """Whether the base ties this tensor to one that the expert stores."""
+    """Return whether the base ties this tensor to one that the expert stores."""
     tied = base.description.tensors[name].tied_to
     return tied is not None and find_name(tied, prefixes, expert.headers) is not None
 
@@ -531,12 +532,12 @@ def _in_a_layer(name: str) -> bool:
 def _extras(
     base: Model, expert: Model, taken: set[str], rules: TensorRules, chosen: ChosenUse
 ) -> tuple[list[str], dict[str, str], list[str]]:
-    """Sort what the base lacks into heads, what is left out with the reason, and what is refused."""
+    """Sort tensors that the base lacks into heads, ignored ones with a reason, and refused ones."""
     heads: list[str] = []
     ignored: dict[str, str] = {}
     refused: list[str] = []
     prefixes = [*base.prefixes, *expert.prefixes]
-    # Nobody changes tied tensors differently, or the base would be seen untied.
+    # All experts leave these tensors tied, or the base would have been opened untied.
     tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
     for name in expert.headers:
         if name in taken:
@@ -574,7 +575,7 @@ def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[st
 
 
 def _check_folded(expert_name: str, expert: Model) -> None:
-    """Refuse the state dict of a model that PEFT has wrapped: its factors would be left out."""
+    """Raise if it is the state dict of a model wrapped by PEFT, because its factors would be left out."""
     factor = next((name for name in expert.headers if ".lora_A." in name), None)
     if factor is not None:
         raise TensorError(
@@ -584,7 +585,7 @@ def _check_folded(expert_name: str, expert: Model) -> None:
 
 
 def _check_weight_norms(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse plain weights over a base's weight norms: many lengths and directions give a weight."""
+    """Raise if an expert has plain weights for the base's weight norms, as these are not determined."""
     plain = expert.headers.keys() - base.headers.keys()
     name = next((name for name in weight_norms(base.headers) if name in plain), None)
     if name is not None:
@@ -596,10 +597,10 @@ def _check_weight_norms(base: Model, expert_name: str, expert: Model) -> None:
 
 
 def _check_parametrized(expert_name: str, expert: Model, missing: Sequence[str]) -> None:
-    """Refuse weights that the expert's code computes of other tensors, which would be the base's."""
+    """Raise if the expert's code computes a missing weight from other tensors; the base's would be used."""
     for name in missing:
         module, _, leaf = name.rpartition(".")
-        stems = (f"{module}.parametrizations.{leaf}.", f"{name}_orig")  # of torch's pruning too
+        stems = (f"{module}.parametrizations.{leaf}.", f"{name}_orig")  # also of torch's pruning
         found = next((stored for stored in expert.headers if stored.startswith(stems)), None)
         if found is not None:
             raise TensorError(

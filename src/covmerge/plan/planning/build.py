@@ -1,7 +1,7 @@
-"""Build the plan from a recipe and the headers of its checkpoints.
+"""Building the plan from a recipe and the headers of its checkpoints.
 
-`decide.py` says what becomes of each tensor. Here the work is cut into items, whose memory and operations
-`costs.py` counts. `notes.py` has what a user should know.
+`decide.py` decides what happens to each tensor. This module divides the work into items; `costs.py`
+counts their memory and operations. `notes.py` has the notes for the user.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from covmerge.plan.planning.work import (
 )
 from covmerge.plan.recipe import Recipe
 
-# Elementwise work goes by row blocks of about this many elements: large enough that a read is
-# sequential, small enough that an embedding of any size costs little memory.
+# Elementwise work uses row blocks of about this many elements. They are large enough for sequential
+# reads, and small enough that an embedding of any size needs little memory.
 BLOCK_ELEMENTS = 1 * 2**20
-# Of these as many are merged at once as stay in the cache, with all their temporaries.
+# As many elements of a block are merged at once as fit into the cache, with all temporaries.
 _PART_ELEMENTS = 2**18
-_FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
+_FULL_WIDTH = 16  # bytes of all experts' updates of an element up to which blocks are that long
 
 
 def build_plans(
@@ -68,20 +68,20 @@ def build_plans(
     *,
     whole: bool = False,
 ) -> list[Plan]:
-    """Plan several recipes over the same checkpoints so that one reading serves all of them.
+    """Plan several recipes over the same checkpoints, so that one reading serves all of them.
 
-    Everything is decided that can be decided from headers. Item by item their plans have the same rows
-    of the same tensor: the most that any of them must see at once.
+    All decisions that need only headers are made. The plans have the same items: each item has the
+    same rows of the same tensor, as many as any of the plans must process at once.
 
     Args:
-        recipes: what to do; their experts name `experts`, in the same order.
+        recipes: the recipes; they name the experts in `experts`, in the same order.
         base: the base checkpoint.
         experts: checkpoints by expert name.
         statistics: statistics files by expert name, for methods that use data.
-        whole: whether an item is at least one matrix, so that it can be measured.
+        whole: whether an item has at least one whole matrix, so that it can be measured.
 
     Raises:
-        InputError: inputs that do not fit together; the message names tensor, shapes and next step.
+        InputError: inputs do not fit together; the message has the tensor, the shapes and a next step.
     """
     if whole and not base.is_source:
         raise InputError(
@@ -94,7 +94,7 @@ def build_plans(
     inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
     drafts = _of_same_tensors([_draft(recipe, chosen, inputs) for recipe, chosen in named], base)
-    # The fewest ranges are those of the plan that needs the most of the tensor at once.
+    # The plan that needs the most rows at once has the fewest ranges.
     ranges = [
         min(
             (
@@ -110,13 +110,13 @@ def build_plans(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What all plans over the same checkpoints share; `alone`: there is one, and no measuring beside it."""
+    """The inputs of all plans over the same checkpoints; `alone`: there is one plan and no measuring."""
 
     base: Model
     models: Mapping[str, Model]
     statistics: Statistics
     alone: bool
-    # Of recipes that differ in their method only.
+    # shared by recipes that differ only in their method
     aligned: dict[str, Mapping[str, Alignment]] = field(
         default_factory=dict[str, Mapping[str, Alignment]]
     )
@@ -124,7 +124,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What a recipe does with each tensor, before the work is cut into items."""
+    """A recipe's decision for each tensor, before the work is divided into items."""
 
     inputs: _Inputs
     recipe: Recipe
@@ -138,13 +138,13 @@ class _Draft:
 
     @property
     def costs(self) -> Costs:
-        """What makes its work items."""
+        """The calculator of costs, which makes the work items."""
         itemsize = getattr(torch, self.recipe.dtype).itemsize
         return Costs(self.inputs.models, self.inputs.statistics, itemsize, self.inputs.alone)
 
 
 def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
-    """Decide on every tensor."""
+    """Return the decisions on all tensors."""
     base, models, statistics = inputs.base, inputs.models, inputs.statistics
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     check_statistics(recipe, checkpoints, statistics)
@@ -196,7 +196,7 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
 
 
 def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
-    """Give each adapter's draft the tensors that only others hold, as ones that it does nothing with."""
+    """Give each draft the tensors that only other drafts have, with an operation that writes nothing."""
     held = {tensor.name: tensor for draft in drafts for tensor in draft.tensors}
     order = [name for name in base.headers if name in held]
 
@@ -211,7 +211,7 @@ def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]
 
 
 def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
-    """Cut the work of a draft into items, and put the plan together."""
+    """Divide the work of a draft into items, and return the plan."""
     inputs = draft.inputs
     base, models, method = inputs.base, inputs.models, draft.recipe.method
     items = tuple(
@@ -254,7 +254,7 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
 def _head_items(
     heads: Mapping[str, Mapping[str, TensorHeader]], models: Mapping[str, Model]
 ) -> Iterator[WorkItem]:
-    """The work of keeping the experts' own task heads."""
+    """Yield the work items that copy the experts' own task heads."""
     for expert, headers in heads.items():
         for name, header in headers.items():
             tensor = TensorPlan(
@@ -273,7 +273,7 @@ def _head_items(
 
 
 def _with_method(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """Return the recipe with a method, and why it is that one, where it names none."""
+    """Return the recipe with a method, and the reason for the method if the recipe named none."""
     if recipe.method != UNNAMED:
         return recipe, None
     name, why = choose(len(recipe.experts))
@@ -281,7 +281,7 @@ def _with_method(recipe: Recipe) -> tuple[Recipe, str | None]:
 
 
 def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
-    """Return the recipe with the form of a merged adapter's file, where it leaves that open."""
+    """Return the recipe with the format of a merged adapter's file, if it left that open."""
     if recipe.output.format != "adapter" or recipe.output.names is not None:
         return recipe
     output = recipe.output.model_copy(update={"names": form_of(experts)})
@@ -304,7 +304,7 @@ def _global_passes(items: Sequence[WorkItem]) -> Iterator[PlannedPass]:
 
 
 def _step(together: Sequence[TensorPlan]) -> int | None:
-    """How many rows of a tensor are written together, by all plans; None: all of them."""
+    """Return the number of rows that all plans can write together; None: all rows."""
     steps = [tensor.form.rows_together for tensor in together]
     return None if None in steps else lcm(*filter(None, steps))
 
@@ -312,7 +312,7 @@ def _step(together: Sequence[TensorPlan]) -> int | None:
 def _row_ranges(
     draft: _Draft, tensor: TensorPlan, whole: bool, step: int | None
 ) -> Iterator[range | None]:
-    """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it."""
+    """Yield ranges of rows that can be processed separately, in multiples of `step` rows."""
     if step is None:
         yield range(tensor.output.shape[0]) if tensor.output.shape else None
         return
@@ -333,7 +333,7 @@ def _row_ranges(
 
 
 def _block_elements(draft: _Draft, tensor: TensorPlan) -> int:
-    """Elements of a block of rows; of many experts, or in float64, fewer: their updates stay small."""
+    """Return the number of elements in a block of rows; fewer for many experts or float64."""
     summed = draft.inputs.alone and draft.costs.summed(tensor)
     experts = 1 if summed else len(draft.inputs.models)
     width = max(1, experts) * draft.costs.itemsize
@@ -343,7 +343,7 @@ def _block_elements(draft: _Draft, tensor: TensorPlan) -> int:
 def _work_items(
     draft: _Draft, tensor: TensorPlan, ranges: Sequence[range | None]
 ) -> Iterator[WorkItem]:
-    """The work on a tensor; what as many rows take is found once, as a large model has 10⁵ items."""
+    """Yield a tensor's work items; costs are computed once per number of rows: there may be 10⁵ items."""
     known: dict[int, WorkItem] = {}
     for rows in ranges:
         alike = None if rows is None else known.get(len(rows))
@@ -357,7 +357,7 @@ def _work_items(
 
 
 def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkItem:
-    """The work on some rows: how many of them are merged together, and whether they are read twice."""
+    """Return the work item of some rows: how many are merged at once, and whether they are read twice."""
     merge, inputs, costs = tensor.merge, draft.inputs, draft.costs
     if merge is None:
         return costs.of_copy(tensor, rows)
@@ -377,10 +377,10 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
 
 
 def _rows_at_once(tensor: TensorPlan, action: Merge, shape: tuple[int, ...]) -> int | None:
-    """Rows of an elementwise merge that are worked on together; None: all of them."""
+    """Return the number of rows of an elementwise merge that are processed together; None: all rows."""
     method = action.procedure
     by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
-    # What a method says of its masks is of a whole item.
+    # A method's diagnostics of masks are those of a whole item.
     if not by_rows or not shape or action.writes_masks or not tensor.form.in_parts:
         return None
     return _rows_of_a_part(shape)
@@ -391,7 +391,7 @@ def _rows_of_a_part(shape: tuple[int, ...]) -> int:
 
 
 def _needs_tensor_pass(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor that must be known whole is read twice: smaller ones cost less memory than time."""
+    """Return whether a tensor needed whole is read twice; smaller ones are held, as memory is cheaper."""
     merge = tensor.merge
     return (
         merge is not None
@@ -408,5 +408,5 @@ def _needs_tensor_pass(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
 
 
 def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:
-    """Whether what becomes of a row depends on no other; a vector is one row."""
+    """Return whether a row's result depends on no other row; a vector is one row."""
     return unit == "element" or (unit == "row" and len(shape) > 1)

@@ -1,4 +1,4 @@
-"""What a work item takes: bytes that are read and written, memory, and floating-point operations."""
+"""The cost of a work item: bytes read and written, memory, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from covmerge.plan.planning.work import TensorPlan, WorkItem, experts_at_once, p
 
 @dataclass(frozen=True)
 class Costs:
-    """Makes the work items of a plan.
+    """A calculator that makes work items with their costs.
 
     Attributes:
         itemsize: bytes of a number in the dtype of the computation.
-        alone: no other plan runs over the same reading.
+        alone: whether no other plan shares the reading.
     """
 
     models: Mapping[str, Model]
@@ -32,7 +32,7 @@ class Costs:
     alone: bool
 
     def summed(self, tensor: TensorPlan) -> bool:
-        """Whether adapters are summed by their factors, so that no update is multiplied out by itself."""
+        """Return whether adapters are summed by their factors, without multiplying out single updates."""
         merge = tensor.merge
         if merge is None or not merge.procedure.is_linear_for(merge.parameters):
             return False
@@ -41,12 +41,12 @@ class Costs:
             for expert, operand in tensor.operands.items()
             if operand.tensor is not None
         ]
-        # A stack comes by the factors of each matrix, or of all; not of both kinds at once.
+        # A stack has factors of each matrix, other updates have one pair. They are not summed together.
         kinds = {None if factors is None else factors.stacked for factors in found}
         return len(kinds) == 1 and None not in kinds
 
     def of_copy(self, tensor: TensorPlan, rows: range | None) -> WorkItem:
-        """Return the work of copying some rows, and of comparing them where the copy is compared."""
+        """Return the work of copying rows, and of comparing them if the copy is compared."""
         numel = prod(shape_of(tensor, rows))
         compared = tensor.operation.compared
         read = _base_bytes(tensor, numel)
@@ -56,7 +56,7 @@ class Costs:
         return WorkItem(tensor, rows, read, write, workspace=space, flops=0.0)
 
     def of_factors(self, tensor: TensorPlan, rows: range | None) -> WorkItem:
-        """Return the work on factors: their bases, the method on the cores, and factors again."""
+        """Return the work on factors: orthonormal bases, the method on the cores, and new factors."""
         assert tensor.merge is not None
         numel = prod(shape_of(tensor, rows))
         operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
@@ -67,7 +67,7 @@ class Costs:
         sides = method.sides_for(given)
         core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
         cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
-        # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
+        # Factors, their bases and the merged factors; a QR of r columns takes 2dr² operations.
         factors = (d_out + d_in) * rank
         made = 4 * factors * self.itemsize + cost.workspace
         return WorkItem(
@@ -84,7 +84,7 @@ class Costs:
     def of_merge(
         self, tensor: TensorPlan, rows: range | None, at_once: int | None, *, tensor_pass: bool
     ) -> WorkItem:
-        """Return the work of merging some rows, `at_once` of them together; None: all."""
+        """Return the work of merging rows, `at_once` rows together; None: all rows."""
         merge, shape = tensor.merge, shape_of(tensor, rows)
         assert merge is not None
         numel = prod(shape)
@@ -92,9 +92,9 @@ class Costs:
         read = base + sum(experts.values())
         part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
         costs = self._of_matrices(tensor, merge, shape, part)
-        # Where the loss of half-precision steps is measured there is a second result.
+        # If the loss of half-precision steps is measured, there is a second result.
         twice = merge.half is not None and not tensor_pass
-        # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
+        # Fisher information is read for the same rows, a Gram matrix whole. Each is cast once.
         data = merge.procedure.data
         measured = sum(
             numel if data == "fisher" else self.statistics[expert].header(data, name).numel
@@ -123,7 +123,7 @@ class Costs:
     def _of_matrices(
         self, tensor: TensorPlan, merge: Merge, shape: tuple[int, ...], part: tuple[int, ...]
     ) -> list[Cost]:
-        """The method and the encoding, for each matrix; for a part of the rows where there are none."""
+        """Return costs of method and encoding for each matrix; without matrices, for a part of the rows."""
         if merge.layout is None:
             shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
         else:
@@ -135,16 +135,16 @@ class Costs:
         ]
 
     def _held(self, tensor: TensorPlan, merge: Merge, numel: int, *, twice: bool) -> int:
-        """Bytes of updates and merged update in the compute dtype, and of the base beside one of them."""
+        """Return the bytes of updates and merged update in the compute dtype, and of the base if needed."""
         method, count = merge.procedure, max(1, len(tensor.operands))
-        # Beside other plans a method that sees weights has the updates there too.
+        # Together with other plans, a method that uses weights holds the updates too.
         updates = 2 * count if method.sees == "weights" and not self.alone else count
         terms = 0
         if self.summed(tensor):
-            # The factors in the compute dtype are held by themselves, and side by side.
+            # The factors are held in the compute dtype twice: separately, and joined.
             terms = 2 * self._factor_elements(tensor)
             updates = 1 if self.alone else updates
-        # A second result is held with what the two differ by.
+        # A second result is held together with the difference between the two results.
         results = 2 + method.needs_base + (3 if twice else 0)
         return ((updates + results) * numel + terms) * self.itemsize
 
@@ -156,7 +156,7 @@ class Costs:
         )
 
     def _expert_bytes(self, tensor: TensorPlan, numel: int) -> dict[str, int]:
-        """Stored bytes of so many elements, by expert."""
+        """Return the stored bytes of `numel` elements, by expert."""
         return {
             expert: 0 if o.tensor is None else self.models[expert].stored_bytes(o.tensor, numel)
             for expert, o in tensor.operands.items()
@@ -174,7 +174,7 @@ def _base_bytes(tensor: TensorPlan, numel: int) -> int:
 
 
 def _of_tensor_pass(tensor: TensorPlan, merge: Merge, numel: int, merging: int) -> int:
-    """The workspace of a tensor pass, or of the merge after it, which takes `merging` and a mask."""
+    """Return the memory of a tensor pass, or of the merge after it if that needs more."""
     first_pass, count = merge.procedure.tensor_pass, max(1, len(tensor.operands))
     assert first_pass is not None
     entry_bytes = first_pass.entry_bytes(merge.parameters)
@@ -184,7 +184,7 @@ def _of_tensor_pass(tensor: TensorPlan, merge: Merge, numel: int, merging: int) 
 
 
 def _pass_bytes(merge: Merge, base: int, of_experts: Mapping[str, int]) -> int:
-    """Bytes that a tensor pass reads: of each expert by itself beside the base, or of all together."""
+    """Return the bytes that a tensor pass reads: each expert with the base in turn, or all together."""
     method, given = merge.procedure, merge.parameters
     assert method.tensor_pass is not None
     if method.tensor_pass.together:

@@ -1,4 +1,4 @@
-"""The statistics of the experts' data that a method needs: found for each tensor, or named."""
+"""Statistics of the experts' data that a method needs, found for each tensor."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check_statistics(
     experts: Mapping[str, Checkpoint],
     statistics: Statistics,
 ) -> None:
-    """Check that every method of a recipe has the files it needs, collected on these models.
+    """Check that every method of a recipe has the files that it needs, collected on these models.
 
     Raises:
-        RecipeError: an expert without a file, or a file that was collected in another way.
-        InputError: a file of another model.
+        RecipeError: an expert has no file, or files were collected by different protocols.
+        InputError: a file was collected on another model.
     """
     for method in _methods_of(recipe):
         name = method.name
@@ -54,12 +54,12 @@ def check_statistics(
     _check_protocols(statistics)
     for expert, checkpoint in experts.items():
         if expert in statistics:
-            checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
+            checkpoint.materialize()  # needed, as fine-tunes share headers
             statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
 
 
 def _check_protocols(statistics: Statistics) -> None:
-    """Refuse files of which some see the expert's own blocks, and others merged ones."""
+    """Raise if some files were collected with the expert's own blocks, and others with merged blocks."""
     files = list(statistics.values())
     for file in files[1:]:
         if file.about.protocol != files[0].about.protocol:
@@ -70,28 +70,28 @@ def _check_protocols(statistics: Statistics) -> None:
 
 
 def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
-    """The command that collects what a method needs of an expert."""
+    """Return the command that collects an expert's statistics for a method."""
     source = recipe.experts[expert].source
     return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
 
 
 def _as_collected(checkpoint: Checkpoint) -> Checkpoint:
-    """The model that statistics were collected on: with its own tokens, whatever the output's are."""
+    """Return the model that statistics were collected on, with its own tokens and not the output's."""
     return checkpoint.original if isinstance(checkpoint, Retokenized) else checkpoint
 
 
 def _methods_of(recipe: Recipe) -> list[Method]:
-    """The methods of a recipe and of its rules."""
+    """Return the methods of a recipe and of its rules."""
     names = [recipe.method, *(rule.method for rule in recipe.rules if rule.method)]
     return [registry.get(name) for name in dict.fromkeys(names)]
 
 
 def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
-    """Add to a tensor's plan the names of its statistics; without any it is averaged.
+    """Return a tensor's plan with the names of its statistics; if there are none, it is averaged.
 
     Raises:
-        TensorError: only some of the experts have statistics of it, they are of another shape, or
-            there are too few rows behind them.
+        TensorError: only some experts have statistics of the tensor, the statistics have another
+            shape, or they come from too few rows.
     """
     merge = tensor.merge
     if merge is None:
@@ -120,7 +120,7 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
 
 
 def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterator[str]:
-    """Say that experts have statistics which no method of the recipe uses."""
+    """Yield a note if experts have statistics that no method of the recipe uses."""
     measured = [e for e in recipe.experts if e in statistics]
     if measured and all(method.data == "none" for method in _methods_of(recipe)):
         users = ", ".join(
@@ -146,7 +146,7 @@ def _check(
                 f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "
                 f"tables, by {Hint('tensors', {'embeddings': 'average', 'output_head': 'average'})}"
             )
-        rows = tensor.operands[expert].rows  # a table may have fewer than the output's
+        rows = tensor.operands[expert].rows  # a table may have fewer rows than the output's
         wanted = tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])
         if shape != wanted:
             raise _wrong_shape(tensor, file, name, shape, wanted)

@@ -1,4 +1,4 @@
-"""What becomes of each tensor of the output: merged, copied or kept as a head, and from which experts."""
+"""The decision on each tensor of the output: merged, copied or kept as a head, with which experts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def plan_tensors(
     alignments: Mapping[str, Alignment],
     head_names: tuple[str, ...],
 ) -> Iterator[TensorPlan]:
-    """Say of each tensor that the base stores what becomes of it, and by which experts."""
+    """Yield the plan of each tensor that the base stores: its operation and its experts."""
     skip_missing = recipe.tensors.missing == "present"
     experts = list(recipe.experts)
     scales = scales_of_codes(base.headers)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
-            continue  # merged and written once, under the name it is tied to
+            continue  # merged and written once, under the name that it is tied to
         decision = rules.decide(header, info)
         action, rule = decision.action, decision.rule
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
         if len(experts) == 1 and action.merge:
-            # Further on than an expert's statistics a variance may be below 0.
+            # Beyond an expert's own statistics, a variance may become negative.
             if info.role is Role.BUFFER and any(weight > 1.0 for weight in weights.values()):
                 weights, rule = dict.fromkeys(weights, 1.0), f"{rule}, no further than the expert's"
             action, weights = _of_one(action.merge, weights, recipe)
@@ -63,7 +63,7 @@ def plan_tensors(
         if isinstance(action, Copy) and name in scales:
             scale = scales[name]
             of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
-            if of_scale.merge:  # whatever a rule says of the codes alone
+            if of_scale.merge:  # a rule for the codes alone does not change this
                 action = replace(action, compared=True, scale=scale)
         if isinstance(action, Copy) and action.compared:
             action, operands = _compared(action, header, operands, models)
@@ -87,10 +87,10 @@ def plan_tensors(
 
 
 def head_names_of(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str, ...]:
-    """Names in the base that belong to task heads.
+    """Return names in the base of tensors that belong to task heads.
 
-    Where one tensor of a head differs in shape between experts, its neighbours outside the backbone
-    belong to the same head even if their shapes agree (RoBERTa's classifier.dense).
+    If one tensor of a head has different shapes in different experts, its neighbours outside the
+    backbone belong to the same head even if their shapes agree (RoBERTa's classifier.dense).
     """
     differing = {name for alignment in alignments.values() for name in alignment.head_bases}
     if not differing:
@@ -103,7 +103,7 @@ def head_names_of(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str
 
 
 def check_without_base(tensors: Sequence[TensorPlan]) -> None:
-    """Refuse methods that merge updates of a base, where the recipe has none."""
+    """Raise if a method merges updates of a base and the recipe has no base."""
     for tensor in tensors:
         merge = tensor.merge
         if merge is None:
@@ -122,7 +122,7 @@ def _compared(
     operands: Mapping[str, Operand],
     models: Mapping[str, Model],
 ) -> tuple[Copy, dict[str, Operand]]:
-    """A copy that is held against the experts' tensors, and those of them that have the base's shape."""
+    """Return a copy compared with the experts' tensors, and the operands of the same shape."""
     shapes = {
         expert: models[expert].headers[name].shape
         for expert, operand in operands.items()
@@ -136,9 +136,9 @@ def _compared(
 def _of_one(
     merge: Merge, weights: Mapping[str, float], recipe: Recipe
 ) -> tuple[Merge, Mapping[str, float]]:
-    """The merge of an expert that is alone: its weight is the share of the merged update.
+    """Return the merge of a single expert, whose weight becomes the scale of the merged update.
 
-    Many methods divide by the sum of the weights, which would make it nothing.
+    Many methods divide by the sum of weights, so a single weight would have no effect.
     """
     weight = next(iter(weights.values()), 1.0)
     if weight in (0.0, 1.0):
@@ -165,7 +165,7 @@ def _for_experts(
     *,
     skip_missing: bool,
 ) -> tuple[Merge | Copy, str]:
-    """A merge of those experts that take part in a tensor; a copy where they are too few."""
+    """Return the merge for the experts that take part in a tensor, or a copy if there are too few."""
     method = registry.get(merge.method)
     if not operands:
         return Copy(), "base (all weights are 0)"

@@ -1,4 +1,4 @@
-"""How the result of a piece of work is encoded, and where it lies in the output."""
+"""Forms of results: how a work item's result is encoded, and its place in the output."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.linalg.masks import pack
 from covmerge.maths.linalg.stored import stored_as
 
-MODEL = ""  # the part of an output that its weights are
-STEM = "model"  # of the names of a module's files
+MODEL = ""  # the part of an output that has its weights
+STEM = "model"  # beginning of the names of a module's files
 
-# So many singular values of each layer are kept for the reader: enough to choose a rank by.
+# Number of singular values reported for each layer, enough to choose a rank by.
 _SPECTRUM = 256
-# What rounding and reading back a piece of a packed tensor takes, and a number of it.
+# Memory for rounding and reading back a piece of a packed tensor, and for each number of it.
 _PACKING = 64 * 2**20
 _OF_A_NUMBER = 32
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows of a stored tensor.
+    """The place of some rows of a stored tensor.
 
     Attributes:
-        part: the files that it lies in: `MODEL`, or the name of one file beside the weights, without
-            its suffix.
-        header: of the stored tensor.
-        rows: None for the whole.
+        part: the part of the output, and so the files: `MODEL`, or the name of a file beside the
+            weights, without its suffix.
+        header: header of the stored tensor.
+        rows: the rows; None: all of them.
     """
 
     part: str
@@ -49,23 +49,23 @@ class Place:
 
     @property
     def tensor(self) -> str:
-        """Its name there."""
+        """Name of the stored tensor."""
         return self.header.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows."""
+        """Number of bytes of these rows."""
         return self.header.nbytes if self.rows is None else self.header.nbytes_of(self.rows)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an item gave.
+    """The result of a work item.
 
     Attributes:
-        tensors: on the CPU, one for each of the item's places.
+        tensors: one tensor on the CPU for each of the item's places.
         stats: sizes and squared norms, which add up over the items of a tensor, and the method's
-            diagnostics, a matrix.
+            diagnostics for each matrix.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -74,13 +74,13 @@ class Result:
 
 @dataclass(frozen=True)
 class BaseRows:
-    """Rows of the base that an item is merged into, or copies.
+    """Rows of the base that an item copies, or merges updates into.
 
     Attributes:
-        rows: without content (on the meta device) where they were not read.
-        stored: what the base stores of them, where the form reads that.
-        output: the tensor in the output.
-        place: which rows they are.
+        rows: the rows; a tensor on the meta device, without content, if they were not read.
+        stored: the base's stored tensors for these rows, if the form uses them.
+        output: header of the tensor in the output.
+        place: which rows these are.
     """
 
     rows: Tensor
@@ -90,10 +90,10 @@ class BaseRows:
 
 
 class MergedRows(Protocol):
-    """Merged rows, which a form asks for in the way that it stores them.
+    """Merged rows, which a form requests in the way in which it stores them.
 
     Attributes:
-        facts: what was measured of them, which each of the methods adds to.
+        facts: measurements of the rows; each of the methods adds some.
     """
 
     facts: dict[str, Json]
@@ -111,28 +111,28 @@ class MergedRows(Protocol):
         ...
 
     def factors(self, rank: int) -> tuple[LowRank, Tensor]:
-        """Return ΔW ≈ BA of a rank in the stored orientation, and all singular values."""
+        """Return ΔW ≈ BA of the given rank in the stored orientation, and all singular values."""
         ...
 
     def mask(self, expert: str) -> Tensor:
-        """Return the entries that are an expert's."""
+        """Return the mask of an expert: which entries belong to it."""
         ...
 
     def failure(self, why: str) -> TensorError:
-        """Return the error of a result that is nothing to store."""
+        """Return an error for a result that cannot be stored."""
         ...
 
 
 class Form:
-    """An encoding. What is said here holds unless a form says something else.
+    """An encoding of results; its subclasses override some of these defaults.
 
     Attributes:
-        part: the part of the output that its weights are in; `MODEL` stands for the files of the tensor's
-            own module as well.
-        masks: the experts that have a mask of it.
-        format: the quantised format that it is packed in; "": it is plain.
-        holds_weights: whether it is W_0 + ΔW, and needs the base's rows.
-        in_parts: whether rows can be merged one after the other, and encoded at the end.
+        part: the part of the output that has the weights; `MODEL` also stands for the files of a
+            tensor's own module.
+        masks: the experts that have a mask of the tensor.
+        format: the quantised format that the tensor is packed in; "": it is plain.
+        holds_weights: whether the result is W_0 + ΔW, and so needs the base's rows.
+        in_parts: whether parts of the rows can be merged one after another, and encoded at the end.
     """
 
     part: str = MODEL
@@ -143,28 +143,28 @@ class Form:
 
     @property
     def rows_together(self) -> int | None:
-        """Rows that are written together; None: all of them."""
+        """Number of rows that must be written together; None: all rows."""
         return 1
 
     @property
     def adapted(self) -> AdaptedTensor | None:
-        """What an adapter updates of it."""
+        """The adapter's layer with factors, if the form is one."""
         return None
 
     @property
     def whole(self) -> WholeTensor | None:
-        """What an adapter holds whole of it."""
+        """The tensor that the adapter holds whole, if the form is one."""
         return None
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """Return where some rows of a tensor lie."""
+        """Return the places of some rows of a tensor."""
         raise NotImplementedError
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         """Return merged rows in this form.
 
         Raises:
-            TensorError: they are not finite, or do not fit the dtype that they are stored in.
+            TensorError: the rows are not finite, or exceed the range of the stored dtype.
         """
         raise NotImplementedError
 
@@ -173,40 +173,40 @@ class Form:
         raise NotImplementedError
 
     def completed(self, result: Result, base: BaseRows) -> Result:
-        """Return what all rows of an item become, after each part of them was encoded."""
+        """Return the final result of an item, after all parts of its rows were encoded."""
         del base
         return result
 
     def read_stored(
         self, read: Callable[[str, range | None], Tensor], rows: range | None
     ) -> tuple[Tensor, ...]:
-        """Return what the base stores of some rows, where it stores them in the same way."""
+        """Return the base's stored tensors for some rows, if the base stores the tensor in this form."""
         del read, rows
         return ()
 
     def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
-        """Return what a reader of the output makes of exact rows, in the dtype that it reads."""
+        """Return the values that a reader of the output gets for exact rows, in the reader's dtype."""
         del rows
         return exact.to(dtype)
 
     def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
-        """Return the work of encoding one matrix."""
+        """Return the cost of encoding one matrix."""
         del d_out, d_in, itemsize
         return Cost(0.0, 0)
 
     def workspace(self, elements: int, itemsize: int) -> int:
-        """Return bytes that encoding so many elements takes beside their merge."""
+        """Return the bytes needed to encode this many elements, in addition to merging them."""
         del elements, itemsize
         return 0
 
 
 @dataclass(frozen=True)
 class ModelTensor(Form):
-    """The weights W_0 + ΔW in the output dtype, and beside them mask bits.
+    """The weights W_0 + ΔW in the output dtype, with a mask for each of `masks`.
 
     Attributes:
         part: see `Form`.
-        masks: the experts that have a mask of it, an empty one where they have no part in it.
+        masks: the experts that have a mask of the tensor; it is empty if an expert takes no part in it.
     """
 
     part: str = MODEL
@@ -229,7 +229,7 @@ class ModelTensor(Form):
 
 @dataclass(frozen=True)
 class AdapterTensor(Form):
-    """The weights W_0 + ΔW, under each of the names by which an adapter holds them whole."""
+    """The weights W_0 + ΔW, stored under each of the names by which an adapter holds the tensor whole."""
 
     place: WholeTensor
     in_parts = False
@@ -281,12 +281,13 @@ class Unwritten(Form):
 
 @dataclass(frozen=True)
 class PackedTensor(Form):
-    """The weights W_0 + ΔW rounded to a quantised format, in the tensors that it is stored as.
+    """The weights W_0 + ΔW rounded to a quantised format, in the stored tensors of that format.
 
     Attributes:
-        packing: how.
-        as_base: whether the base stores it in the same way, so that rows that nothing changed are its own.
-        format: its name, for who reads of it.
+        packing: the packing of the format.
+        as_base: whether the base stores the tensor in the same way, so that unchanged rows are
+            copied from it.
+        format: name of the format, for readers.
     """
 
     packing: Packing
@@ -302,14 +303,15 @@ class PackedTensor(Form):
         return tuple(Place(MODEL, part.header, block) for part, block in held)
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
-        """See `Form.encode`; the exact rows, which `completed` packs together."""
+        """Return the exact rows, which `completed` packs together."""
         exact = rows.exact().cpu()
         return Result((exact,), {**rows.facts, "rounding": 0.0})
 
     def completed(self, result: Result, base: BaseRows) -> Result:
-        """Pack merged rows, rounded once, from the dtype of the computation.
+        """Pack merged rows, which are rounded once, from the dtype of the computation.
 
-        Rows that are the base's, to the bit, become what it stores of them, where that is the same layout.
+        Rows that equal the base's bit for bit become the base's stored rows, if the base has the
+        same layout.
         """
         (exact,) = result.tensors
         known = None if base.rows.is_meta else base.rows
@@ -339,7 +341,7 @@ class PackedTensor(Form):
         return torch.cat([read for _, read in self.packing.unpacked(parts, rows)]).to(dtype)
 
     def workspace(self, elements: int, itemsize: int) -> int:
-        """See `Form.workspace`; the exact rows, in float32 too, and a piece of them."""
+        """Return the bytes of the exact rows, of their copy in float32, and of a piece being packed."""
         single = torch.float32.itemsize
         exact = itemsize + (single if itemsize > single else 0)
         return elements * exact + min(_PACKING, elements * _OF_A_NUMBER)
@@ -347,7 +349,7 @@ class PackedTensor(Form):
     def _rounded(
         self, exact: Tensor, base: Tensor | None, output: TensorHeader, rows: range | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Json]]:
-        """Parts of some rows, and how far what a client reads is from the rows; sums, which add up."""
+        """Return packed parts of rows, and sums of the rounding error that a client of the output sees."""
         assert rows is not None, "scalars are not packed"
         try:
             parts = self.packing.quantise(exact.float())
@@ -376,11 +378,11 @@ class PackedTensor(Form):
 
 @dataclass(frozen=True)
 class AdapterFactors(Form):
-    """The update ΔW ≈ BA by its factors, as PEFT reads them.
+    """The update ΔW ≈ BA as factors, in the format that PEFT reads.
 
     Attributes:
-        place: what the adapter has of the tensor.
-        dtype: of the stored factors.
+        place: the layer of the adapter.
+        dtype: dtype of the stored factors.
     """
 
     place: AdaptedTensor
@@ -397,7 +399,7 @@ class AdapterFactors(Form):
         return None
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """See `Form.places`; factors are written whole."""
+        """Return the places of the factors, which are written whole."""
         return tuple(Place(MODEL, header) for header in self.place.headers(self.dtype))
 
     def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
@@ -430,7 +432,7 @@ class AdapterFactors(Form):
 
 
 def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
-    """Round to the dtype of the output."""
+    """Round a tensor to the dtype of the output, and raise if it overflows."""
     try:
         return stored_as(rows, output.dtype)
     except OverflowError as error:
@@ -441,29 +443,30 @@ def as_output(output: TensorHeader, rows: Tensor, what: str) -> Tensor:
 
 
 def module_part(output: TensorHeader) -> str:
-    """Return the part that a tensor of the model is in: its own files, or those of a module."""
+    """Return the part of the output for a tensor of the model: the model's own files or a module's."""
     return MODEL if output.module is None else f"{output.module.folder}/{STEM}"
 
 
 def mask_part(expert: str) -> str:
-    """Return the part that the masks of an expert are in."""
+    """Return the part of the output for an expert's masks."""
     return f"{MASKS_FOLDER}/{expert}"
 
 
 def head_part(expert: str) -> str:
-    """Return the part that the task head of an expert is in."""
+    """Return the part of the output for an expert's task head."""
     return f"{HEADS_FOLDER}/{expert}"
 
 
 def _rounding(exact: LowRank, rounded: LowRank) -> float:
-    """‖LR − L̃R̃‖²_F ≈ Σ_j σ_j (‖L_j − L̃_j‖² + ‖R_j − R̃_j‖²), where LᵀL = RRᵀ = diag(σ).
+    """Return ‖LR − L̃R̃‖²_F ≈ Σ_j σ_j (‖L_j − L̃_j‖² + ‖R_j − R̃_j‖²), where LᵀL = RRᵀ = diag(σ).
 
-    What is left out are products of errors that do not know of each other; a Gram matrix of all
-    would be a third of the work on a layer.
+    The sum omits products of independent errors. A Gram matrix of all errors would be exact, but
+    would cost a third of the work on a layer.
     """
     if rounded.left.dtype == exact.left.dtype:
         return 0.0
-    # In float64: squares of long factors overflow float32, though what is stored does not.
+    # In float64, because squares of long factors can overflow float32 although the stored values do
+    # not.
     exact, back = exact.to(torch.float64), rounded.to(torch.float64)
     sigma = exact.right.square().sum(dim=1)
     left = (exact.left - back.left).square().sum(dim=0)
@@ -472,9 +475,9 @@ def _rounding(exact: LowRank, rounded: LowRank) -> float:
 
 
 def _sums(weights: float, error: float, along: float | None) -> dict[str, Json]:
-    """What the statistics of an item have of its rounding.
+    """Return what an item's statistics say about its rounding.
 
-    ‖W̄‖², ‖Q(W̄) − W̄‖², and of an update ⟨Q(W̄) − W_0, W̄ − W_0⟩.
+    These are ‖W̄‖², ‖Q(W̄) − W̄‖², and for an update ⟨Q(W̄) − W_0, W̄ − W_0⟩.
     """
     found: dict[str, Json] = {"weights": weights, "error": error}
     return found if along is None else {**found, "along": along}

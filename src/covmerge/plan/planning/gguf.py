@@ -1,4 +1,4 @@
-"""A GGUF file as the output: the type of every tensor, and what of the base's file stays as it is."""
+"""Plans for a GGUF file as the output: the type of each tensor, and what is copied from the base's file."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from covmerge.plan.recipe import Output, Recipe
 
 GGUF = "gguf"
 _FULL = "F32"
-# Which llama.cpp leaves in float32 too.
+# llama.cpp leaves these in float32 too.
 _STAY = ("position_embd.weight", "token_types.weight")
 _ROUTERS = "ffn_gate_inp.weight"  # of every layer
 _FILE_TYPE = "general.file_type"
-_MOST_FIXED = 2**20  # bytes of a tensor that is no parameter: rotation frequencies, mostly
+_MOST_FIXED = 2**20  # bytes of a tensor that is no parameter, such as rotation frequencies
 
 
 def is_gguf(wanted: str, base: Checkpoint) -> bool:
-    """Whether the output is a GGUF file."""
+    """Return whether the output is a GGUF file."""
     return wanted.partition("-")[0] == GGUF or (wanted == SAME and _settings(base) is not None)
 
 
@@ -47,11 +47,11 @@ def _settings(base: Checkpoint) -> GgufSettings | None:
 
 
 def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Quantised:
-    """Give each tensor its type, as the recipe wants it.
+    """Return the tensors with the types that the recipe asks for.
 
     Raises:
-        RecipeError: the base is no GGUF file, or has types that `gguf` does not make.
-        CheckpointError: rows that are no whole number of blocks.
+        RecipeError: the base is no GGUF file, or has types that `gguf` cannot write.
+        CheckpointError: rows have no whole number of blocks.
     """
     wanted, keep = recipe.output.quantise, recipe.output.keep
     settings, quantisation = _settings(base), base.quantisation
@@ -95,10 +95,10 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
 def _kinds(
     wanted: str, names: Mapping[str, str], held: Mapping[str, str], matrices: set[str]
 ) -> Iterator[str]:
-    """The type of each tensor.
+    """Yield the type of each tensor.
 
-    By a type's name all matrices get it, but those that the base has in float32 beside others in fewer
-    bits, which llama.cpp or who made the file had a reason for.
+    If the recipe names a type, all matrices get it. Matrices in float32 stay so if the base has
+    others in fewer bits, because llama.cpp or the file's author had a reason for that.
     """
     all_full = all(held[name] == _FULL for name in matrices)
     for name, stored in names.items():
@@ -115,7 +115,7 @@ def _stays(name: str) -> bool:
 
 
 def own_or_higher(kind: str) -> str:
-    """Return a type, or the next one that is written in its place.
+    """Return a type if it can be written, else the next higher type that can.
 
     Example:
         >>> own_or_higher("Q8_0"), own_or_higher("Q4_K")
@@ -142,11 +142,11 @@ def _check_made(wanted: str, kinds: Mapping[str, str], source: str) -> None:
 def _check_stacks(
     stacks: Mapping[str, tuple[str, ...]], given: Mapping[str, tuple[str, str]]
 ) -> None:
-    """Refuse a stack of experts whose matrices would be of several types.
+    """Raise if the matrices of a stack of experts would have several types.
 
     Args:
         stacks: see `GgufHead`.
-        given: by stored name, the tensor's own name and its type.
+        given: for each stored name, the tensor's name and its type.
     """
     for stack, members in stacks.items():
         first, kind = given[members[0]]
@@ -159,7 +159,7 @@ def _check_stacks(
 
 
 def _plain_type(recipe: Recipe, base: Quantisation) -> str:
-    """The type of what `keep` names."""
+    """Return the type of tensors that `keep` names."""
     stored = recipe.output.dtype
     if stored != "base":
         return PLAIN_TYPES[getattr(torch, stored)]
@@ -167,9 +167,9 @@ def _plain_type(recipe: Recipe, base: Quantisation) -> str:
 
 
 def _dtype(recipe: Recipe, base: Checkpoint, packed: Quantisation, kinds: set[str]) -> torch.dtype:
-    """What the file will be read as: by the config.json that will lie beside it."""
+    """Return the dtype that the file will be read as, from the config.json that will be beside it."""
     config = {k: v for k, v in (packed.stored.config or {}).items() if k != QUANTISATION}
-    if not config:  # one is written, of what the base's file says
+    if not config:  # a config.json is written from the base file's metadata
         config = dict(base.config or {})
     stated = [k for k in DTYPE_KEYS if k in config]
     if stated and recipe.output.dtype != "base":
@@ -180,9 +180,10 @@ def _dtype(recipe: Recipe, base: Checkpoint, packed: Quantisation, kinds: set[st
 def _formed(
     tensor: TensorPlan, base: Quantisation, kind: str, held: str, dtype: torch.dtype
 ) -> TensorPlan | None:
-    """The tensor in its type; None: its rows are no whole blocks."""
+    """Return the tensor in the form of its type; None: its rows have no whole number of blocks."""
     output = replace(tensor.output, dtype=dtype)
-    # Measured in float32, in which llama.cpp reads it, and not in the dtype that transformers rounds to.
+    # Errors are measured in float32, as llama.cpp reads it, not in the dtype that transformers
+    # rounds to.
     packed = cast("Any", base.packed[tensor.name])
     packed = replace(packed, header=replace(output, dtype=torch.float32))
     packing = of_gguf(packed, kind, base.stored.headers[packed.stored[0]].shape)
@@ -209,7 +210,7 @@ def _head(settings: GgufSettings, base: Quantisation, types: Mapping[str, str]) 
 
 
 def _file_type(settings: GgufSettings, types: Mapping[str, str]) -> int:
-    """What GGUF calls a file by the type of most of its bytes."""
+    """Return GGUF's number for a file, by the type that has the most stored elements."""
     package: Any = importlib.import_module("gguf")
     sizes = Counter[str]()
     for name, header in settings.tensors.items():

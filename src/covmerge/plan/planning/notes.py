@@ -1,4 +1,4 @@
-"""What a user should know of a plan before it is carried out."""
+"""Notes on a plan for the user, given before it is carried out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
 
 
 def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
-    """Name the experts that were given a weight of which a method takes no notice."""
+    """Yield a note for experts whose weight a method ignores."""
     found: dict[str, dict[str, None]] = {}
     for tensor in tensors:
         merge = tensor.merge
@@ -67,7 +67,7 @@ def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
 
 
 def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
-    """Name the parameters that a method has for some families, where it is not known which this is."""
+    """Yield a note for parameters with defaults for some families, if the model's family is unknown."""
     if base.description.family is not None:
         return
     merges = [tensor.merge for tensor in tensors if tensor.merge is not None]
@@ -126,7 +126,7 @@ def _rule_meant(rule: Rule, tensors: Collection[tuple[str, Role]]) -> str:
 
 
 def _rebuilt(alignments: Mapping[str, Alignment]) -> Iterator[str]:
-    """Name buffers that the model makes again, once for all experts that have the same."""
+    """Yield a note on buffers that the model creates again, one for all experts with the same buffers."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, alignment in alignments.items():
         if alignment.rebuilt:
@@ -146,7 +146,7 @@ def _averaged_vocabulary(
     models: Mapping[str, Model],
     alignments: Mapping[str, Alignment],
 ) -> Iterator[str]:
-    """Name vocabulary matrices that some experts changed on purpose, and the method does not see."""
+    """Yield a note on embeddings that some experts changed on purpose but the method does not merge."""
     for setting, role in (("embeddings", Role.EMBEDDING), ("output_head", Role.OUTPUT)):
         for tensor in tensors:
             by_default = tensor.rule == f"average ({setting}: auto)"
@@ -164,7 +164,7 @@ def _averaged_vocabulary(
 
 
 def _of_base(tensors: Sequence[TensorPlan], base: Model, dtype: str) -> Iterator[str]:
-    """What to know of the base: how it was read, and tensors of an unusual kind."""
+    """Yield notes on how the base was read, and on tensors of unusual kinds."""
     yield from base.description.notes
     yield from base.checkpoint.notes
     order = base.checkpoint.order
@@ -199,7 +199,7 @@ def _of_base(tensors: Sequence[TensorPlan], base: Model, dtype: str) -> Iterator
 def _of_experts(
     base: Model, models: Mapping[str, Model], alignments: Mapping[str, Alignment]
 ) -> Iterator[str]:
-    """What to know of the experts: where they differ from the base, and what of them is left out."""
+    """Yield notes on how experts differ from the base, and on tensors that are left out."""
     for name, alignment in alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {

@@ -1,4 +1,4 @@
-"""Operands of a work item, and the operation on them."""
+"""The operands of a work item, and the operation on them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MERGED = "merged"
 
 
 def expert_key(name: str) -> str:
-    """Return the key of an expert among the sources of a run, and in reports."""
+    """Return an expert's key among the sources of a run and in reports."""
     return f"expert {name}"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of a source.
+    """A tensor of one source.
 
     Attributes:
         source: key of the source: `BASE`, `expert_key(name)`, or `MERGED`.
-        tensor: its name there; None: the source has none, and counts as unchanged.
-        rows: how many rows it has; row i stands for row i of the output. None: no rows are asked for.
-        weight: share of its update in the merge; 1 is neutral.
+        tensor: its name in the source; None: the source lacks it, and counts as unchanged.
+        rows: its number of rows, where row i stands for row i of the output. None: no limit is known.
+        weight: weight of its update in the merge; 1 is neutral.
     """
 
     source: str
@@ -37,7 +37,7 @@ class Operand:
     weight: float = 1.0
 
     def held(self, rows: range | None) -> range | None:
-        """Return those of some rows of the output that it has.
+        """Return the part of a range of the output's rows that the operand has.
 
         Example:
             >>> Operand(BASE, "embedding", rows=5).held(range(3, 8))
@@ -50,15 +50,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge a tensor by a method.
+    """Merging of a tensor by a method.
 
     Attributes:
-        method: registered name.
-        parameters: all of the method's parameters, resolved.
-        layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
+        method: the registered name.
+        parameters: the values of all the method's parameters.
+        layout: how the tensor contains `(d_out, d_in)` matrices; None: it is merged in its own shape.
         before: steps before the method.
         after: steps after it.
-        scale: what the merged update is multiplied by: the weight of an expert that is alone.
+        scale: factor of the merged update: the weight of a single expert.
     """
 
     method: str
@@ -73,27 +73,27 @@ class Merge:
 
     @property
     def merge(self) -> Merge:
-        """Itself."""
+        """This merge."""
         return self
 
     @property
     def procedure(self) -> Method:
-        """The method with the steps around it: what is run, and what it needs."""
+        """The method together with the steps around it."""
         return self.around(registry.get(self.method))
 
     def around(self, method: Method) -> Method:
-        """The steps around the method, or around what stands for it."""
+        """Return a method, or a substitute for it, with the steps around it."""
         return with_steps(method, self.before, self.after)
 
     @property
     def key(self) -> str:
-        """Method, parameters and steps: all tensors of one key share one global pass."""
+        """Method, parameters and steps as text; all tensors with the same key share one global pass."""
         used = [[use.name, dict(use.parameters)] for use in (*self.before, *self.after)]
         return json.dumps([self.method, dict(self.parameters), *used], sort_keys=True)
 
     @property
     def half(self) -> str | None:
-        """The half-precision dtype that each step of the method rounds to, where it has one."""
+        """The half-precision dtype to which each step of the method rounds, or None."""
         found: object = self.parameters.get("arithmetic")
         return str(found) if found in ("float16", "bfloat16") else None
 
@@ -104,21 +104,22 @@ class Merge:
 
     @property
     def writes_masks(self) -> bool:
-        """Whether the method gives a mask per expert beside the merged update."""
+        """Whether the method returns a mask for each expert in addition to the merged update."""
         return registry.get(self.method).writes_masks
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Take the base operand as it is.
+    """Copying of the base's tensor.
 
-    Each operation says whether it `copies`, whether it is `compared`, and which `merge` it does or counts
-    for, if any.
+    Each operation tells whether it `copies`, whether it is `compared`, and which `merge` it does or
+    prepares, if any.
 
     Attributes:
-        compared: whether the experts' tensors are read too, and held against the base's.
-        reshaped: experts that have it in another shape.
-        scale: a floating-point tensor that is merged, and that scales this one's codes; "" where none does.
+        compared: whether the experts' tensors are read too, and compared with the base's.
+        reshaped: experts whose tensor has another shape.
+        scale: name of the merged floating-point tensor that scales this tensor's codes; "": there
+            is none.
     """
 
     compared: bool = False
@@ -131,11 +132,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Count:
-    """Count magnitudes for the global pass of a merge: a reduction, which writes nothing.
+    """Counting of magnitudes for the global pass of a merge: a reduction, which writes nothing.
 
     Attributes:
-        merge: what the global pass is for.
-        plan: which of the plans that run together asks for it.
+        merge: the merge that needs the global pass.
+        plan: the number of that merge's plan among those that run together.
     """
 
     merge: Merge
@@ -147,15 +148,15 @@ class Count:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Measure updates, and a merged model; nothing is merged.
+    """Measuring of updates and of a merged model; nothing is merged.
 
     Attributes:
         merged: the merged model's tensor; None: there is no such model.
-        spectra: whether singular values are taken, which is most of the work.
-        redo: a merge to do again where they are, to show its spectrum beside the merged model's.
-        attempt: a merge to try where they are, for its diagnostics.
-        quadratics: whether it is measured what any weighted sum of the updates would keep of each.
-        experts: all that are measured; one that has no part in the tensor has an update of zero there.
+        spectra: whether singular values are computed, which is most of the work.
+        redo: a merge to repeat for the updates, to show its spectrum beside the merged model's.
+        attempt: a merge to try on the updates, for its diagnostics.
+        quadratics: whether to measure what any weighted sum of the updates would keep of each update.
+        experts: all experts that are measured; an expert without this tensor has an update of zero there.
     """
 
     merged: Operand | None = None

@@ -1,4 +1,4 @@
-"""Which tensors of a model are stored packed, how, and what config.json says of it."""
+"""Decisions on a quantised output: which tensors are packed, how, and config.json's settings."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
 _GPT_OSS = "gpt_oss"
-# A head tied to the embedding is no stored tensor, and is a layer that a list must name all the same.
+# A head tied to the embedding is not stored, but a list of plain layers must name it.
 _TIED_HEAD = "lm_head"
-_OF_EXPERTS = "fp8-block"  # in which transformers loads experts that are stored one by one
+_OF_EXPERTS = "fp8-block"  # transformers loads experts stored separately only in this format
 
 
 def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
-    """Say which tensors are packed, as the recipe wants it.
+    """Return the tensors with those packed that the recipe asks for.
 
     Raises:
-        RecipeError: the base, the method or the layers are nothing that can be packed this way.
-        CheckpointError: a layer's sizes do not allow it.
+        RecipeError: the base, the method or the layers cannot be packed this way.
+        CheckpointError: a layer's sizes do not fit the format.
     """
     wanted, keep = recipe.output.quantise, recipe.output.keep
     if wanted == "none":
@@ -65,7 +65,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
             f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "
             "folder of a whole model as base"
         )
-    # As it is read of the base, each tensor of bitsandbytes' 4 bits in a dtype of its own; else by config.
+    # `None` keeps the base's dtypes: bitsandbytes' 4-bit tensors each have one. Otherwise
+    # config.json's is used.
     as_there = wanted == SAME and recipe.output.dtype == "base"
     dtype = None if as_there else _read_as(recipe, base.config)
     same = _as_base(base) if wanted == SAME else None
@@ -90,7 +91,7 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
 
 
 def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
-    """What packed weights are read as: the dtype that config.json will state."""
+    """Return the dtype that packed weights are read as: the one that config.json will state."""
     stated = [key for key in DTYPE_KEYS if key in config]
     if recipe.output.dtype == "base" or not stated:
         return dtype_of(config)
@@ -98,7 +99,7 @@ def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _as_base(base: Checkpoint) -> Quantisation:
-    """How the base stores its tensors packed."""
+    """Return the base's quantised form, or raise if it cannot be written."""
     stored = base.quantisation
     if stored is None:
         raise RecipeError(
@@ -120,7 +121,7 @@ def _as_base(base: Checkpoint) -> Quantisation:
 
 
 def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> set[str]:
-    """Tensors that a format packs: those that the base has packed, else the weights of linear layers."""
+    """Return names of tensors that a format packs: of those packed in the base, or of linear layers."""
     packable = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
     if base.quantisation is not None:
         packable &= set(base.quantisation.packed)
@@ -138,7 +139,7 @@ def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> se
 
 
 def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
-    if tensor.output.module is not None:  # its own library reads it plain
+    if tensor.output.module is not None:  # the module's own library reads it plain
         return False
     if wanted == "mxfp4":
         return (
@@ -156,7 +157,7 @@ def _is_linear(tensor: TensorPlan) -> bool:
 
 
 def _is_an_expert(tensor: TensorPlan) -> bool:
-    """Whether transformers puts it together with others on loading."""
+    """Return whether transformers joins a tensor with others on loading."""
     return tensor.name.endswith(".weight") and not tensor.info.parameter.endswith(".weight")
 
 
@@ -167,16 +168,16 @@ def _packed(
     same: Quantisation | None,
     dtype: torch.dtype | None,
 ) -> TensorPlan:
-    """The tensor with the form that it is packed in."""
+    """Return the tensor with its packed form."""
     output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
     packing = LAYOUTS[wanted].packing(output) if same is None else as_stored(same, output)
-    assert packing is not None  # _check_sizes
+    assert packing is not None  # checked by _check_sizes
     as_base = same is not None and output == base.headers[tensor.name]
     return replace(tensor, output=output, form=PackedTensor(packing, as_base, wanted))
 
 
 def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
-    """Refuse matrices whose sizes a format does not pack, all of them at once."""
+    """Raise if a format cannot pack matrices of some sizes; the message names all such tensors."""
     layout = LAYOUTS[wanted]
     unfit = [header for header in headers if layout.packing(header) is None]
     if unfit:
@@ -187,7 +188,7 @@ def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
 
 
 def _check_experts(packed: Sequence[TensorPlan], plain: Sequence[TensorPlan]) -> None:
-    """Refuse modules of experts that would be half packed: transformers makes one module of them."""
+    """Raise if experts that transformers joins into one module would be partly packed."""
     modules = {
         tensor.info.parameter.rpartition(".")[0]: tensor.name
         for tensor in packed
@@ -209,13 +210,13 @@ def _settings(
     packed: Sequence[TensorPlan],
     by_keep: set[str],
 ) -> dict[str, Any]:
-    """What config.json says: every linear layer that is plain is named."""
+    """Return config.json's settings, which name every linear layer that is plain."""
     if same is not None:
         stated = same.settings
         plain = [tensor for tensor in tensors if tensor.name in by_keep]
         if not plain:
             return {**stated}
-        # A list that a config has not got means defaults, which are no more once it has one.
+        # A missing list in the config means defaults, which no longer hold once the list exists.
         heads = [tensor for tensor in tensors if tensor.info.role is Role.OUTPUT]
         return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
     names = {tensor.name for tensor in packed}
@@ -276,7 +277,7 @@ def _notes(
 
 
 def _check_pattern(pattern: str, names: Sequence[str]) -> None:
-    """Refuse a pattern of no tensor: what it was to keep would be rounded, which cannot be undone."""
+    """Raise if a pattern matches no tensor: what it should keep would be rounded irreversibly."""
     if any(fnmatchcase(name, pattern) for name in names):
         return
     raise RecipeError(

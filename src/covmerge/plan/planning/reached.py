@@ -1,4 +1,4 @@
-"""Whether what an expert stores reaches the output, whatever the recipe lets pass."""
+"""A check that the tensors of an expert reach the output, even if the recipe allows their loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from covmerge.files.checkpoints.beside import modules_of
 from covmerge.files.tensors.describe import ModelDescription
 
 _LAYERS = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
-_LEAST = 0.5  # share of an expert's parameters that must have a place in the output
-_CHANCE = 4  # so many tensors do not have the shapes of others by chance
+_LEAST = 0.5  # least share of an expert's parameters that must have a place in the output
+_CHANCE = 4  # number of tensors that do not share the shapes of others by chance
 _SHOWN = 3
-_DIRECTION = re.compile(r"direction\.\d+")  # of llama.cpp's control vectors
+_DIRECTION = re.compile(r"direction\.\d+")  # name in llama.cpp's control vectors
 
 
 def check_reached(
@@ -34,22 +34,24 @@ def check_reached(
     lost: Collection[str],
     missing: Collection[str],
 ) -> None:
-    """Refuse an expert of whose updates the output would have next to nothing.
+    """Raise if the output would contain almost nothing of an expert's updates.
 
     Args:
         base: the base.
-        described: what the base's tensors are.
-        expert_name: of the expert.
+        described: description of the base's tensors.
+        expert_name: name of the expert.
         expert: its checkpoint.
-        sizes: how many numbers the expert stores of each tensor, of those that count.
-        placed: the expert's name by that of the base's tensor that it is merged with, or kept beside.
-        lost: names in the expert of what no tensor of the base takes up.
-        missing: the base's names that the expert lacks.
+        sizes: for each of the expert's tensors that count, the number of its stored numbers.
+        placed: by the base's name, the expert's tensor that it is merged with, or that is kept
+            beside it.
+        lost: the expert's names of tensors that have no counterpart in the base.
+        missing: the base's names of tensors that the expert lacks.
 
     Raises:
-        TensorError: less than half of its parameters have a place in the base, or of the base's in a full
-            expert, or none of its layers has; or what it lacks may be what is left out, under another name.
-            No setting allows that except rules that name what is left out.
+        TensorError: less than half of the expert's parameters have a place in the base; or, for a
+            full model, less than half of the base's are in the expert; or none of its layers has a
+            place; or tensors that it lacks may be lost ones under other names. Only rules that name
+            the lost tensors allow this.
     """
     if not lost:
         return
@@ -93,7 +95,7 @@ def _said_of(renamed: Sequence[str]) -> str:
 
 
 def _way_out(lost: Collection[str], whole: bool, nearly_the_base: bool) -> str:
-    """Say what to do, where all of the base would be merged with the expert, and where it would not."""
+    """Return advice, which depends on whether the whole base would be merged with the expert."""
     rename = (
         "Rename the expert's tensors to the base's names, or pass the base that it was trained from"
     )
@@ -119,9 +121,9 @@ def _way_out(lost: Collection[str], whole: bool, nearly_the_base: bool) -> str:
 def _renamed(
     base: Checkpoint, missing: Collection[str], expert: Checkpoint, lost: Collection[str]
 ) -> list[str]:
-    """What the expert lacks and may have under another name: half of it at least, or nothing.
+    """Return missing tensors that may be lost ones under other names, if they are half or more, else none.
 
-    One of few shapes agrees with a stranger's by chance, so a few must have names that agree in part.
+    A few shapes may agree by chance, so a few tensors must have similar names too.
     """
     by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in lost:
@@ -136,7 +138,7 @@ def _renamed(
 
 
 def _are_near(one: str, other: str) -> bool:
-    """Whether two names agree, from their beginning and from their end, in half of their parts.
+    """Return whether two names agree, from the beginning and from the end, in half of their parts.
 
     Example:
         >>> _are_near("norm.weight", "norm.gamma"), _are_near("final.norm.weight", "other.scale.weight")

@@ -1,4 +1,4 @@
-"""Role defaults and the recipe's rules, resolved to one action a tensor."""
+"""The recipe's rules and the defaults of roles, resolved to one action for each tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a tensor, and the rule that says so."""
+    """The action for a tensor, and the rule that determined it."""
 
     action: Merge | Copy
     rule: str
@@ -51,7 +51,7 @@ class _Way:
         return Merge(self.method.name, parameters, layout, self.before, self.after)
 
     def without_matrices(self) -> _Way:
-        """The same without the steps that need matrices."""
+        """Return the same method without the steps that need matrices."""
         before, after = (
             tuple(use for use in steps if use.step.unit != "matrix")
             for steps in (self.before, self.after)
@@ -60,15 +60,15 @@ class _Way:
 
 
 class Rules:
-    """The recipe's rules over the defaults of each role."""
+    """The recipe's rules, which override the defaults of each role."""
 
     def __init__(self, recipe: Recipe, family: str | None, names: Iterable[str]) -> None:
-        """Resolve the parameters of every method and step the recipe names.
+        """Resolve the parameters of every method and step that the recipe names.
 
         Args:
-            recipe: whose rules they are.
-            family: model family, which decides defaults.
-            names: of the output's tensors, which tell how deep each lies.
+            recipe: the recipe with the rules.
+            family: model family, on which defaults depend.
+            names: names of the output's tensors, which determine depths.
 
         Raises:
             RecipeError: an unknown method, step or parameter, or a value out of range.
@@ -83,12 +83,12 @@ class Rules:
             Settings(self._way.method, piece.parameters, family).check()
 
     def chosen_use(self, name: str, role: Role) -> str | None:
-        """Return `use` of the first matching rule, if it has one."""
+        """Return `use` of the first matching rule, or None."""
         rule = self._first_match(name, role)
         return rule.use if rule else None
 
     def decide(self, header: TensorHeader, info: TensorInfo) -> Decision:
-        """Return the action for one tensor of the base."""
+        """Return the action for one of the base's tensors."""
         kept = self.layers.of_base(header.name)
         if kept is not None:
             return Decision(Copy(), f"base ({kept} of the mixture)")
@@ -111,12 +111,12 @@ class Rules:
         return self._merge(self._way, header, info, reason=setting)
 
     def weight(self, expert: str, name: str) -> float:
-        """Return the weight of an expert in one tensor of the output; 0: it has no part in it."""
+        """Return the weight of an expert in a tensor of the output; 0: it takes no part."""
         weight = value_at(self._recipe.experts[expert].weight, name, self.layers.depth(name))
         return 1.0 if weight is UNSAID else float(weight)
 
     def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
-        """Return how a tensor holds the matrices of layers, oriented; None where it does not."""
+        """Return how a tensor contains the oriented matrices of layers; None: it contains none."""
         kernels = self._recipe.tensors.convolutions == "method"
         if info.role not in _MATRICES and not (info.role is Role.CONV and kernels):
             return None
@@ -126,7 +126,7 @@ class Rules:
         return replace(info.layout, parts=info.parts) if split else info.layout
 
     def _setting(self, role: Role) -> tuple[str, str]:
-        """Name and value of what decides a role: a setting of the recipe, or the role itself."""
+        """Return name and value of the setting that decides on a role; without one, the role's name."""
         tensors = self._recipe.tensors
         settings = {
             Role.EMBEDDING: ("embeddings", tensors.embeddings),
@@ -155,13 +155,13 @@ class Rules:
         return self._merge(self._way_of(rule), header, info, reason=text)
 
     def _way_of(self, rule: Rule) -> _Way:
-        """Return a rule's method, parameters and steps; without a name, the recipe's."""
+        """Return a rule's method, parameters and steps; if it names no method, the recipe's."""
         return self._way if rule.method is None else self._resolved(rule.method, rule)
 
     def _resolved(self, name: str, given: Recipe | Rule) -> _Way:
         method = registry.get(name)
         before, after = steps_around(given.before, given.after)
-        with_steps(method, before, after)  # those that do not go with the method are refused
+        with_steps(method, before, after)  # raises if steps do not fit the method
         settings = Settings(method, given.parameters, self._family)
         settings.check()
         return _Way(settings, before, after)
@@ -202,7 +202,7 @@ class Rules:
         return Decision(way.merge(layout, parameters), text)
 
     def _parameters(self, way: _Way, name: str) -> Mapping[str, Any]:
-        """Return the parameters of a way for one tensor; only those of the recipe's differ by slice."""
+        """Return a method's parameters for a tensor; slices change only those of the recipe's method."""
         settings = way.settings
         if settings is self._way.settings:
             given = self.layers.parameters(name, settings.given)

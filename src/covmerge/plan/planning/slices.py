@@ -1,4 +1,4 @@
-"""The slices of a recipe: views of its sources, and where in which slice a tensor lies."""
+"""The slices of a recipe: views of its sources, and the slice and depth of each tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from covmerge.plan.recipe import Mixture, Slice
 
 
 def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a source as it looks to a plan of these slices; itself without slices.
+    """Return a source's view for a plan of these slices, or the source if there are none.
 
     Raises:
-        InputError: an adapter, or a model without these layers.
+        InputError: the source is an adapter, or a model without these layers.
     """
     if not slices:
         return checkpoint
@@ -31,7 +31,7 @@ def stacked(slices: Sequence[Slice], expert: str | None, checkpoint: Checkpoint)
 
 
 class Layers:
-    """Where the tensors of an output lie: how deep, and in which slice."""
+    """The depth and the slice of each tensor of an output."""
 
     def __init__(
         self, slices: Sequence[Slice], names: Iterable[str], moe: Mixture | None = None
@@ -43,7 +43,7 @@ class Layers:
         self._depths = {} if slices else relative_depths(names)
 
     def depth(self, name: str) -> float:
-        """How deep the layer of a tensor lies, from 0 to 1, in its slice or in the model; 0 outside."""
+        """Return a tensor's relative depth, 0 to 1, in its slice or in the model; 0 outside of layers."""
         if not self._slices:
             return self._depths[name]
         layer = layer_name(name)
@@ -62,25 +62,25 @@ class Layers:
         return list(self._slice(name).experts if self._slices else experts)
 
     def of_expert(self, name: str) -> bool:
-        """Whether a tensor of a mixture is part of one expert's MLP, as it is."""
+        """Return whether a mixture's tensor is copied from the MLP of one expert."""
         return self._index(name) is not None
 
     def of_base(self, name: str) -> str | None:
-        """What of the mixture that the experts become is made with the base, not merged; None: no such."""
+        """Return what a mixture's tensor is if it is created with the base, such as "a router", or None."""
         if self._mixture is None or self._index(name) is not None:
             return None
         shared = self._mixture.index(name) == SHARED
         return "the shared expert" if shared else self._mixture.of_base(name)
 
     def _index(self, name: str) -> int | None:
-        """The number of the expert whose MLP a tensor is part of, SHARED among them; None: of none's."""
+        """Return the number of the expert that has a tensor in its MLP, SHARED included, or None."""
         if self._mixture is None or self._moe is None:
             return None
         index = self._mixture.index(name)
         return None if index == SHARED and self._moe.shared is None else index
 
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""
+        """Return a tensor's parameters of the recipe's method: its slice's, which override the recipe's."""
         return {**given, **self._slice(name).parameters} if self._slices else given
 
     def _slice(self, name: str) -> Slice:

@@ -1,7 +1,7 @@
-"""Who holds which of the tensors that a config ties, decided before anything is planned.
+"""Decisions on tied tensors, made before anything is planned.
 
-Where every expert changes tied tensors alike, they stay one tensor. Where some expert does not, the base
-is seen untied (`Untied`): each of them is a tensor of its own, in the plan as in the output.
+If every expert changes tied tensors alike, they stay one tensor. If some expert does not, the base
+is viewed untied (`Untied`): each of them is a separate tensor in the plan and in the output.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from covmerge.files.tensors.shown import TIED, Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
 from covmerge.plan.vocabulary.rows import rows_of
 
-# They scale what the head is given where `tie_word_embeddings` is true, by d_model ** -0.5: the key says
-# more than that two tensors are one.
+# Where `tie_word_embeddings` is true, these models also scale the head's inputs by d_model ** -0.5.
+# So the key means more than that two tensors are one.
 _SCALED_WHERE_TIED = ("t5", "longt5", "pop2piano", "switch_transformers", "udop", "umt5")
 
 
 def with_ties_undone(
     sources: Mapping[str | None, Checkpoint], form: Literal["model", "adapter"]
 ) -> dict[str | None, Checkpoint]:
-    """Return the sources with the base, or the first of them, untied if some expert needs that.
+    """Return the sources, with the base (or the first source) untied if some expert needs that.
 
     Args:
-        sources: the base, whose key is None, if there is one; then the experts.
-        form: of the output. PEFT has no tied factors that all of its releases load: in an adapter each
-            tensor gets its own.
+        sources: the base, under the key None, if there is one; then the experts.
+        form: format of the output. Not all releases of PEFT load tied factors, so in an adapter
+            each tensor has its own factors.
 
     Raises:
-        InputError: a model whose config says that its head is its own, and which stores none; or a model
-            that cannot be stored untied.
+        InputError: a model's config says that its head is untied, and no head is stored; or a model
+            cannot be stored untied.
     """
     first = next(iter(sources))
     adapters = {k: source for k, source in sources.items() if isinstance(source, AdapterCheckpoint)}
@@ -111,10 +111,10 @@ def _view(base: Model, *notes: str) -> Untied:
 
 
 def _as_untied(base: Model, expert: Model) -> Checkpoint:
-    """Return a full expert that stores what the base ties; often it is the same.
+    """Return a full expert with the tensors that the base ties stored separately; often it is unchanged.
 
-    Of one that ties it too, slices may take the one tensor and not the other, and tokens that it lacks have
-    rows of their own in each.
+    This also holds for an expert that ties them: slices may take only one of the tensors, and
+    tokens that it lacks have different rows in each.
     """
     prefixes = [*base.prefixes, *expert.prefixes]
     copies: dict[str, str] = {}
@@ -132,7 +132,7 @@ def _changed_apart(
     experts: Sequence[str | None],
     form: Literal["model", "adapter"],
 ) -> tuple[str | None, tuple[str, str]] | None:
-    """The first expert that does not make the same of two tensors that the base ties, and these."""
+    """Return the first expert that changes two tied tensors differently, with their names, or None."""
     for key in experts:
         if key in adapters:
             apart = _held_apart(base, adapters[key], form)
@@ -161,7 +161,7 @@ def _check_head(key: str | None, model: Model) -> None:
 def _check_unknown_ties(
     base: Model, experts: Mapping[str | None, Checkpoint], adapters: Container[str | None]
 ) -> None:
-    """Refuse experts that change tied tensors, where nobody knows which tensors these are."""
+    """Raise if an expert may change tied tensors and it is unknown which tensors are tied."""
     config = base.checkpoint.config or {}
     if not any(part.get(TIED) is True for _, part in language_parts(config)):
         return
@@ -182,7 +182,7 @@ def _check_unknown_ties(
 
 
 def _groups(base: Model) -> dict[str, list[str]]:
-    """Each tensor that others are tied to, with all names of the group."""
+    """Return the names of each group of tied tensors, by the tensor that the others are tied to."""
     groups: dict[str, list[str]] = {}
     for name, target in base.description.tied.items():
         groups.setdefault(target, [target]).append(name)
@@ -190,13 +190,13 @@ def _groups(base: Model) -> dict[str, list[str]]:
 
 
 def _stored_apart(base: Model, expert: Model) -> tuple[str, str] | None:
-    """Two tensors that the base ties and a full model has apart."""
+    """Return two tensors that the base ties and a full model stores with different values, or None."""
     prefixes = [*base.prefixes, *expert.prefixes]
     for name, target in base.description.tied.items():
         one, other = (_stands_for(expert, tied_name, prefixes) for tied_name in (name, target))
         if one is None or other is None or one == other:
             continue
-        if expert.description.source == "names":  # no config says it: copies of one tensor are one
+        if expert.description.source == "names":  # without a config, equal copies are tied
             expert.checkpoint.materialize()
             if same_values(expert.checkpoint, one, other):
                 continue
@@ -205,7 +205,7 @@ def _stored_apart(base: Model, expert: Model) -> tuple[str, str] | None:
 
 
 def _stands_for(expert: Model, name: str, prefixes: Sequence[str]) -> str | None:
-    """The stored tensor of an expert that is the base's of this name, by the expert's own ties."""
+    """Return the expert's stored tensor for one of the base's, with regard to the expert's own ties."""
     tied = expert.description.tied
     found = find_name(name, prefixes, expert.headers)
     if found is None:
@@ -216,10 +216,10 @@ def _stands_for(expert: Model, name: str, prefixes: Sequence[str]) -> str | None
 def _held_apart(
     base: Model, adapter: AdapterCheckpoint, form: Literal["model", "adapter"]
 ) -> tuple[str, str] | None:
-    """Two tensors that the base ties and an adapter changes otherwise than alike."""
+    """Return two tensors that the base ties and an adapter changes differently, or None."""
     for target, names in _groups(base).items():
         held = {name: key for name in names if (key := _held_as(base, name, adapter)) is not None}
-        # PEFT trains biases in place (`bias`), where they stay one.
+        # PEFT trains biases in place (`bias`), so tied biases stay one tensor.
         in_place = adapter.adapter_config.get("bias") not in (None, "none")
         if not held or (len(held) == 1 and in_place and next(iter(held)).endswith(".bias")):
             continue
@@ -248,7 +248,7 @@ def _held_apart(
 
 
 def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
-    """What an adapter calls a tensor of the base; None if it leaves it as it is."""
+    """Return the adapter's name for one of the base's tensors; None: the adapter does not change it."""
     info = base.description.tensors.get(name)
     names = [name] if info is None else [name, info.parameter]
     shapes = _shapes(adapter)
@@ -262,7 +262,7 @@ def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
-    """Whether an adapter makes the same of two tensors that were equal."""
+    """Return whether an adapter changes two equal tensors alike."""
     adapter.materialize()
     if one in adapter.headers and other in adapter.headers:
         return same_values(adapter, one, other)

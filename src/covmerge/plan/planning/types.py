@@ -1,4 +1,4 @@
-"""The plan as data."""
+"""The plan as data classes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from covmerge.plan.planning.operations import Count, Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.plan.recipe import Recipe, dump_recipe
 
-# Passes that an exact selection takes (`covmerge.maths.linalg.select`), and with a good guess, by compute
-# dtype.
+# By compute dtype: the number of passes of an exact selection (`covmerge.maths.linalg.select`), and
+# the number that is left after a good guess.
 _PASSES = {"float32": (2, 1), "float64": (4, 3)}
-# A guess comes from this share of the entries, in global passes over so many that passes take time.
+# The guess uses this share of the entries, in global passes over enough entries to be slow.
 _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """What must be known of all tensors of a method before the first is merged.
+    """A pass over all tensors of a method, needed before the first is merged.
 
     Attributes:
-        merge: one of the actions it is for; all of them have its key.
+        merge: one of the merges that need the pass; all of them have its key.
         density: share of each expert's entries that is kept.
-        items: the work that counts, on the rows of the items that merge.
+        items: the items that count, on the same rows as the items that merge.
     """
 
     merge: Merge
@@ -48,9 +48,9 @@ class PlannedPass:
 
     @cached_property
     def sample(self) -> tuple[WorkItem, ...]:
-        """Leading rows of every item, which tell nearly what all of them will tell.
+        """Leading rows of every item, from which the thresholds can nearly be told.
 
-        None where the method must see whole matrices, or all of them are soon read.
+        It is empty if the method needs whole matrices, or if all entries can be read quickly.
         """
         elements = sum(prod(item.shape) for item in self.items)
         if self.merge.layout is not None or elements < _LEAST_SAMPLED:
@@ -59,14 +59,14 @@ class PlannedPass:
 
     @cached_property
     def experts(self) -> tuple[str, ...]:
-        """Whose entries are ranked."""
+        """The experts whose entries are ranked."""
         return tuple(dict.fromkeys(e for item in self.items for e in item.tensor.operands))
 
     @staticmethod
     def counting(items: Iterable[WorkItem], plan: int = 0) -> Iterator[WorkItem]:
-        """Yield the work of counting what items merge, for one of the plans that run together."""
+        """Yield items that count the entries of given items, for one of the plans that run together."""
         tensor: TensorPlan | None = None
-        counted: TensorPlan | None = None  # once for all rows of a tensor, which are neighbours
+        counted: TensorPlan | None = None  # one plan for all rows of a tensor, which are neighbours
         for item in items:
             operation = item.tensor.operation
             if isinstance(operation, Count) and operation.plan == plan:
@@ -79,7 +79,7 @@ class PlannedPass:
             yield replace(item, tensor=counted, write_bytes=0)
 
     def passes(self, dtype: str) -> tuple[int, int]:
-        """Return how often the sample is read, and then the items, if the guess is good."""
+        """Return the number of readings of the sample and then of the items, if the guess is good."""
         usual, guessed = _PASSES[dtype]
         return (usual, guessed) if self.sample else (0, usual)
 
@@ -103,25 +103,25 @@ class Quantised:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Everything decided before the first tensor is read.
+    """All decisions made before the first tensor is read.
 
     Attributes:
-        recipe: the recipe with all defaults, and a method.
-        tensors: the output's tensors in output order.
+        recipe: the recipe with all defaults, and with a method.
+        tensors: the plans of the output's tensors, in output order.
         items: the work, in output order; task heads are copied last.
-        global passes: passes over some of the items before the work.
-        heads: per expert, tensors that are kept for it alone: name in the expert -> header.
+        global_passes: passes over some of the items before the work.
+        heads: for each expert, the tensors that are kept only for it: name in the expert -> header.
         family: model family, which decides family defaults.
-        notes: what a user should know before starting.
+        notes: notes for the user.
         tied: by expert (None: the base), stored tensors that are left out because the config ties
             them to another stored one, which stands for both.
-        metadata: for the header of every output file.
-        chosen: why the method is what it is; None: the recipe names it.
-        parameters: of an adapter, names of all tensors of the model that it is loaded over.
-        stem: what the names of a model's files begin with, so that its library finds them.
-        quantisation: what config.json says of the format that weights are packed in; None: all are plain,
-            or a GGUF file says it.
-        gguf: what a GGUF file has beside its tensors; None: the output is none.
+        metadata: entries for the header of every output file.
+        chosen: the reason for the method; None: the recipe names it.
+        parameters: for an adapter, names of all tensors of the model that it is loaded over.
+        stem: beginning of the names of a model's files, by which its library finds them.
+        quantisation: config.json's settings for packed weights; None: all weights are plain, or the
+            output is a GGUF file.
+        gguf: the content of a GGUF file besides its tensors; None: the output is no GGUF file.
     """
 
     recipe: Recipe
@@ -169,19 +169,19 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, list[TensorHeader]]:
-        """What is stored in each part of the output, in output order."""
+        """The headers of the tensors in each part of the output, in output order."""
         found: dict[str, list[TensorHeader]] = {MODEL: []}
         tensors = {item.tensor.key: item.tensor for item in self.items}
         for tensor in tensors.values():
             for place in tensor.form.places(tensor.output, None):
                 found.setdefault(place.part, []).append(place.header)
         if self.modules and not found[MODEL]:
-            del found[MODEL]  # all weights lie in folders of modules
+            del found[MODEL]  # all weights are in folders of modules
         return found
 
     @property
     def modules(self) -> dict[str, Module]:
-        """The modules whose weights lie in folders of their own, by part."""
+        """The modules whose weights are in separate folders, by part of the output."""
         return {
             place.part: tensor.output.module
             for tensor in self.tensors
@@ -192,7 +192,7 @@ class Plan:
 
     @property
     def masked(self) -> frozenset[str]:
-        """Names of the tensors that masks are written of."""
+        """Names of the tensors that have masks."""
         return frozenset(tensor.name for tensor in self.tensors if tensor.form.masks)
 
     @property
@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Whose code the methods and steps are that are not covmerge's own."""
+        """The origins of methods and steps that are not covmerge's own."""
         merges = [t.merge for t in self.tensors if t.merge is not None]
         methods = dict.fromkeys(merge.method for merge in merges)
         used = dict.fromkeys(use.name for m in merges for use in (*m.before, *m.after))
@@ -216,11 +216,11 @@ class Plan:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype the methods compute in."""
+        """Dtype of the computation."""
         return getattr(torch, self.recipe.dtype)
 
     def by_rule(self) -> list[tuple[Role, str, int, int]]:
-        """Role, rule, number of tensors and output bytes, in order of first appearance."""
+        """Return role, rule, number of tensors and output bytes, in order of first appearance."""
         counts: Counter[tuple[Role, str]] = Counter()
         sizes: Counter[tuple[Role, str]] = Counter()
         for tensor in self.tensors:
@@ -229,9 +229,9 @@ class Plan:
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:
-        """Hash of all that decides the output's bytes: recipe, sources, code, tensors and actions.
+        """Return a hash of everything that the output depends on: recipe, sources, code, tensors, actions.
 
-        The experts count in their order, in which they are summed up.
+        The order of the experts counts, because they are summed in it.
         """
         content: dict[str, Any] = {
             "covmerge": own_version(),
@@ -254,7 +254,7 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def summary(self) -> dict[str, Json]:
-        """The plan's totals as plain JSON."""
+        """Return the plan's totals as plain JSON."""
         return {
             "tensors": len(self.tensors),
             "items": len(self.items),

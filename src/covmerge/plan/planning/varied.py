@@ -1,4 +1,4 @@
-"""A method's parameters, tensor by tensor."""
+"""The values of a method's parameters for each tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Settings:
     """The parameters that a recipe gives a method.
 
     Attributes:
-        method: whose they are.
-        given: as in the recipe; some may differ from tensor to tensor.
+        method: the method that they belong to.
+        given: the parameters as in the recipe; some may differ from tensor to tensor.
         family: model family, which decides defaults.
     """
 
@@ -35,11 +35,11 @@ class Settings:
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """Names of those that differ from tensor to tensor."""
+        """Names of the parameters that differ from tensor to tensor."""
         return tuple(key for key, value in self.given.items() if is_varied(value))
 
     def check(self) -> None:
-        """Check names, and every value that a parameter may have."""
+        """Check the names of the parameters, and every value that they can have."""
         self.shown()
         for name, value in self.given.items():
             if is_varied(value):
@@ -59,11 +59,11 @@ class Settings:
         return parameters
 
     def shown(self) -> dict[str, Any]:
-        """Return all parameters; those that differ from tensor to tensor as they are given."""
+        """Return all parameters; those that differ from tensor to tensor are returned as in the recipe."""
         plain = {key: value for key, value in self.given.items() if not is_varied(value)}
         for key in self.given:
             if not self.method.has(key):
-                self.method.resolve({key: None})  # which refuses it, and names the nearest
+                self.method.resolve({key: None})  # raises, and names the nearest parameter
         return {**self.method.resolve(plain, self.family), **self.given}
 
     def _check(self, name: str, value: object) -> None:
@@ -75,16 +75,17 @@ def shown_parameters(method: str, given: Mapping[str, Any], family: str | None) 
     return Settings(registry.get(method), given, family).shown()
 
 
-# Parameters that only the plan of all tensors can settle, of methods that follow mergekit.
+# Parameters of methods that follow mergekit, which depend on all tensors of the plan.
 
-DtypeOf = Callable[[str, Operand], torch.dtype]  # of an expert's operand
+DtypeOf = Callable[[str, Operand], torch.dtype]  # the dtype of an expert's operand
 
 
 def as_mergekit(tensors: Sequence[TensorPlan], dtype_of: DtypeOf) -> tuple[TensorPlan, ...]:
-    """Return the tensors with `arithmetic: stored` and `drawn: in_order` as what they come to.
+    """Return the tensors with the values that `arithmetic: stored` and `drawn: in_order` stand for.
 
-    The first is the dtype in which base and experts store a tensor, the widest where these differ; the
-    second counts the random numbers that are drawn for the tensors whose names come before it.
+    The first stands for the dtype in which base and experts store the tensor, or the widest of
+    their dtypes. The second stands for the number of random numbers drawn for tensors with earlier
+    names.
     """
     by_dtype = [_with_dtype(tensor, dtype_of) for tensor in tensors]
     drawn = {

@@ -1,4 +1,4 @@
-"""The work on the tensors of an output: operands, an operation, and the form of the result."""
+"""The work on an output's tensors: operands, an operation, and the form of the result."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from covmerge.maths.linalg.random import Stream
 from covmerge.plan.planning.forms import Form, ModelTensor, Place
 from covmerge.plan.planning.operations import Merge, Operand, Operation
 
-# Items of at most so many elements are computed on one core each.
+# Items with at most this many elements are computed on one core each.
 _NARROW_ELEMENTS = 4 * 2**20
-# In a tensor pass so many parts are merged at once, at most, a core each; and experts are looked over at
-# once as long as they have so many elements together.
+# After a tensor pass, at most this many parts are merged at once, one on each core. In a tensor
+# pass, experts are read at once while they have this many elements together.
 _PARTS_AT_ONCE = 8
 _AT_ONCE_ELEMENTS = 2**25
-# From so many of all experts on, a tensor pass over all of them costs less memory than their tensors.
+# With this many elements of all experts, a tensor pass over all needs less memory than their tensors.
 TOGETHER_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the output.
+    """The plan of one tensor of the output.
 
     Attributes:
-        stored: its header as the base has it.
+        stored: its header in the base.
         output: its header in the output (the base's name and shape, the output dtype).
-        info: what it is in its model; `head`, where each expert keeps its own.
-        operation: what happens to it, and by which `rule`.
-        operands: what is merged, by expert. Experts that take no part in this tensor are not in it.
-        base: what updates are the difference to, and what the merged one is added to; of a copy, what
-            is copied. None: the updates come as such, and nothing else is asked for.
-        form: what it becomes in the output.
-        statistics: per expert, the name that its statistics file has for this tensor; empty where
-            the method needs no data.
-        matrices: how it holds `(d_out, d_in)` matrices, whatever its method sees of them; None where
-            it holds none, or they are no layer's.
-        ties: the other parameters that the config ties to it, for which it stands too.
+        info: its description in the model; its role is `head` if each expert keeps its own.
+        operation: the operation on it, and the `rule` that determined it.
+        operands: the tensors that are merged, by expert. Experts that take no part are missing.
+        base: the tensor that updates are differences from, and that the merged update is added to;
+            for a copy, the tensor that is copied. None: updates are given directly, and the base is
+            not needed.
+        form: the form of the result in the output.
+        statistics: for each expert, the tensor's name in its statistics file; empty if the method
+            needs no data.
+        matrices: how it contains `(d_out, d_in)` matrices, whether or not the method uses them;
+            None: it contains none, or none of a layer.
+        ties: the other parameters that the config ties to it; it is stored for them too.
     """
 
     stored: TensorHeader
@@ -59,40 +60,40 @@ class TensorPlan:
 
     @property
     def name(self) -> str:
-        """Name in the base and in the output."""
+        """Name of the tensor in the base and in the output."""
         return self.output.name
 
     @property
     def key(self) -> str:
-        """What tells it from all other tensors of the output: a head may have the name of one of them."""
+        """A name that is unique in the output; a head may have the same name as another tensor."""
         return f"{self.form.part}/{self.name}" if self.form.part else self.name
 
     @property
     def merge(self) -> Merge | None:
-        """The merge that is done, or counted for; None: it is copied or inspected."""
+        """The merge that is done or prepared; None: the tensor is copied or inspected."""
         return self.operation.merge
 
     @property
     def changed_by_experts(self) -> bool:
-        """Whether some expert has it."""
+        """Whether any expert has the tensor."""
         return any(operand.tensor is not None for operand in self.operands.values())
 
     def written_bytes(self, rows: range | None) -> int:
-        """Bytes of what some rows of it become."""
+        """Return the number of bytes that some rows take in the output."""
         return sum(place.nbytes for place in self.form.places(self.output, rows))
 
     def stream(self, expert: str, first_element: int = 0) -> Stream:
-        """Random numbers of one expert's update, from an element on."""
+        """Return the random numbers for an expert's update, from an element on."""
         return Stream(f"{self.name}\0{expert}", first_element)
 
 
 def parts_at_once(elements: int) -> int:
-    """How many parts of a tensor of so many elements are merged at once, after a tensor pass."""
+    """Return how many parts of a tensor are merged at once after a tensor pass."""
     return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
 
 
 def experts_at_once(elements: int, experts: int, *, held: bool) -> int:
-    """How many experts' tensors of so many elements a tensor pass reads at once; `held`: some of each."""
+    """Return how many experts a tensor pass reads at once; `held`: it keeps data of each of them."""
     if elements <= _NARROW_ELEMENTS:
         return 1
     if not held:
@@ -102,23 +103,22 @@ def experts_at_once(elements: int, experts: int, *, held: bool) -> int:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A row range of one tensor: read, computed and written as a whole.
+    """The work on a range of rows of one tensor: they are read, computed and written together.
 
     Attributes:
         tensor: its plan.
-        rows: range of the first axis; None for the whole of a tensor (scalars have no rows).
-        read_bytes: stored bytes of base and experts.
+        rows: range of the first axis; None: the whole tensor (scalars have no rows).
+        read_bytes: stored bytes of base and experts that are read.
         write_bytes: bytes of the result.
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
-        at_once: rows that are merged at once, where what a row becomes does not depend on others;
-            None: all of them.
-        tensor_pass: whether a method that must know the whole reads it first, expert by expert; then rows
-            are read again, and merged `at_once`.
-        pass_bytes: bytes that this reads, as far as it is known before.
-        workspace: bytes that computing it takes beside its inputs and its result.
-        flops: floating-point operations.
-        eigen_flops: of these, those of eigenproblems and singular values.
-        thin: nothing of it is ever as large as its rows: factors in, factors out.
+        at_once: number of rows that are merged at once, if rows do not depend on each other; None: all.
+        tensor_pass: whether a method that needs the whole tensor reads it first, expert by expert;
+            then rows are read again, and merged `at_once`.
+        pass_bytes: bytes that this first reading takes, as far as they are known before.
+        workspace: bytes that the computation needs in addition to its inputs and its result.
+        flops: number of floating-point operations.
+        eigen_flops: the part of these for eigenproblems and singular values.
+        thin: whether it reads and writes only factors, so that no tensor has the size of its rows.
     """
 
     tensor: TensorPlan
@@ -136,44 +136,44 @@ class WorkItem:
 
     @property
     def memory(self) -> int:
-        """Bytes alive while the item is computed."""
+        """Bytes held in memory while the item is computed."""
         return self.held_bytes + self.statistics_bytes + self.workspace + self.write_bytes
 
     @property
     def device_memory(self) -> int:
-        """The same on a device that is not the CPU: what is merged in parts is merged whole there."""
+        """Bytes held on another device than the CPU, where parts are merged together."""
         if self.rows is None or self.at_once is None or self.tensor_pass:
             return self.memory
         return self.memory + (ceil(len(self.rows) / self.at_once) - 1) * self.workspace
 
     @property
     def held_bytes(self) -> int:
-        """Stored bytes that are alive from their reading to the end of the computation."""
+        """Stored bytes that are held from their reading to the end of the computation."""
         return 0 if self.tensor_pass else self.read_bytes
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
-        """Identity in the journal."""
+        """The key of the item in the journal."""
         span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
         return self.tensor.key, span
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where its result lies in the output."""
+        """The places of the result in the output."""
         return self.tensor.form.places(self.tensor.output, self.rows)
 
     def is_narrow(self, device: torch.device) -> bool:
-        """Whether it is computed on one core, beside others, rather than on all cores, alone.
+        """Return whether the item is computed on one core beside others, not alone on all cores.
 
-        Small factorisations and sums over a few rows gain little from a second core, and on one each
-        lose nothing; factors are too thin to share a product among cores. It follows from the shape,
-        never from what else is going on: the number of threads decides how sums are rounded.
+        Small factorisations and sums over a few rows gain little from a second core. Factors are
+        too thin to share a product among cores. The answer depends only on the shape, never on
+        other work, because the number of threads decides how sums are rounded.
         """
         return device.type == "cpu" and (self.thin or self.is_small)
 
     @property
     def is_small(self) -> bool:
-        """Whether its rows alone keep no large device busy."""
+        """Whether the item's rows are too few to keep a large device busy."""
         return prod(self.shape) <= _NARROW_ELEMENTS
 
     @property
@@ -184,14 +184,14 @@ class WorkItem:
 
     @property
     def matrices(self) -> MatrixLayout | None:
-        """How its rows hold whole matrices; None where they hold none, or parts of them."""
+        """How the item's rows contain whole matrices; None: they contain none, or only parts of some."""
         layout, rows = self.tensor.matrices, self.rows
         if layout is None or rows is None or layout.stacked:
             return layout
         return layout if len(rows) == self.tensor.stored.shape[0] else None
 
     def parts(self, rows: int) -> Iterator[WorkItem]:
-        """Yield the work on so many of its rows after the other."""
+        """Yield items for `rows` of the item's rows each, one after another."""
         assert self.rows is not None
         for start in range(0, len(self.rows), rows):
             yield replace(
@@ -199,7 +199,7 @@ class WorkItem:
             )
 
     def leading(self, share: float) -> WorkItem:
-        """Return the first of its rows, one at least."""
+        """Return an item with the given share of its leading rows, at least one row."""
         if not self.rows:
             return self
         rows = self.rows[: max(1, int(share * len(self.rows)))]
@@ -207,5 +207,5 @@ class WorkItem:
 
     @property
     def first_element(self) -> int:
-        """Place of the item's first element in its tensor."""
+        """Index of the item's first element in its tensor."""
         return 0 if self.rows is None else self.rows.start * prod(self.tensor.stored.shape[1:])

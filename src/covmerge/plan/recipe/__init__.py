@@ -1,4 +1,4 @@
-"""Recipes: what to merge, how, and what to do with which tensor."""
+"""Recipes: what to merge, by which method, and what to do with each tensor."""
 
 from covmerge.base.sizes import format_size, parse_size
 from covmerge.plan.recipe.load import differing, dump_recipe, lay_over, load_recipe, parse_recipe

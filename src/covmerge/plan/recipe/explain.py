@@ -1,4 +1,4 @@
-"""Pydantic's errors in terms of the recipe: where, which key, what is allowed."""
+"""Pydantic's errors in terms of the recipe: the place, the key, and what is allowed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from covmerge.plan.recipe.sections import (
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 
 _MARKS = ("[key]", "[number]", "[varied]")
-# What may stand in place of a mapping.
+# Forms that may replace a mapping.
 _SHORT: Mapping[type[BaseModel], str] = {
     Expert: "a path, org/name@revision or ",
     TokenRow: "an expert's name, base, zero or ",
 }
-# What a recipe that no file holds was made of, by the name of its origin.
+# The caller behind a recipe that is in no file, by the name of its origin.
 _CALLERS: Mapping[str, Caller] = {"command line": "flags", "arguments": "python"}
 _STORED_DTYPES = ("bfloat16", "float16")
-_MOST = 50  # lines that anybody reads
+_MOST = 50  # more lines than anybody reads
 _WANTED = {
     "string_type": "text",
     "string_too_short": "text that is not empty",
@@ -52,9 +52,9 @@ _WANTED = {
 
 
 def explain(error: ValidationError, origin: Origin) -> RecipeError:
-    """Return one RecipeError with a line for each of pydantic's complaints."""
+    """Return one RecipeError with a line for each of pydantic's errors."""
     details = error.errors(include_url=False)
-    # Pydantic puts unknown keys last; people read a file from the top.
+    # Pydantic lists unknown keys last, but people read a file from the top.
     details.sort(key=lambda detail: origin.line(_path(detail)))
     lines = [_line(detail, origin) for detail in details[:_MOST]]
     if more := len(details) - len(lines):
@@ -63,7 +63,7 @@ def explain(error: ValidationError, origin: Origin) -> RecipeError:
 
 
 def key_path(path: KeyPath) -> str:
-    """Return a key path as people write it.
+    """Return a key path in the usual notation.
 
     Example:
         >>> key_path(("rules", 0, "use")), key_path(("experts", "my model"))
@@ -79,8 +79,8 @@ def key_path(path: KeyPath) -> str:
 
 
 def _path(detail: ErrorDetails) -> KeyPath:
-    # Pydantic marks a complaint about a mapping's key, not its value, by a last "[key]", and the schema
-    # the forms of a weight.
+    # Pydantic marks an error in a mapping's key by a last "[key]", and the schema marks the forms
+    # of a weight.
     return tuple(key for key in detail["loc"] if key not in _MARKS)
 
 

@@ -1,4 +1,4 @@
-"""Reading a recipe from a file or a mapping, and writing it back as plain data."""
+"""Reading recipes from files or mappings, and writing them back as plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covmerge.plan.recipe.sections import RUN, compile_run
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
 from covmerge.plan.recipe.varied import SEARCH
 
-# Where a recipe marks values for a search, and where it may.
+# The places of values marked for a search, and the places where marks are allowed.
 
 FORMS = (
     "write [low, high], [low, high, log], or a list of choices of one kind: three numbers or more, or two "
@@ -31,10 +31,10 @@ FORMS = (
 
 
 def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the place of each marked value, and what it may be.
+    """Yield the place of each marked value, and the values to choose from.
 
     Raises:
-        RecipeError: a mark where nothing can be searched, or with other keys beside it.
+        RecipeError: a mark is where nothing can be searched, or has other keys beside it.
     """
     for place, value in _walk(data, ()):
         if not _may_be_marked(place):
@@ -53,7 +53,7 @@ def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
 
 
 def refuse_marks(data: object, origin: Origin) -> None:
-    """Refuse a recipe with marked values, which only a search can carry out."""
+    """Raise if a recipe has marked values, which only a search can choose."""
     for place, _ in marks_in(data, origin):
         raise RecipeError(
             f"{origin.where(place)}: {key_path(place)} is marked by `search`, and only `covmerge search` "
@@ -62,7 +62,7 @@ def refuse_marks(data: object, origin: Origin) -> None:
 
 
 def _walk(data: object, place: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Every mapping with the key `search`, which is a mark where one may stand."""
+    """Yield every mapping with the key `search`; it is a mark if marks are allowed there."""
     if isinstance(data, Mapping):
         mapping = cast("Mapping[str, Any]", data)
         if SEARCH in mapping:
@@ -75,7 +75,7 @@ def _walk(data: object, place: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, 
 
 
 def _may_be_marked(place: KeyPath) -> bool:
-    """Whether a search may choose what stands here, in covmerge's recipes and in mergekit's."""
+    """Return whether a search may choose the value at a place, in covmerge's or mergekit's recipes."""
     if "match" in place or "filter" in place:
         return False
     match place:
@@ -93,17 +93,17 @@ _MAX_BYTES = 1 << 20
 
 
 def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
-    """Read a recipe file (YAML, of which JSON is a part), of covmerge or of mergekit.
+    """Read a recipe file in YAML or JSON, of covmerge or of mergekit.
 
-    Relative paths in it are relative to the file's folder; in mergekit's recipes to the working directory,
-    and then to that.
+    Relative paths start from the file's folder. In mergekit's recipes, they start from the working
+    directory, or else from the file's folder.
 
     Args:
         path: the file.
-        log: how strictly a recipe of mergekit's is read, and where notes are put.
+        log: how strictly to read a recipe of mergekit's; it collects notes.
 
     Raises:
-        CheckpointError: the checkpoints of a `run` are not there, or not whole.
+        CheckpointError: the checkpoints of a `run` are missing or incomplete.
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
@@ -113,17 +113,17 @@ def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
 def recipe_of(
     data: Any, origin: Origin, folder: Path | None, log: ImportLog | None = None
 ) -> Recipe:
-    """Return the recipe that is what a file holds, of covmerge or of mergekit.
+    """Return the recipe for the content of a file, of covmerge or of mergekit.
 
     Args:
-        data: what it holds.
+        data: content of the file.
         origin: its name, and the lines of its keys.
-        folder: what relative paths are relative to; None: they are taken as they are.
-        log: how strictly a recipe of mergekit's is read, and where notes are put.
+        folder: folder that relative paths start from; None: they are not changed.
+        log: how strictly to read a recipe of mergekit's; it collects notes.
 
     Raises:
-        CheckpointError: the checkpoints of a `run` are not there, or not whole.
-        RecipeError: not a recipe; one line for each problem.
+        CheckpointError: the checkpoints of a `run` are missing or incomplete.
+        RecipeError: the content is no recipe; one line for each problem.
     """
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
         ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(folder))
@@ -139,20 +139,21 @@ def recipe_of(
 def load_stages(
     path: str | Path, out: Path | None, log: ImportLog | None = None, folder: Path | None = None
 ) -> list[tuple[Path, Recipe]]:
-    """Read a recipe file of one or several documents: folders to be written, in order, with their recipes.
+    """Return the folders to write, in order, with their recipes, from a file of one or more documents.
 
-    Several documents are mergekit's stages. Each that is named becomes a folder of that name, where the
-    others find it, and the one without a name is `out`.
+    Several documents are mergekit's stages. Each named stage is written to a folder of that name,
+    where other stages find it. The stage without a name is written to `out`.
 
     Args:
         path: the file.
-        out: the last one's output; where all are named, the folder that they lie in.
-        log: how strictly a recipe of mergekit's is read, and where notes are put.
-        folder: where those that are named lie; None: in `OUT.stages`. `out` may be None with it.
+        out: output of the last stage; if all stages are named, the folder for all of them.
+        log: how strictly to read a recipe of mergekit's; it collects notes.
+        folder: folder for the named stages; None: `OUT.stages`. With a folder, `out` may be None.
 
     Raises:
-        RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, several
-            without a name, or an output that is not given, or is beside what makes none.
+        RecipeError: as in `load_recipe`; or a name is invalid or used twice, stages need each
+            other, several stages have no name, or the output is missing, or given although all
+            stages are named.
     """
     documents = parse_documents(_text(Path(path)), str(path))
     if len(documents) == 1:
@@ -184,7 +185,7 @@ def load_stages(
 
 
 def _folders(file: str, out: Path | None, folder: Path | None, *, named: bool) -> tuple[Path, Path]:
-    """Where the stages lie, and the output of the one without a name."""
+    """Return the folder for the named stages, and the output of the stage without a name."""
     if out is None:
         assert folder is not None
         if not named:
@@ -204,7 +205,7 @@ def _folders(file: str, out: Path | None, folder: Path | None, *, named: bool) -
 
 
 def _check_apart(last: Path, folders: Iterable[str]) -> None:
-    """Refuse an output in the folder of a stage, or around it: one would be lost for the other."""
+    """Raise if the output and a stage's folder contain each other, as one would replace the other."""
     out = last.resolve()
     for folder in folders:
         stage = Path(folder).resolve()
@@ -216,7 +217,7 @@ def _check_apart(last: Path, folders: Iterable[str]) -> None:
 
 
 def import_recipe(path: str | Path, log: ImportLog) -> dict[str, Any]:
-    """Return what a recipe file of mergekit's is as a recipe of covmerge, with paths from here."""
+    """Return a mergekit recipe file as a recipe of covmerge, with paths from the working directory."""
     data, origin = read_yaml(path)
     if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
         raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
@@ -247,16 +248,16 @@ def _text(path: Path) -> str:
 def parse_recipe(
     mapping: Mapping[str, Any], *, origin: str = "recipe", log: ImportLog | None = None
 ) -> Recipe:
-    """Return the recipe that a mapping describes; sources are taken as they are.
+    """Return the recipe that a mapping describes; sources are not changed.
 
     Args:
-        mapping: what a recipe file holds, as `dump_recipe` returns it; or one of mergekit's.
+        mapping: the content of a recipe file, as from `dump_recipe`; or of one of mergekit's.
         origin: a name for messages, such as "command line".
-        log: how strictly a recipe of mergekit's is read, and where notes are put.
+        log: how strictly to read a recipe of mergekit's; it collects notes.
 
     Raises:
-        CheckpointError: the checkpoints of a `run` are not there, or not whole.
-        RecipeError: not a recipe; one line for each problem.
+        CheckpointError: the checkpoints of a `run` are missing or incomplete.
+        RecipeError: the mapping is no recipe; one line for each problem.
 
     Example:
         >>> recipe = parse_recipe({"base": "org/base", "experts": {"code": "org/code@v1"}})
@@ -270,10 +271,10 @@ def parse_recipe(
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain JSON types with every default written out, the same each time.
+    """Return a recipe as plain JSON types with every default, always in the same order.
 
-    Only method, steps, slices, mixture, tokenizer, chat template and the base's statistics are left out
-    where there are none, and what a rule does not say.
+    Method, steps, slices, mixture, tokenizer and chat template are left out if they are empty, and
+    so are empty fields of rules.
     """
     data = recipe.model_dump(mode="json")
     data["rules"] = [
@@ -293,9 +294,9 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys under which two recipes, as `dump_recipe` gives them, do not say the same.
+    """Return the keys whose values differ between two recipes as returned by `dump_recipe`.
 
-    The order of the experts counts: sums are rounded by it, and some methods go by it.
+    The order of the experts counts: it affects the rounding of sums, and some methods depend on it.
 
     Example:
         >>> before = {"method": "ties", "experts": {"a": 1, "b": 2}}
@@ -311,7 +312,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _without_run(data: Any, origin: Origin, beside: Path, log: ImportLog | None) -> Any:
-    """Return a recipe with the checkpoints of its run as experts; any other as it is."""
+    """Return a recipe with its run's checkpoints as experts; a recipe without a run is unchanged."""
     given = cast("dict[str, Any]", data)
     if not isinstance(data, dict) or RUN not in given:
         return given
@@ -337,12 +338,12 @@ def _validate(data: Any, origin: Origin) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        # The error in terms of the recipe is whole; pydantic's trace would only repeat it.
+        # The RecipeError says everything, so pydantic's trace would only repeat it.
         raise explain(error, origin) from None
 
 
 def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
-    """Return the recipe with its relative paths put under `folder`."""
+    """Return the recipe with its relative paths starting from `folder`."""
     experts = {
         name: expert.model_copy(
             update={
@@ -361,7 +362,7 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
-    # Statistics are read by path alone.
+    # Statistics can only be read by path.
     of_model = key[-1] != "statistics"
     try:
         if of_model and hub_address(source) is not None:
@@ -377,7 +378,7 @@ def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
         return str(path)
     beside = folder / path
     if hub_id(source) and not _exists(beside):
-        # Left alone it would be read from the working directory, which the recipe knows nothing of.
+        # Otherwise it would be read from the working directory, which the recipe does not know.
         if _exists(path):
             raise RecipeError(
                 f"{origin.where(key)}: {key_path(key)}: {source!r} exists in the working directory "
@@ -385,32 +386,32 @@ def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
                 "(org/name@main) if the model on the Hub is meant"
             )
         return source
-    # "./" marks a path, so that a missing one is not taken for a hub id.
+    # "./" marks a path, so that a missing file is not mistaken for a Hub id.
     return str(beside) if beside.is_absolute() or beside.parts[0] == ".." else f"./{beside}"
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name too long, a folder that may not be entered
+    except OSError:  # a name that is too long, or a folder that may not be entered
         return False
 
 
-# Settings, named as arguments in Python, laid over what a recipe says.
+# Settings, named like Python arguments, that override a recipe.
 
-# What adds to what a recipe says, and takes nothing away.
+# Settings that are added to the recipe's, and remove nothing.
 _ADDED = ("parameters", "tensors")
 
 
 def lay_over(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a recipe with settings put where `KEYS` says.
+    """Return a recipe's data with settings at the places that `KEYS` gives.
 
     Args:
-        recipe: what it says; a part may be a mapping, or one of the recipe's models.
-        settings: by their names in Python; others than `KEYS` has are left out.
+        recipe: the recipe's data; a part may be a mapping or one of the recipe's models.
+        settings: values by their Python names; names that are not in `KEYS` are ignored.
 
     Raises:
-        RecipeError: a setting is of an expert that there is not, or a form is none.
+        RecipeError: a setting names an unknown expert, or a form is unknown.
     """
     data = dict(recipe)
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""What parts of a recipe have in common: known keys, and methods and steps with their parameters."""
+"""Helpers for parts of a recipe: a strict model, and methods and steps with parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from covmerge.base.errors import RecipeError
 from covmerge.plan.recipe.strict_yaml import parse_yaml
 
-# What every part of a recipe is: keys that are known, and nothing that changes.
+# The base class of a recipe's parts: unknown keys are refused, and values cannot change.
 
 
 class StrictModel(BaseModel):
@@ -19,20 +19,20 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# `NAME(KEY=VALUE, ...)`: a method or step with its parameters, written the same wherever one is named.
+# `NAME(KEY=VALUE, ...)`: a method or step with its parameters, in the same notation everywhere.
 
 _OPEN, _CLOSED = "([{", ")]}"
 
 
 def read_call(text: str, beside: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the name, and the parameters in parentheses behind it; values are YAML, as in a recipe.
+    """Return the name and the parameters of a call; values are YAML, as in a recipe.
 
     Args:
-        text: what is called, and how.
+        text: the call, such as "ties(density=0.3)".
         beside: parameters that are given elsewhere.
 
     Raises:
-        RecipeError: it is not of this form, or a parameter is given twice.
+        RecipeError: the text is not a call, or a parameter is given twice.
 
     Example:
         >>> read_call("linear(weight=[1, -1], normalize=false)")
@@ -58,7 +58,7 @@ def read_call(text: str, beside: Mapping[str, Any] | None = None) -> tuple[str, 
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas that are in no brackets.
+    """Split a text at the commas outside of brackets.
 
     Example:
         >>> split("ties, linear(weight=[1, 2])")

@@ -1,6 +1,6 @@
-"""The recipe: everything that decides a merge, as data.
+"""The recipe: everything that determines a merge, as data.
 
-The field descriptions are the reference of the format: `json_schema` carries them to editors.
+The fields' descriptions are the reference of the format; `json_schema` passes them to editors.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _source(source: str) -> str:
     if not source.isprintable() or source.strip() != source:
         try:
             address_of(source)
-        except InputError as error:  # which tells nothing that may be secret
+        except InputError as error:  # whose message contains no secret
             raise ValueError(str(error)) from None
         raise ValueError(f"{source!r} has spaces around it or control characters in it")
     return source
 
 
 def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    # A recipe is recorded beside the merged model as JSON, which has no NaN and no objects.
+    # A recipe is recorded as JSON beside the merged model, and JSON has no NaN and no objects.
     _check_json(parameters, "")
     for name, value in parameters.items():
         try:
@@ -62,7 +62,7 @@ def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(source: Any) -> Any:
-    """A source as a recipe has it: a path is its text, and a model in memory has none."""
+    """Return a source as a recipe stores it: a path as text; a model in memory is refused."""
     if isinstance(source, nn.Module):
         raise ValueError(
             f"it is a {type(source).__name__} in memory, and a recipe names files: save it "
@@ -89,7 +89,7 @@ def _check_json(value: object, path: str) -> None:
 
 
 def _with_parameters(data: Any) -> Any:
-    """Return a recipe's or a rule's data with the parameters that stand in its method's text as its own."""
+    """Return a recipe's or rule's data with the parameters in its method's text moved to `parameters`."""
     given = cast("dict[str, Any]", data)
     if not isinstance(data, dict) or not isinstance(given.get("method"), str):
         return given
@@ -111,7 +111,7 @@ def _size(value: Any) -> int:
     try:
         return parse_size(value)
     except RecipeError as error:
-        # Only a ValueError gets the key path from pydantic.
+        # Pydantic adds the key path only to a ValueError.
         raise ValueError(str(error)) from None
 
 
@@ -121,11 +121,11 @@ def _weights(form: dict[str, Any]) -> dict[str, Any]:
     return form
 
 
-_MOST_LAYERS = 10_000  # of slices together, which are held one by one
+_MOST_LAYERS = 10_000  # of all slices together; each layer is stored separately
 
 
 def subtract() -> str:
-    """Say how an expert is subtracted."""
+    """Return advice on how to subtract an expert."""
     method, each = "generalized_task_arithmetic", {"weight": [1.0, -1.0]}
     return (
         f"to subtract an expert pass {Hint('method', method)} and {Hint('parameters', each)}, a number for "
@@ -166,7 +166,7 @@ def _step(entry: Any) -> Any:
 Source = Annotated[str, BeforeValidator(_written), Field(min_length=1), AfterValidator(_source)]
 MethodName = Annotated[str, Field(min_length=1)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
-# The tags stand in brackets so that `explain` leaves them out of the path.
+# The tags are in brackets so that `explain` can remove them from the path.
 Weight = Annotated[
     Annotated[float, Field(gt=0.0, strict=True, allow_inf_nan=False), Tag("[number]")]
     | Annotated[
@@ -270,12 +270,12 @@ class Slice(StrictModel):
 
     @property
     def length(self) -> int:
-        """How many layers of the output it is."""
+        """Number of layers of the output."""
         first, end = next(iter(self.experts.values()))
         return end - first
 
     def layers(self, expert: str | None) -> range:
-        """Return the layers of an expert, or of the base; those of the first expert where it has none."""
+        """Return the layers of an expert or of the base; if it has none here, the first expert's."""
         bounds = self.base if expert is None else self.experts.get(expert)
         return range(*(bounds or next(iter(self.experts.values()))))
 
@@ -500,10 +500,10 @@ class Output(StrictModel):
 
 
 def output_as(form: str | None) -> dict[str, str]:
-    """Return the keys of an output that one word stands for, as after `--as`.
+    """Return the keys of `output` that one word stands for, as after `--as`.
 
     Raises:
-        RecipeError: it stands for none.
+        RecipeError: the word is unknown.
 
     Example:
         >>> output_as("adapter"), output_as("kohya")
@@ -518,7 +518,7 @@ def output_as(form: str | None) -> dict[str, str]:
 
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
-    """Let an editor accept `name: source` beside `name: {source: ..., weight: ...}`."""
+    """Change the schema so that editors accept `name: source` beside `name: {source: ..., weight: ...}`."""
     schema["propertyNames"] = {
         "pattern": f"^{EXPERT_NAME}$",
         "maxLength": EXPERT_NAME_LENGTH,
@@ -616,7 +616,7 @@ class Recipe(StrictModel):
     def _distinct_files(cls, experts: Mapping[str, Expert]) -> Mapping[str, Expert]:
         lowered: dict[str, str] = {}
         for name in experts:
-            # Many file systems hold Code.safetensors and code.safetensors to be one file.
+            # Many file systems treat Code.safetensors and code.safetensors as the same file.
             other = lowered.setdefault(name.lower(), name)
             if other != name:
                 raise ValueError(f"{other!r} and {name!r} differ only in case; rename one of them")
@@ -702,7 +702,7 @@ class WithRun(BaseModel):
 
 
 def _let_search(schema: dict[str, Any]) -> None:
-    """Let an editor accept a value that is marked for a search."""
+    """Change the schema so that editors accept a value marked for a search."""
     keywords = {k: schema.pop(k) for k in ("type", "minLength", "anyOf", "oneOf") if k in schema}
     schema["anyOf"] = [keywords, SEARCH_SCHEMA]
 
@@ -721,7 +721,7 @@ def json_schema() -> dict[str, Any]:
     recipe["$defs"] |= with_run["$defs"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        # A name, not an address: nothing is to be fetched.
+        # A name and not an address, so that nothing is fetched.
         "$id": "urn:covmerge:recipe",
         **recipe,
     }

@@ -1,7 +1,7 @@
-"""Values that a search chooses: `{search: [0, 1.5]}` in place of one value of a recipe.
+"""Values that a search chooses: `{search: [0, 1.5]}` instead of one value in a recipe.
 
-Two numbers are the ends of a range, with `log` after them of its logarithm; anything else in the list is
-one of several choices.
+Two numbers are the ends of a range; `log` after them means that the logarithm is searched. Any
+other list has the choices.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 from covmerge.plan.recipe.varied import is_number
 
 _NEARLY_NONE = (
-    1e-6  # of a range's upper end: what stands for a weight of 0, which would leave an expert out
+    1e-6  # of a range's upper end; replaces a weight of 0, which would leave the expert out
 )
-_MOST = 500  # marks of a recipe
+_MOST = 500  # the most marks in a recipe
 
 Value = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a search may choose for one value of a recipe.
+    """A marked value of a recipe, and the values that a search may choose.
 
     Attributes:
         place: its keys.
-        low: the lower end of a range, which is part of it.
-        high: the upper end, too; equal to `low` where there are choices.
+        low: lower end of a range, inclusive.
+        high: upper end of a range, inclusive; equal to `low` if there are choices.
         log: whether the logarithm is searched.
-        whole: whether only integers are.
-        choices: in place of a range.
+        whole: whether only integers are searched.
+        choices: the choices, instead of a range.
     """
 
     place: KeyPath
@@ -57,24 +57,24 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """Its keys as people write them."""
+        """The mark's keys in the usual notation."""
         return key_path(self.place)
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """The values that any other lies between, or all choices."""
+        """The ends of the range, or all choices."""
         return self.choices or (self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A recipe of which a search chooses some values.
+    """A recipe with some values for a search to choose.
 
     Attributes:
-        data: what its file holds.
+        data: content of its file.
         origin: its name, and the lines of its keys.
-        folder: what relative paths are relative to; None: they are taken as they are.
-        notes: what a reader should know.
+        folder: folder that relative paths start from; None: they are not changed.
+        notes: notes for the reader.
     """
 
     data: Mapping[str, Any]
@@ -84,10 +84,10 @@ class Template:
 
     @classmethod
     def of(cls, given: str | Path | Mapping[str, Any]) -> Template:
-        """Read a recipe file with marks, or take a mapping that holds what one does.
+        """Read a recipe file with marks, or a mapping with the content of one.
 
         Raises:
-            RecipeError: no value is marked, or one that cannot be, or not as it can be.
+            RecipeError: no value is marked, or a value cannot be searched, or a mark is invalid.
         """
         data: Any = given
         origin, folder, log = Origin("recipe"), None, ImportLog()
@@ -99,7 +99,7 @@ class Template:
             data = compile_genome(theirs, origin, log, Places(folder))
             origin = Origin(f"{origin.name}, as a recipe with marks")
         if not isinstance(data, Mapping):
-            recipe_of(data, origin, None)  # which says what is wrong with it
+            recipe_of(data, origin, None)  # raises an error that names the problem
         found = cls(dict(cast("Mapping[str, Any]", data)), origin, folder, tuple(log.notes))
         if not found.marks:
             raise RecipeError(
@@ -110,7 +110,7 @@ class Template:
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:
-        """All that is searched, in the file's order; methods first, as the others are of theirs."""
+        """All marks in the file's order, methods first because parameters depend on them."""
         places = sorted(marks_in(self.data, self.origin), key=lambda one: one[0][-1] != "method")
         found = tuple(self._mark(*one) for one in places)
         if len(found) > _MOST:
@@ -121,7 +121,7 @@ class Template:
         return found
 
     def applies(self, mark: Mark, chosen: Mapping[str, Value]) -> bool:
-        """Whether the methods that were chosen have this parameter."""
+        """Return whether the chosen methods have the parameter of a mark."""
         parameter = _parameter_of(mark.place)
         if parameter is None:
             return True
@@ -130,7 +130,7 @@ class Template:
         return method is None or registry.get(str(method)).has(name)
 
     def applying(self, mark: Mark, chosen: Mapping[str, Value]) -> Mapping[str, Value]:
-        """Return a choice of values with a method that has this parameter."""
+        """Return the choice of values, changed to a method that has the parameter of a mark."""
         for method in self.marks:
             for name in method.choices if method.place[-1] == "method" else ():
                 if not self.applies(mark, chosen) and self.applies(mark, {method.name: name}):
@@ -138,14 +138,14 @@ class Template:
         return chosen
 
     def recipe(self, chosen: Mapping[str, Value]) -> Recipe:
-        """Return the recipe with values chosen, by the names of their marks.
+        """Return the recipe with the chosen values, given by the names of their marks.
 
-        Parameters that a method does not have are left out where the method itself is searched.
+        If the method itself is searched, parameters that it does not have are left out.
         """
         return recipe_of(self.filled(chosen), self.origin, self.folder)
 
     def filled(self, chosen: Mapping[str, Value]) -> dict[str, Any]:
-        """Return what its file would hold."""
+        """Return the content of a file with the chosen values."""
         data = deepcopy(dict(self.data))
         for mark in self.marks:
             *around, last = mark.place
@@ -158,9 +158,9 @@ class Template:
         return data
 
     def untuned(self) -> Recipe:
-        """Return the recipe that a merge without a search would have: the default method, weights of 1.
+        """Return the recipe of a merge without a search: the default method, and weights of 1.
 
-        What it says of tensors, tokens and the output is kept, and weights that are not searched.
+        Settings for tensors, tokens and the output are kept, and so are weights that are not searched.
         """
         recipe = self.recipe({mark.name: mark.ends[0] for mark in self.marks})
         searched = {mark.place[1] for mark in self.marks if mark.place[0] == "experts"}
@@ -189,12 +189,12 @@ class Template:
             raise RecipeError(f"{self.origin.where(place)}: {key_path(place)}: {error}") from None
 
     def _takes_integers(self, place: KeyPath) -> bool:
-        """Whether what stands here is declared as an integer."""
+        """Return whether the value at a place is declared as an integer."""
         parameter = _parameter_of(place)
         if parameter is None:
             return False
         around, name = parameter
-        method = _at(self.data, _method_for(around)[:-1]).get("method", "")  # mergekit has none
+        method = _at(self.data, _method_for(around)[:-1]).get("method", "")  # mergekit's have none
         names = [method] if isinstance(method, str) else method.get("search", ())
         known = [registry.get(str(name)) for name in names if name]
         if around and around[-1] in steps.names():
@@ -241,7 +241,7 @@ def _mark_of(place: KeyPath, given: object, *, whole: bool) -> Mark:
 
 
 def _parameter_of(place: KeyPath) -> tuple[KeyPath, str] | None:
-    """The keys around `parameters`, or of a step, and the parameter's name."""
+    """Return the keys around `parameters` or of a step, and the parameter's name."""
     for number, key in enumerate(place[:-1]):
         if key == "parameters":
             return place[:number], str(place[number + 1])
@@ -251,12 +251,12 @@ def _parameter_of(place: KeyPath) -> tuple[KeyPath, str] | None:
 
 
 def _method_for(around: KeyPath) -> KeyPath:
-    """Where the method stands whose parameters stand here."""
+    """Return the place of the method that the parameters at a place belong to."""
     return ("method",) if around[:1] == ("slices",) else (*around, "method")
 
 
 def _keep_its_own(data: dict[str, Any]) -> None:
-    """Leave out parameters that the chosen method does not have."""
+    """Remove parameters that the chosen method does not have."""
     method = registry.get(str(data["method"]))
     for inside in (data, *data.get("slices", ())):
         if "parameters" in inside:

@@ -19,7 +19,7 @@ from covmerge.files.checkpoints.trainer import SavedStep, Window, last_steps
 from covmerge.plan.moe.architectures import ARCHITECTURES, FORMLESS
 from covmerge.plan.recipe.parts import StrictModel
 
-# What a recipe says of a mixture of experts.
+# The section for a mixture of experts.
 
 Prompt = Annotated[str, Field(min_length=1, max_length=100_000)]
 GateMode = Literal["random", "uniform_random", "cheap_embed", "hidden", "hidden_avg", "update"]
@@ -90,7 +90,7 @@ class Mixture(StrictModel):
 
     @property
     def late(self) -> bool:
-        """Whether routers are made as they are read, as they take the experts, or a run of the base."""
+        """Whether routers are computed when they are read: they need the experts, or a run of the base."""
         return self.gates in _LATE
 
     @property
@@ -99,14 +99,15 @@ class Mixture(StrictModel):
         return self.gates in _PROMPTED
 
     def routed(self, experts: Iterable[str]) -> list[str]:
-        """Return the experts that are routed, in their order."""
+        """Return the names of the routed experts, in their order."""
         return [name for name in experts if self.shared is None or name != self.shared.expert]
 
     def check(self, experts: Mapping[str, Any]) -> None:
-        """Refuse what does not fit the experts of the recipe.
+        """Raise if the section does not fit the experts of the recipe.
 
         Raises:
-            ValueError: too few experts, or prompts that are missing, alike, or of no expert.
+            ValueError: there are too few experts, or prompts are missing, alike, or for unknown
+                experts.
         """
         named = {"prompts": [*self.prompts], "residual_scale": [*self.residual_scale]}
         if self.shared is not None:
@@ -161,11 +162,11 @@ class Mixture(StrictModel):
             )
 
 
-# `run`: the last checkpoints of one training run, averaged; written as an ordinary recipe.
+# `run`: the last checkpoints of a training run, averaged. It is compiled to an ordinary recipe.
 
 RUN = "run"
 
-# What is left of a learning rate at the place x of its decay, 0 ≤ x ≤ 1.
+# The share of a learning rate that is left at the place x of its decay, 0 ≤ x ≤ 1.
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: (1.0 + cos(pi * x)) / 2.0,
@@ -173,16 +174,16 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
 }
 
 
-# Numbers of tokens, with their powers of a thousand.
+# Numbers of tokens with a suffix, and the exponent of 10 for each suffix.
 _COUNT = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?[KMBT]?")
 _THOUSANDS = {"K": 3, "M": 6, "B": 9, "T": 12}
 
 
 def _tokens(given: str | int) -> int:
-    """Return the number of tokens that a text such as `1.5B` states.
+    """Return the number of tokens in a text such as `1.5B`.
 
     Raises:
-        ValueError: it states none.
+        ValueError: the text is no number of tokens.
 
     Example:
         >>> _tokens("1.5B"), _tokens(4096)
@@ -252,7 +253,7 @@ class Run(StrictModel):
 
     @property
     def window(self) -> int | Window | None:
-        """Which checkpoints are taken."""
+        """The checkpoints to take: a number, a window of tokens, or None for all."""
         if self.tokens is None:
             return self.last
         return Window(_tokens(self.tokens), self.tokens_per_step)
@@ -269,16 +270,16 @@ class Run(StrictModel):
         return self
 
     def shares(self, steps: list[int]) -> list[float]:
-        """Return what each checkpoint counts for beside the others.
+        """Return the weight of each checkpoint relative to the others.
 
-        The weights of an exponential moving average over n checkpoints that forgets where it began:
-        w_k ∝ d^(n−k), k = 1, ..., n. Those of a decay f from 1 to 0 are c_k = f(x_(k−1)) − f(x_k), by
-        which what was learnt between s_k and s_(k+1) is taken f(x_k) times (WSM, arXiv:2507.17634).
-        Departs from the paper: x_k goes by steps, (s_(k+1) − s_1) / (s_n − s_1) · (n − 1) / n, which is
-        k / n where they are equally far apart.
+        An exponential moving average over n checkpoints, without its initial value, has the weights
+        w_k ∝ d^(n−k), k = 1, ..., n. A decay f from 1 to 0 has the weights c_k = f(x_(k−1)) −
+        f(x_k), so that the learning between s_k and s_(k+1) is weighted by f(x_k) (WSM,
+        arXiv:2507.17634). Departs from the paper: x_k depends on steps, (s_(k+1) − s_1) / (s_n −
+        s_1) · (n − 1) / n, which is k / n if the steps are evenly spaced.
 
         Raises:
-            RecipeError: one of them would count for nothing.
+            RecipeError: a checkpoint would have the weight 0.
 
         Example:
             >>> Run(folder="r", weights="ema", decay=0.5).shares([500, 1000, 1500])
@@ -303,7 +304,7 @@ class Run(StrictModel):
 
 
 def _places(steps: list[int]) -> list[float]:
-    """Where each checkpoint but the first stands in a decay from the first one to past the last."""
+    """Return the place of each checkpoint after the first in a decay that ends one step past the last."""
     count, length = len(steps), steps[-1] - steps[0]
     return [(step - steps[0]) * (count - 1) / (length * count) for step in steps[1:]]
 
@@ -313,18 +314,18 @@ def compile_run(
 ) -> dict[str, Any]:
     """Return the recipe that averages the last checkpoints of a run.
 
-    Full models are averaged as they are (`linear`), which needs no base; of adapters their updates
-    are (`average`), so that the mean of the products BA is exact.
+    Full models are averaged directly (`linear`), which needs no base. For adapters the updates are
+    averaged (`average`), so that the mean of the products BA is exact.
 
     Args:
         data: the recipe with `run`.
-        run: what is said there.
-        beside: what its relative folder is relative to.
-        notes: what a reader should know is added to them.
+        run: the content of `run`.
+        beside: the folder that its relative folder starts from.
+        notes: notes for the reader are added to this list.
 
     Raises:
-        CheckpointError: there are fewer checkpoints, or one of them is incomplete.
-        RecipeError: a checkpoint would count for nothing.
+        CheckpointError: there are too few checkpoints, or one of them is incomplete.
+        RecipeError: a checkpoint would have the weight 0.
     """
     found = last_steps(run.folder, run.window, beside)
     shares = run.shares([saved.step for saved in found])
@@ -347,11 +348,11 @@ def _source(run: Run, saved: SavedStep) -> str:
     return f"{run.folder.rstrip('/')}/{saved.folder.name}"
 
 
-# The output's vocabulary and chat template, as a recipe states them.
+# The output's vocabulary and chat template in a recipe.
 
 BASE, UNION, ZERO, AUTO = "base", "union", "zero", "auto"
 
-# The formats of prompts that have a name of their own (`covmerge.plan.vocabulary.files`).
+# The prompt formats that have names (`covmerge.plan.vocabulary.files`).
 TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
 
 _MODEL = Annotated[str, Field(min_length=1)]
@@ -392,7 +393,7 @@ class TokenRow(StrictModel):
 
 
 def _short_token_form(schema: dict[str, Any]) -> None:
-    """Let an editor accept `token: expert` beside `token: {of: expert, ...}`."""
+    """Change the schema so that editors accept `token: expert` beside `token: {of: expert, ...}`."""
     schema["additionalProperties"] = {
         "anyOf": [{"type": "string", "minLength": 1}, schema["additionalProperties"]]
     }
@@ -423,7 +424,7 @@ class TokenizerRules(StrictModel):
 
     @property
     def named(self) -> Iterator[tuple[str, str]]:
-        """Names of models, each with where it stands; what has a meaning of its own is none."""
+        """Names of models, each with its place; words with a special meaning are no names of models."""
         if self.source not in (UNION, BASE):
             yield "source", self.source
         for token, row in self.tokens.items():
@@ -435,7 +436,7 @@ class TokenizerRules(StrictModel):
         return BASE in (self.source, *(row.of for row in self.tokens.values()))
 
     def check(self, experts: Collection[str], *, base: bool) -> None:
-        """Refuse names that no expert has, and experts whose names have another meaning here."""
+        """Raise if a name is no expert's, or an expert's name has a special meaning here."""
         for word in (BASE, UNION, ZERO):
             if word in experts:
                 raise ValueError(
@@ -451,7 +452,7 @@ class TokenizerRules(StrictModel):
 
 
 def check_template(template: str, experts: Collection[str], *, base: bool) -> None:
-    """Refuse what is neither a template, nor the name of one or of a model."""
+    """Raise if the text is no template, no name of a template, and no name of a model."""
     if "{" in template:
         return
     choices = (AUTO, BASE, *TEMPLATES)

@@ -1,9 +1,9 @@
-"""YAML 1.2's core schema read strictly, with the line of every key.
+"""YAML 1.2's core schema, read strictly, with the line of every key.
 
-PyYAML parses the syntax and this file gives it meaning, because PyYAML's own constructor follows
-YAML 1.1: `1e-5` is text there, `on` is true, `1:30` is 90, `012` is 10, and the second of two equal
-keys wins. A number with a leading zero is refused, so that nobody's `012` is another one here. Tags are
-refused too, and anchors are limited so that a small file stays a small value.
+PyYAML parses the syntax, and this module interprets the values. PyYAML's own constructor follows
+YAML 1.1, where `1e-5` is text, `on` is true, `1:30` is 90, `012` is 10, and the second of two equal
+keys wins. A number with a leading zero is refused, because it differs between YAML 1.1 and 1.2.
+Tags are refused too, and anchors are limited so that a small file cannot become a large value.
 """
 
 from __future__ import annotations
@@ -34,49 +34,50 @@ _Scalar = None | bool | int | float | str
 
 _MAX_DEPTH = 32
 _MAX_ALIASES = 16
-_MAX_VALUES = 10_000  # PyYAML reads some thousand a second
+_MAX_VALUES = 10_000  # PyYAML reads a few thousand values a second
 
-# Plain scalars, in the order YAML 1.2 (section 10.3.2) lists them. Booleans are true and false
-# alone: under YAML 1.1 an expert named `no` or `on` would silently change its name.
+# Plain scalars, in the order of YAML 1.2 (section 10.3.2). Only true and false are booleans: in
+# YAML 1.1, an expert named `no` or `on` would silently get another name.
 _NULL = re.compile(r"|~|null|Null|NULL")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+", re.ASCII)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-# Python takes quadratic time to read a long integer; none in a recipe has so many digits.
+# Python's time for a long integer is quadratic; no integer in a recipe has so many digits.
 _LONGEST_INTEGER = 40
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recipe came from: a name for messages, and the line of each key path.
+    """The origin of a recipe: a name for messages, and the line of each key path.
 
-    The empty path is that of a document after the first, and has the line where it starts.
+    The empty path is used for documents after the first, with the line where they start.
     """
 
     name: str
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
     def line(self, path: KeyPath) -> int:
-        """Return the line of the key path or of its nearest parent; 0 where none is known."""
+        """Return the line of a key path or of its nearest parent; 0 if none is known."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.lines:
                 return self.lines[path[:length]]
         return 0
 
     def where(self, path: KeyPath) -> str:
-        """Return "name:line" for the key path, or the name alone where no line is known."""
+        """Return "name:line" for a key path, or only the name if no line is known."""
         line = self.line(path)
         return f"{self.name}:{line}" if line else self.name
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
-    """Return the value of a YAML document (None when empty) and the line of every key in it.
+    """Return the value of a YAML document (None if it is empty), and the line of every key in it.
 
     Raises:
-        RecipeError: not YAML, or YAML that covmerge refuses: a duplicate key, a key that is not
-            text, a tag, too many values or aliases, too deep a nesting, a second document.
+        RecipeError: the text is not YAML, or covmerge refuses it: a duplicate key, a key that is
+            not text, a tag, too many values or aliases, nesting that is too deep, or a second
+            document.
     """
     documents = parse_documents(text, name)
     if len(documents) > 1:
@@ -90,7 +91,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
 
 
 def parse_documents(text: str, name: str) -> list[tuple[Any, Origin]]:
-    """Return the value of each document, one at least, as `parse_yaml` does."""
+    """Return the value of each document, at least one, like `parse_yaml`."""
     try:
         return _Builder(text, name).documents()
     except yaml.MarkedYAMLError as error:
@@ -188,7 +189,7 @@ class _Builder:
         self._aliases += 1
         if self._aliases > _MAX_ALIASES:
             self._refuse(event, f"more than {_MAX_ALIASES} aliases; write the values out")
-        # An alias in an anchored value could double its size with every step, or contain itself.
+        # An alias inside an anchored value could double the size with every step, or contain itself.
         if self._inside_anchor:
             self._refuse(event, f"the alias '*{name}' lies inside an anchored value; write it out")
         if name not in self._anchors:
@@ -204,7 +205,7 @@ class _Builder:
         text = str(event.value)
         plain: bool = event.implicit[0]
         if plain and _LEADING_ZERO.fullmatch(text):
-            # 012 is 10 to YAML 1.1, which mergekit reads, and 12 to YAML 1.2.
+            # 012 is 10 in YAML 1.1, which mergekit reads, and 12 in YAML 1.2.
             self._refuse(
                 event,
                 f"{text} is another number in YAML 1.1 than in 1.2: write it without the zero, or quote "
@@ -220,7 +221,7 @@ class _Builder:
 
 
 def unquoted(value: object) -> object:
-    """Return the number or truth value that a text would be without its quotes; all else as it is.
+    """Return the number or truth value in a quoted text; other values are not changed.
 
     Example:
         >>> unquoted("1e-1"), unquoted("true"), unquoted("bfloat16"), unquoted(2)
@@ -228,14 +229,14 @@ def unquoted(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    with suppress(ValueError):  # too large for one
+    with suppress(ValueError):  # too large for a number
         if isinstance(plain := _core_schema(value.strip()), int | float):
             return plain
     return value
 
 
 def _core_schema(text: str) -> _Scalar:
-    """Return what a plain scalar means in YAML 1.2."""
+    """Return the value of a plain scalar in YAML 1.2."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -254,7 +255,7 @@ def _core_schema(text: str) -> _Scalar:
 
 
 def _join_surrogates(text: str) -> str:
-    """Join the two escapes that JSON writes for a character beyond U+FFFF; PyYAML leaves them."""
+    """Join the two escapes in JSON for a character beyond U+FFFF, which PyYAML leaves separate."""
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Values that differ from tensor to tensor: by the depth of its layer, or by its name.
 
-Each form has a key of its own, because a plain list is taken already: in a method's parameter it is
-one value an expert, as in `density: [0.6, 0.5, 0.4]`.
+Each form has its own key, because a plain list already has a meaning: in a method's parameter it is
+one value for each expert, as in `density: [0.6, 0.5, 0.4]`.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ VARIED_SCHEMA: dict[str, Any] = {
 
 
 class Unsaid:
-    """That nothing is said for a tensor: no entry of `by_name` matches it."""
+    """The absence of a value for a tensor: no entry of `by_name` matches it."""
 
     def __repr__(self) -> str:
-        """As it is shown in messages."""
+        """Return the text for messages."""
         return "nothing"
 
 
@@ -93,14 +93,14 @@ def is_varied(value: object) -> bool:
 
 
 def check_varied(value: object, check: Callable[[object], None] = lambda value: None) -> None:
-    """Check the form of what differs from tensor to tensor, and every value that may come of it.
+    """Check the form of a value that may differ from tensor to tensor, and every value it can give.
 
     Args:
         value: any value of a recipe.
-        check: called with each value; raises ValueError for one that cannot be.
+        check: called with each value; raises ValueError for one that is not allowed.
 
     Raises:
-        ValueError: a form that cannot be read.
+        ValueError: the form is invalid.
 
     Example:
         >>> check_varied({"by_depth": [0.2, "0.6"]})
@@ -117,12 +117,12 @@ def check_varied(value: object, check: Callable[[object], None] = lambda value: 
 
 
 def value_at(value: object, name: str, depth: float) -> Any:
-    """Return the value for one tensor; `UNSAID` where nothing is said for it.
+    """Return the value for one tensor, or `UNSAID` if there is none.
 
     Args:
-        value: as in a recipe.
-        name: of the tensor.
-        depth: t of its layer, from 0 to 1; 0 outside all layers.
+        value: the value in the recipe.
+        name: name of the tensor.
+        depth: depth of its layer, from 0 to 1; 0 outside all layers.
 
     Example:
         >>> value_at({"by_depth": [0, 1, 0.5]}, "h.3.fc", 0.75)
@@ -144,13 +144,13 @@ def value_at(value: object, name: str, depth: float) -> Any:
 
 
 def patterns_of(entry: Mapping[str, Any]) -> Sequence[str]:
-    """Return the patterns of an entry of `by_name`; a name that one of them matches has its value."""
+    """Return the patterns of an entry of `by_name`; the entry's value is for names that match one."""
     match: str | Sequence[str] = entry.get("match", "*")
     return (match,) if isinstance(match, str) else match
 
 
 def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the patterns of each entry of a recipe's `by_name`, after the key that has it.
+    """Yield the key and the patterns of each entry of a recipe's `by_name` that has patterns.
 
     Example:
         >>> list(patterns_in({"weight": {"by_name": [{"match": "*.mlp.*", "value": 0}, {"value": 1}]}}))
@@ -171,7 +171,7 @@ def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, Sequence[
 
 
 def containing(text: str) -> str:
-    """Return the pattern of names that contain a text.
+    """Return a pattern for names that contain a text.
 
     Example:
         >>> containing("attn"), containing("h[0]")
@@ -181,7 +181,7 @@ def containing(text: str) -> str:
 
 
 def _between(points: Sequence[float], depth: float) -> float:
-    """Interpolate between points that lie evenly from depth 0 to 1; of truth values the last passed."""
+    """Interpolate between points evenly spaced from 0 to 1; of truth values, take the last before."""
     place = depth * (len(points) - 1)
     before = int(place)
     if isinstance(points[0], bool):
@@ -245,7 +245,7 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
 
 
 def _shown(value: object) -> str:
-    """A value for a message; of a long list the first few."""
+    """Return a value as text for a message; of a long list, only the first few entries."""
     if not isinstance(value, list | tuple):
         return shown(value)
     return f"[{some(map(shown, cast('Sequence[object]', value)))}]"
@@ -260,5 +260,5 @@ def _of_one_kind(points: Sequence[object]) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number; booleans, which Python counts among them, are not."""
+    """Return whether a value is a number; booleans, which are numbers in Python, do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What the experts' data says of their layers: collected once, kept in a file, used by methods."""
+"""Statistics of the inputs of experts' layers, collected once into a file and used by methods."""
 
 from covmerge.plan.statistics.collect import Collected, Progress, collect
 from covmerge.plan.statistics.examples import Reading

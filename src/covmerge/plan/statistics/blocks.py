@@ -1,8 +1,8 @@
-"""A model whose blocks have their weights in memory one at a time, run on all batches together.
+"""A model whose blocks are loaded one at a time, and run on all batches together.
 
-A model of eight billion parameters takes 32 GB in float32, and a block of it one. So what lies in the
-blocks is read when the blocks are run: all batches go through one before any goes on to the next, and
-each weight is read once.
+A model of eight billion parameters takes 32 GB in float32, and one of its blocks about 1 GB. So the
+weights of a block are read when the block is run. All batches go through a block before any goes on
+to the next, and each weight is read once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from covmerge.plan.statistics.model import (
     unread,
 )
 
-# Runs that go through modules side by side: all through one before any goes on to the next.
+# Runs that go through modules side by side: all runs go through a module before any goes on.
 #
-# The runs are forward passes of one model on several batches. A model's own code decides what it calls with
-# what, and goes on where it was: each run has a thread, of which one at a time does anything. So what is
-# computed, and in which order for each module, is what one run after another would compute.
+# The runs are forward passes of one model on several batches. The model's own code decides which
+# modules it calls, and continues after each call. So each run has a thread, and only one thread
+# works at a time. The results, and the order of calls of each module, are the same as if the runs
+# followed one another.
 
 _Answer = Callable[[], Any]
 
@@ -48,17 +49,19 @@ def in_lockstep(
     visiting: Callable[[int], AbstractContextManager[object]],
     going_on: Callable[[int, int | None], AbstractContextManager[object]],
 ) -> Generator[int]:
-    """Carry out runs, all of which call modules; yield the place of each when it is done.
+    """Execute runs that all call given modules; yield a module's place when all runs have passed it.
 
     Args:
-        runs: what to carry out, each in a thread of its own.
-        modules: that all runs go through together. What one of them calls itself is part of it.
-        visiting: entered, with the place of a module, while the runs go through it.
-        going_on: by the places of a run and of the module it goes through, None before the first;
-            entered while that run does anything: go through the module, and on to the next.
+        runs: the functions to execute, each in its own thread.
+        modules: the modules that all runs go through together. Modules that they call themselves
+            belong to them.
+        visiting: context manager, called with the place of a module, entered while the runs go
+            through it.
+        going_on: context manager, called with the places of a run and of its module (None before
+            the first), entered while that run goes through the module and on to the next.
 
     Raises:
-        Exception: what the first run to fail has raised; the others end where they are.
+        Exception: the error of the first run that fails; the other runs end.
 
     Example:
         >>> from contextlib import nullcontext
@@ -96,14 +99,14 @@ def in_lockstep(
 
 @dataclass(frozen=True)
 class _Call:
-    """A module that is called, by its place, and how."""
+    """A call of a module, given by its place."""
 
     module: int
     forward: _Answer
 
 
 def _done(call: _Call) -> _Answer:
-    """Carry a call out, here; return what gives its value, or raises its error, there."""
+    """Execute a call in this thread; return a function that gives its value, or raises its error."""
     try:
         value = call.forward()
     except Exception as error:
@@ -118,7 +121,7 @@ def _done(call: _Call) -> _Answer:
 
 @contextmanager
 def _halting(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Have every run halt at these modules; they are called as ever by all else."""
+    """Make every run stop at these modules; other callers call them as usual."""
     forwards = [module.forward for module in modules]
     try:
         for place, (module, forward) in enumerate(zip(modules, forwards, strict=True)):
@@ -140,14 +143,14 @@ def _halts(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Ended(BaseException):
-    """Raised in a run that is to end where it is."""
+    """Raised in a run to end it."""
 
 
 class _Run(Thread):
-    """A run, which does something only while `resume` waits for it.
+    """A run in a thread that works only while `resume` waits for it.
 
     Attributes:
-        call: what it waits for; None: it has not begun, or it is over.
+        call: the call that the run waits for; None: it has not begun, or has ended.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -161,10 +164,10 @@ class _Run(Thread):
         start(self)
 
     def resume(self, answer: _Answer) -> None:
-        """Let it go on, with what it waited for, until it halts.
+        """Continue the run with the answer to its call, until it stops again.
 
         Raises:
-            Exception: what it has raised.
+            Exception: the error that the run has raised.
         """
         self._answer = answer
         self._may.release()
@@ -173,7 +176,7 @@ class _Run(Thread):
             raise self._error
 
     def wait_for(self, call: _Call) -> Any:
-        """Halt, in the run's own thread, and return the value of a call."""
+        """Stop the run, called in its own thread, and return the value of the call once resumed."""
         self.call = call
         self._halted.release()
         self._may.acquire()
@@ -183,13 +186,13 @@ class _Run(Thread):
         return self._answer()
 
     def end(self) -> None:
-        """Have it end where it is, if it is not over."""
+        """End the run, if it has not ended yet."""
         self._ended = True
         self._may.release()
         self.join()
 
     def run(self) -> None:
-        """What the thread does."""
+        """Do the work of the thread."""
         self._may.acquire()
         try:
             if not self._ended:
@@ -201,11 +204,11 @@ class _Run(Thread):
         self._halted.release()
 
 
-_MOST_BATCHES = 1000  # each waits in a thread
+_MOST_BATCHES = 1000  # each one waits in a thread
 
 
 class Blocks:
-    """A model without its head, of which one block at a time has weights."""
+    """A model without its head; only one of its blocks at a time has weights in memory."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | torch.device) -> None:
         self.model = load_model(checkpoint, device, head=False, by_block=True)
@@ -217,12 +220,12 @@ class Blocks:
         paths = [path for path in self.model.skeleton.blocks if path in names.values()]
         self._blocks: list[nn.Module] = [self.model.whole.get_submodule(path) for path in paths]
         within = {id(p) for block in self._blocks for p in block.parameters()}
-        # What is tied to a parameter in no block is needed before any is run.
+        # Parameters outside of blocks, and weights tied to them, are needed before any block is run.
         self._fill([p for p in self.model.backbone.parameters() if id(p) not in within])
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self._blocks)
 
     def run(
@@ -231,12 +234,12 @@ class Blocks:
         watching: Callable[[Batch, Sequence[ObservedLayer]], AbstractContextManager[object]],
         passed: Callable[[Batch], object],
     ) -> Generator[Sequence[ObservedLayer]]:
-        """Run all batches through all blocks; yield the layers that have been called with all of them.
+        """Run all batches through all blocks; yield the layers of each block once all batches are through.
 
         Args:
-            batches: on the CPU.
-            watching: entered with a batch and the layers that it may come to.
-            passed: called with every batch behind every block, and before the first.
+            batches: the batches, on the CPU.
+            watching: context manager, entered with a batch and the layers that it may reach.
+            passed: called with each batch after every block, and before the first.
         """
         if len(batches) > _MOST_BATCHES:
             raise InputError(
@@ -266,7 +269,7 @@ class Blocks:
         yield rest
 
     def _layers(self) -> tuple[list[list[ObservedLayer]], list[ObservedLayer]]:
-        """The layers of each block, and those in none."""
+        """Return the layers of each block, and the layers outside of blocks."""
         within = {id(m): n for n, block in enumerate(self._blocks) for m in block.modules()}
         of_block: list[list[ObservedLayer]] = [[] for _ in self._blocks]
         rest: list[ObservedLayer] = []
@@ -289,5 +292,5 @@ class Blocks:
 
 
 def _without_gradients(model: RunningModel, batch: Batch) -> None:
-    with torch.no_grad():  # which each thread has to be told
+    with torch.no_grad():  # must be set in each thread
         model.run(batch)

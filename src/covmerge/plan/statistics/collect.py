@@ -1,4 +1,4 @@
-"""From an expert and examples to a statistics file."""
+"""Collecting a statistics file from an expert and examples."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ SMALLER = "collect on a larger machine; the file may be used on any"
 
 
 class Progress(Protocol):
-    """Called as examples go through a model."""
+    """Receives the progress of examples going through a model."""
 
     def start(self, total: int | None) -> None:
-        """Collecting begins; `total` examples will pass, None where nobody knows."""
+        """Begin; `total` is the number of examples to come, or None if it is unknown."""
         ...
 
     def advance(self, count: int) -> None:
-        """So many examples have passed."""
+        """Count examples that have gone through the model."""
         ...
 
     def finish(self) -> None:
-        """Collecting is over, well or badly."""
+        """End, after success or an error."""
         ...
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What was written.
+    """The summary of a written statistics file.
 
     Attributes:
         path: the statistics file.
-        tensors: kind -> number of tensors it speaks of.
-        stored: kind -> number of tensors stored: layers with the same input share one.
+        tensors: kind -> number of tensors with statistics.
+        stored: kind -> number of stored tensors: layers with the same input share one.
         rows: kind -> fewest and most layer inputs, or examples, behind a tensor.
-        examples: examples that were seen.
-        nbytes: size of the file.
-        seconds: time that loading, running and writing took.
-        notes: what a user should know.
+        examples: number of examples.
+        nbytes: size of the file in bytes.
+        seconds: time for loading, running and writing.
+        notes: notes for the user.
     """
 
     path: Path
@@ -104,38 +104,39 @@ def collect(
     overwrite: bool = False,
     **reading: Unpack[ReadingOptions],
 ) -> Collected:
-    """Run examples through an expert and write what its layers see to a statistics file.
+    """Run examples through an expert, and write statistics of its layers' inputs to a file.
 
     Gram: E[z zᵀ] over all inputs z of a linear layer, uncentred (RegMean, Jin et al. 2023, §3).
     Fisher: see `FisherCollector`.
 
     Args:
-        expert: folder of the model, or a repository of the Hub, or either as it was opened.
+        expert: folder of the model, or a repository of the Hub, or an opened checkpoint.
         examples: a file of texts (`.txt`, `.jsonl`, `.json`, `.csv`), or batches of tensors as the
-            model takes them; `labels` in them are kept from the model. Or `Generated`: what the expert,
-            a language model, writes itself, or what is drawn for another, so that nobody's data is
-            needed.
+            model takes them; `labels` in them are not passed to the model. Or `Generated`: texts
+            that the expert, a language model, writes itself, or inputs that are drawn for another
+            kind of model, so that no data is needed.
         out: the file to write, `*.covstats.safetensors`.
         kinds: `gram`, `fisher`, or both.
-        labels: whose labels the Fisher information is of: `model` or `data`.
-        seed: of the labels drawn from the model.
-        base: of texts that start from the base, what writes their beginnings.
-        device: where the model runs.
-        max_memory: bytes that the process may take; None: what is free. Texts that a model writes come in
-            batches that fit it, other batches are supposed to be small. A model that does not fit is run
-            block by block where Gram matrices alone are asked for, and it writes nothing.
-        progress: called for every batch.
-        overwrite: replace a statistics file.
-        **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
+        labels: labels for the Fisher information: `model` or `data`.
+        seed: seed of labels that are drawn from the model.
+        base: the model that writes the beginnings of texts, if texts start from the base.
+        device: device on which the model runs.
+        max_memory: bytes that the process may use; None: what is free. The batch size of texts that
+            a model writes is fitted to it; other batches are assumed to be small. A model that does
+            not fit is run block by block if only Gram matrices are asked for; it cannot write
+            texts.
+        progress: called after every batch.
+        overwrite: replace an existing statistics file.
+        **reading: how examples become batches; the attributes of `Reading`: `max_examples`,
             `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.
 
     Raises:
-        InputError: anything wrong with the model, the examples or the output; nothing is left
+        InputError: something is wrong with the model, the examples or the output; no file is left
             behind.
-        ResourceError: the model with its sums does not fit the memory, or the disk is full.
+        ResourceError: the model with its sums does not fit into memory, or the disk is full.
 
-    Departs from the paper: nowhere. A Gram matrix is `(d_in, d_in)`, Fisher information of the shape
-    of its tensor, both means in float32.
+    Departs from the paper: nowhere. A Gram matrix has shape `(d_in, d_in)`, Fisher information the
+    shape of its tensor; both are means in float32.
 
     Example:
         collect("./code", "code.jsonl", "code.covstats.safetensors", kinds=("gram", "fisher"))
@@ -189,7 +190,7 @@ def collect(
                     return collected(out, about, time.perf_counter() - start)
                 except ResourceError:
                     raise
-                except InputError:  # such as of models that change their weights as they are run
+                except InputError:  # as for models that change weights
                     if not whole:
                         raise
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
@@ -231,9 +232,9 @@ def _block_by_block(
     *,
     overwrite: bool,
 ) -> About:
-    """Collect Gram matrices, and write those of a block when all inputs have gone through it.
+    """Collect Gram matrices, and write a block's matrices once all inputs have gone through the block.
 
-    One block at a time is in memory, with all inputs.
+    One block at a time is in memory, together with all inputs.
     """
     blocks = Blocks(expert, device)
     model = blocks.model
@@ -277,13 +278,13 @@ def _layers(model: RunningModel) -> list[ObservedLayer]:
 
 
 def _on_ends(model: RunningModel, generated: Generated, how: Reading) -> list[str]:
-    """What a user should know of the ends of texts, before the model writes any."""
+    """Return notes on the ends of texts, before the model writes any."""
     made = generated.made_for(model.whole, model.checkpoint.source)
     return made.notes(model, how) if isinstance(made, Written) else []
 
 
 def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tuple[str, ...]:
-    """What a user should know of Gram matrices of inputs that all models are shown."""
+    """Return a note on Gram matrices of inputs that all models share."""
     if not shared or "gram" not in kinds:
         return ()
     models = "models" if examples.start == "random" else "experts"
@@ -294,7 +295,7 @@ def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tupl
 
 
 def collected(path: Path, about: About, seconds: float) -> Collected:
-    """Say what was written."""
+    """Return the summary of a file that was written."""
     rows: dict[str, list[int]] = {kind: [] for kind in about.totals}
     stored = dict.fromkeys(rows, 0)
     for key, count in about.rows.items():
@@ -327,7 +328,7 @@ def _checked_kinds(kinds: Sequence[str]) -> tuple[Kind, ...]:
 
 @contextmanager
 def reported(progress: Progress | None, total: int | None) -> Generator[Callable[[int], None]]:
-    """Start a progress, give out its `advance`, and finish it, well or badly."""
+    """Start a progress, give its `advance`, and finish it after success or an error."""
     if progress is None:
         yield lambda count: None
         return
@@ -345,7 +346,7 @@ def _checked_labels(labels: str) -> Labels:
 
 
 def check_generated(reading: ReadingOptions) -> None:
-    """Refuse what belongs to examples of a file, rather than pass over it."""
+    """Raise if options for a file of examples are given, instead of ignoring them."""
     for name in ("text_column", "pair_column", "label_column"):
         if name in reading:
             raise InputError(
@@ -357,14 +358,14 @@ def check_generated(reading: ReadingOptions) -> None:
 def fitting(
     model: Checkpoint, generated: Generated, how: Reading, needed: int, max_memory: int | None
 ) -> tuple[Reading, list[str]]:
-    """Return how many texts are written at once so that they fit, and what a user should know of it.
+    """Return how many texts fit into memory at once, with a note for the user.
 
     Args:
-        model: a language model that writes them.
-        generated: what it writes.
-        how: with the number that is asked for, if one is.
+        model: the language model that writes the texts.
+        generated: options of the texts.
+        how: options with the number of texts, if it is given.
         needed: bytes of the model and its sums.
-        max_memory: bytes that the process may take; None: what is free.
+        max_memory: bytes that the process may use; None: what is free.
     """
     turns = 2 if generated.start == "user" else 1
     tokens = turns * (generated.tokens or Written.tokens) + (
@@ -402,7 +403,7 @@ def _run(
     grams: GramCollector | None,
     fisher: FisherCollector | None,
 ) -> int:
-    """Show every batch to the collectors; return the number of examples."""
+    """Pass every batch to the collectors; return the number of examples."""
     count = 0
     for batch in batches:
         if grams is not None:
@@ -433,7 +434,7 @@ def _contents(
 
 
 def packed_note(model: RunningModel) -> list[str]:
-    """Say which linear layers cannot be watched."""
+    """Return a note on linear layers that cannot be watched."""
     packed = model.packed_layers()
     why = "packed with others in the model, so without a Gram matrix"
     return [f"{some(packed, 1, quoted=True)}: {why}"] if packed else []

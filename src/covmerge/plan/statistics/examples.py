@@ -28,19 +28,19 @@ from covmerge.files.stores.regular_file import open_regular
 Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]
 
-MADE = 256  # examples, where they are made and nobody says how many
-AT_ONCE = 8  # examples a batch, where nobody says how many
+MADE = 256  # number of examples that are made by default
+AT_ONCE = 8  # number of examples in a batch by default
 _MAX_LINE = 2**24  # characters of an example
 _MAX_JSON = 2**26  # bytes of a list, which is read and parsed as a whole
 _MOST_LABELS = 2**31
-_LARGEST_LABEL = 1e38  # as float32 holds it
+_LARGEST_LABEL = 1e38  # within the range of float32
 _NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
 _DECIMAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?\s*")
-LABELS = "labels"  # key of a batch that holds what the model was trained to say
+LABELS = "labels"  # key of the labels in a batch
 
 
 class ReadingOptions(TypedDict, total=False):
-    """`Reading`, as keyword arguments."""
+    """The attributes of `Reading` as keyword arguments."""
 
     max_examples: int | None
     batch_size: int | None
@@ -56,13 +56,14 @@ class Reading:
     """How examples become batches.
 
     Attributes:
-        max_examples: most examples to take; None: all, of those that are made 256.
-        batch_size: texts a batch; None: 8, or of texts that a model writes 32, or as many as fit.
-        max_length: tokens that a text is cut to; None: what the model takes.
+        max_examples: most examples to take; None: all, or 256 if they are made.
+        batch_size: number of texts in a batch; None: 8, or for texts that a model writes, 32 or as
+            many as fit into memory.
+        max_length: number of tokens to which texts are cut; None: the model's limit.
         tokenizer: folder of the tokenizer; None: the model's.
         text_column: column, or JSON key, of the text.
-        pair_column: that of a second text, where there is one.
-        label_column: that of the label, where there is one: a number, or a name in the model's
+        pair_column: column of a second text, if there is one.
+        label_column: column of the label, if there is one: a number, or a name in the model's
             config.
     """
 
@@ -82,18 +83,18 @@ class Reading:
 
     @property
     def wanted(self) -> int:
-        """How many examples to make, where they are made."""
+        """Number of examples to make."""
         return self.max_examples or MADE
 
     @property
     def at_once(self) -> int:
-        """How many examples make a batch."""
+        """Number of examples in a batch."""
         return self.batch_size or AT_ONCE
 
 
 @dataclass(frozen=True)
 class Text:
-    """One example of a file; pair and label are None where the file has none."""
+    """One example of a file; `pair` and `label` are None if the file has none."""
 
     text: str
     pair: str | None = None
@@ -102,9 +103,9 @@ class Text:
 
 
 def read_texts(path: Path, reading: Reading) -> list[Text]:
-    """Read texts: a line each (`.txt`), or with columns (`.jsonl`, `.json`, `.csv`).
+    """Read texts from a file: one for each line (`.txt`), or in columns (`.jsonl`, `.json`, `.csv`).
 
-    Lines and texts that are empty are passed over.
+    Empty lines and texts are skipped.
     """
     if path.suffix not in _READERS:
         raise InputError(
@@ -138,7 +139,7 @@ def _named_errors(path: Path) -> Generator[None]:
 
 
 def _bounded(file: TextIO) -> Iterator[str]:
-    """The lines of a file, none of which may take all memory."""
+    """Yield the lines of a file; raise if a line is so long that it could fill memory."""
     number = 1
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
@@ -225,9 +226,9 @@ def _checked_text(text: object, where: str) -> str:
 def tokenized(
     texts: Sequence[Text], tokenizer: Any, config: Any, reading: Reading, *, labels: bool
 ) -> Iterator[Batch]:
-    """Yield batches of a tokenizer's tensors, padded to the longest of each batch.
+    """Yield batches of a tokenizer's tensors, padded to the longest text of each batch.
 
-    Where labels are wanted and every text of a batch has one, they become `labels`.
+    If labels are asked for and every text of a batch has one, they become `labels`.
     """
     limit = reading.max_length or longest_text(tokenizer, config)
     paired = any(text.pair is not None for text in texts)
@@ -249,18 +250,18 @@ def tokenized(
 
 
 def longest_text(tokenizer: Any, config: Any) -> int | None:
-    """Tokens that the model takes: tokenizers without a limit say 10³⁰."""
+    """Return the model's limit of tokens, or None; tokenizers without a limit state 10³⁰."""
     positions = getattr(config, "max_position_embeddings", None)
-    # A truth value is an int to Python.
+    # A truth value is an int in Python.
     limits = [n for n in (tokenizer.model_max_length, positions) if type(n) is int and n > 0]
     return min(limits) if limits and min(limits) < 2**31 else None
 
 
 def _label_of(text: Text, config: Any) -> float:
-    """The number that a label is to the model: of a class, or what a regression is to say."""
+    """Return a label as a number for the model: a class, or the target of a regression."""
     label = text.label
     one_number = getattr(config, "num_labels", None) == 1
-    if isinstance(label, str) and one_number:  # a CSV file has only texts
+    if isinstance(label, str) and one_number:  # a CSV file contains only texts
         label = float(label) if _DECIMAL.fullmatch(label) else nan
     if isinstance(label, str):
         known: dict[str, int] = getattr(config, "label2id", None) or {}
@@ -273,7 +274,7 @@ def _label_of(text: Text, config: Any) -> float:
             )
         return int(label)
     most = _LARGEST_LABEL if one_number else _MOST_LABELS
-    # A truth value is an int to Python, and NaN is less than nothing.
+    # A truth value is an int in Python; NaN fails the comparison.
     if label is not None and not isinstance(label, bool) and abs(label) < most:
         if one_number:
             return float(label)
@@ -287,7 +288,7 @@ def _label_of(text: Text, config: Any) -> float:
 
 
 def checked(batches: Iterable[Batch], max_examples: int | None) -> Iterator[Batch]:
-    """Pass batches on, the last one cut to the number of examples asked for."""
+    """Yield checked batches; the last one is cut to the number of examples asked for."""
     left = max_examples
     for number, batch in enumerate(batches, start=1):
         if left == 0:
@@ -306,7 +307,7 @@ def size_of(batch: Batch) -> int:
 
 
 def single(batch: Batch) -> Iterator[Batch]:
-    """Yield every example of a batch as a batch of one."""
+    """Yield each example of a batch as a batch of one."""
     for index in range(size_of(batch)):
         yield {name: tensor[index : index + 1] for name, tensor in batch.items()}
 

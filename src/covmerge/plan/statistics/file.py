@@ -2,7 +2,7 @@
 
 A safetensors file with `gram/<tensor>`, the mean of z zᵀ over the inputs z of a layer
 `(d_in, d_in)`, and `fisher/<tensor>`, the diagonal Fisher information in the shape of the stored
-tensor, all float32. Layers with the same input share one matrix. `__metadata__` says the rest.
+tensor, all float32. Layers with the same input share one matrix. `__metadata__` has the other facts.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _AGAIN = "collect it again with `covmerge collect`"
 
 
 class About(BaseModel):
-    """What a statistics file says of itself, beside its tensors.
+    """The facts about a statistics file's tensors, from its metadata.
 
     Attributes:
-        source: the model, as it was named when the statistics were collected.
-        probe: `probe` of the model.
-        protocol: whose inputs the Gram matrices are of: `inputs` of the expert's own layers, or
+        source: name of the model when the statistics were collected.
+        probe: the model's `probe`.
+        protocol: which inputs the Gram matrices are of: `inputs` of the expert's own layers, or
             `regmean++`, of its layers behind merged blocks, as covmerge-lab collects them.
-        examples: examples seen.
-        labels: whose labels the Fisher information is of; empty without any.
-        generated: how the examples were written, where the model itself wrote them
+        examples: number of examples.
+        labels: which labels the Fisher information is for; empty without Fisher information.
+        generated: how the examples were made, if the model itself wrote them
             (`covmerge.plan.statistics.Generated`): then there was no external data.
-        rows: key -> layer inputs (gram) or examples (fisher) behind it.
-        aliases: key -> the key whose tensor stands for it.
-        totals: kind -> ‖·‖₂ over all its tensors, each alias counted.
+        rows: key -> number of layer inputs (gram) or examples (fisher) behind it.
+        aliases: key -> the key whose tensor is used for it.
+        totals: kind -> ‖·‖₂ over all its tensors, with every alias counted.
         content: SHA-256 of the tensors.
-        notes: what a user should know.
+        notes: notes for the user.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -76,13 +76,13 @@ class About(BaseModel):
 
 
 class StatisticsFile:
-    """A statistics file whose header has been checked; its tensors are read when asked for.
+    """A statistics file with a checked header; tensors are read when they are asked for.
 
     Attributes:
         path: the file.
-        about: what it says of itself.
-        source: what it was named by; with a word in place of a path, it was made by the merge itself, and
-            where it lies is of no account.
+        about: the facts in its metadata.
+        source: its path, or a word instead if the merge itself made the file; then its path does
+            not matter.
 
     Raises (by `open`):
         InputError: the file is missing, malformed, or no statistics file.
@@ -101,11 +101,11 @@ class StatisticsFile:
 
     @classmethod
     def open(cls, path: str | Path, *, made_by: str | None = None) -> StatisticsFile:
-        """Open a file: nothing more than its header is read.
+        """Open a file; only its header is read.
 
         Args:
-            path: of it.
-            made_by: the word that asked for it, where the merge itself made it.
+            path: path of the file.
+            made_by: the word that asked for the file, if the merge itself made it.
         """
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
@@ -115,11 +115,11 @@ class StatisticsFile:
         return cls(path, file, about, header, made_by)
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names of the tensors, as in the expert's checkpoint, that have this statistic."""
+        """Return names of the tensors, as in the expert's checkpoint, that have this statistic."""
         return tuple(key.removeprefix(f"{kind}/") for key in self.about.rows if _of(key) == kind)
 
     def rows(self, kind: str, name: str) -> int:
-        """Return how many layer inputs (gram) or examples (fisher) are behind a statistic."""
+        """Return the number of layer inputs (gram) or examples (fisher) behind a statistic."""
         return self.about.rows[self._key(kind, name)]
 
     def header(self, kind: str, name: str) -> TensorHeader:
@@ -140,7 +140,7 @@ class StatisticsFile:
         """Return one statistic, or a contiguous range of its rows, in float32.
 
         Raises:
-            InputError: it is not in the file, or holds what no such statistic can.
+            InputError: it is not in the file, or has values that such a statistic cannot have.
         """
         value = self._file.read(self._stored(kind, name), rows)
         if not all_finite(value) or (kind == "fisher" and bool((value < 0).any())):
@@ -151,7 +151,7 @@ class StatisticsFile:
         return value
 
     def check_model(self, what: str, checkpoint: Checkpoint) -> None:
-        """Check that the statistics are those of this model."""
+        """Raise if the statistics were collected on a model with other weights."""
         if probe(checkpoint) != self.about.probe:
             raise InputError(
                 f"{self.path} was collected on {shorten(self.about.source)}, which has other weights "
@@ -160,7 +160,7 @@ class StatisticsFile:
             )
 
     def check_content(self) -> None:
-        """Check all tensors against their hash, which reads them once."""
+        """Check the hash of all tensors, which reads them once."""
         digest = hashlib.sha256()
         for key, header in self._file.headers.items():  # in the order of the file
             digest.update(key.encode())
@@ -171,9 +171,9 @@ class StatisticsFile:
             raise _damaged(self.path, "its tensors are not those whose hash it states")
 
     def identity(self) -> Json:
-        """Return what tells this file from one of other content, wherever it lies."""
-        # The metadata holds the hash of the tensors.
-        # What is made anew may say of its model only how it was called then.
+        """Return facts that identify the file's content, wherever the file is."""
+        # The metadata contains the hash of the tensors. A file that is made again may differ only
+        # in the name that the model had then.
         header = hashlib.sha256(self._metadata).hexdigest()
         fingerprint = {"content": self.about.content} if self._made else {"header": header}
         fields = {"kind": "statistics", **fingerprint}
@@ -181,7 +181,7 @@ class StatisticsFile:
         return fields if written is None else {**fields, "generated": written}
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def _key(self, kind: str, name: str) -> str:
@@ -199,9 +199,9 @@ class StatisticsFile:
 
 
 def probe(checkpoint: Checkpoint) -> str:
-    """Return a hash that tells a model from its base and its siblings, cheap to compute.
+    """Return a hash that tells a model from its base and its siblings and is cheap to compute.
 
-    SHA-256 over the sorted headers and the first 4 KiB at most of every tensor.
+    It is the SHA-256 of the sorted headers and at most the first 4 KiB of every tensor.
 
     Example:
         >>> from covmerge.files.checkpoints.open import open_checkpoint
@@ -249,7 +249,7 @@ def _about(metadata: Mapping[str, str], path: Path) -> About:
 
 
 def _check_tensors(headers: Mapping[str, TensorHeader], about: About, path: Path) -> None:
-    """Check that tensors, aliases and rows speak of the same things."""
+    """Check that tensors, aliases and rows have matching keys."""
     known = headers.keys() | about.aliases.keys()
     if known != about.rows.keys() or headers.keys() & about.aliases.keys():
         raise _damaged(path, "its tensors and its metadata do not agree")
@@ -271,7 +271,7 @@ def _problems(headers: Mapping[str, TensorHeader], about: About) -> Iterator[str
 
 
 def _of(key: str) -> str:
-    """The kind that a key is of."""
+    """Return the kind of statistic in a key."""
     return key.partition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""Inputs that nobody had to collect, of whatever kind an expert takes."""
+"""Inputs that are made for a model, so that no data has to be collected."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from covmerge.plan.statistics.written import Begun, Start, Written, writes
 if TYPE_CHECKING:
     from covmerge.plan.statistics.model import RunningModel
 
-# Token sequences at random: for encoders, which write nothing, and for what any model of text sees.
+# Random token sequences, for encoders, which write nothing, and as inputs for any model of text.
 #
-# A vocabulary lists its words by frequency, or by the order in which frequent pairs were joined, which
-# comes near it. So the rank stands in for the frequency by Zipf's law, p ∝ 1 / (rank + 20).
+# A vocabulary lists its words by frequency, or in the order in which frequent pairs were joined,
+# which is similar. So the rank replaces the frequency in Zipf's law, p ∝ 1 / (rank + 20).
 
 _OFFSET = 20
 LENGTHS = (3, 9, 18)
-LONG = (8, 24, 64)  # of language models, whose texts are longer
-_IN_BRACKETS = re.compile(r"[\[<]\w+[\]>]")  # [unused7], <0x0A>: places, and no words
-_MARKS = re.compile(r"^(##|[Ġ▁])")  # that a word goes on, or begins
+LONG = (8, 24, 64)  # for language models, whose texts are longer
+_IN_BRACKETS = re.compile(r"[\[<]\w+[\]>]")  # [unused7], <0x0A>: placeholders, not words
+_MARKS = re.compile(r"^(##|[Ġ▁])")  # marks of a word's continuation or beginning
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens drawn by their rank, between the special tokens, a third each of three lengths.
+    """Tokens drawn by their rank, between special tokens; a third of the texts has each of three lengths.
 
     Attributes:
-        seed: of the tokens.
-        lengths: of a third of the texts each.
-        shared: whether all experts are shown the same.
+        seed: seed of the tokens.
+        lengths: numbers of tokens, each for a third of the texts.
+        shared: whether all experts get the same inputs.
     """
 
     shared: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class Sequences:
     lengths: tuple[int, ...] = LENGTHS
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """What a statistics file says of it."""
+        """Return the description for a statistics file."""
         return {
             "kind": f"tokens, p = 1 / (rank + {_OFFSET})",
             "lengths": ", ".join(map(str, self.lengths)),
@@ -57,10 +57,10 @@ class Sequences:
         }
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches of one length each, so that nothing is padded.
+        """Yield batches with texts of one length each, so that nothing is padded.
 
         Raises:
-            InputError: there is no tokenizer, it has no words, or texts have no room for one.
+            InputError: there is no tokenizer, it has no words, or texts have no room for any.
         """
         tokenizer, source = model.tokenizer(reading), model.checkpoint.source
         before, after = _around(tokenizer)
@@ -87,7 +87,7 @@ class Sequences:
 
 
 def _around(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """The special tokens before a text and behind it."""
+    """Return the special tokens before a text and after it."""
     text = "a"
     bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer(text)["input_ids"]
@@ -98,9 +98,10 @@ def _around(tokenizer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _words(tokenizer: Any, size: int) -> Tensor:
-    """The ids of ordinary tokens, by rank.
+    """Return the ids of ordinary tokens, by rank.
 
-    Single characters come last: a vocabulary begins with its alphabet, in no order of frequency.
+    Single characters come last, because a vocabulary begins with its alphabet, not ordered by
+    frequency.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -112,27 +113,27 @@ def _words(tokenizer: Any, size: int) -> Tensor:
     return torch.tensor([number for _, number in ranked], dtype=torch.long)
 
 
-# Pictures of dead leaves, which have the edges and the spectrum that natural pictures have.
+# Pictures of dead leaves, whose edges and spectrum are like those of natural pictures.
 
 _PREPROCESSOR = "preprocessor_config.json"
-_MOST_VALUES = 2**26  # of one picture; real ones have 2**20
-_SMALLEST, _LARGEST = 0.02, 0.5  # radii, of a picture's longer side, and a pixel at least
-_AT_ONCE = 64  # leaves that are drawn; a large picture has about 1,500
-_PIXELS = 2**16  # that are held against all of them
+_MOST_VALUES = 2**26  # most values of one picture; real ones have 2**20
+_SMALLEST, _LARGEST = 0.02, 0.5  # radii as shares of a picture's longer side, at least a pixel
+_AT_ONCE = 64  # leaves drawn at once; a large picture has about 1,500
+_PIXELS = 2**16  # pixels compared with all of these leaves at once
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """Discs of one colour each that hide one another, in the range that the model's pixels have.
+    """Discs of one colour each that cover one another, in the range of the model's pixel values.
 
-    Discs of radius r fall with a density r⁻³, so that objects of all sizes are seen alike from near
-    and from far: the spectrum is that of natural pictures, about 1/f, and so are the edges, which
-    noise of that spectrum lacks (Lee, Mumford and Huang 2001, §4; what a network learns from such
-    pictures: Baradad et al. 2021, §3).
+    Discs of radius r have a density r⁻³, so that pictures look alike from near and from far. Their
+    spectrum is that of natural pictures, about 1/f, and so are their edges, which noise with that
+    spectrum lacks (Lee, Mumford and Huang 2001, §4; for what a network learns from such pictures
+    see Baradad et al. 2021, §3).
 
     Attributes:
-        seed: of what is drawn.
-        shared: whether all experts are shown the same.
+        seed: seed of the pictures.
+        shared: whether all experts get the same inputs.
     """
 
     shared: ClassVar[bool] = True
@@ -140,15 +141,15 @@ class Leaves:
     seed: int = 0
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """What a statistics file says of it."""
+        """Return the description for a statistics file."""
         return {"kind": "dead leaves", "seed": self.seed}
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
         """Yield batches of pictures `(batch, channels, height, width)`.
 
         Raises:
-            InputError: the config does not say how large pictures are, or what normalises their
-                pixels is malformed.
+            InputError: the config does not state the size of pictures, or the settings that
+                normalise pixels are malformed.
         """
         source, folder = model.checkpoint.source, model.checkpoint.folder
         if reading.tokenizer is not None or reading.max_length is not None:
@@ -166,14 +167,14 @@ class Leaves:
 
 
 def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
-    """Return one picture within [-1, 1]: the leaf on top is laid first, until nothing is bare."""
+    """Return a picture with values in [-1, 1]; top leaves are drawn first, until all pixels are covered."""
     channels, height, width = shape
     side = max(height, width)
     least, most = max(_SMALLEST * side, 1.0), max(_LARGEST * side, 1.0)
     picture, bare = torch.empty(channels, height * width), torch.arange(height * width)
     while len(bare):
         leaves = torch.rand(_AT_ONCE, 3 + channels, generator=draw)
-        # The square of r is inverse where r⁻³ is the density.
+        # This is the inverse distribution function of r² for the density r⁻³.
         radius = (most**-2 + leaves[:, :1] * (least**-2 - most**-2)).rsqrt()
         down = leaves[:, 1:2] * (height + 2.0 * radius) - radius
         across = leaves[:, 2:3] * (width + 2.0 * radius) - radius
@@ -183,7 +184,7 @@ def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
             away = (row - down).square() + (pixels - width * row - across).square()
             covers = away <= radius.square()
             hidden = covers.any(0)
-            top = covers.byte().argmax(0)[hidden]  # the first of several
+            top = covers.byte().argmax(0)[hidden]  # the first of several leaves
             picture[:, pixels[hidden]] = 2.0 * leaves[top, 3:].mT - 1.0
             still.append(pixels[~hidden])
         bare = torch.cat(still)
@@ -191,7 +192,7 @@ def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
 
 
 def _shape(config: Any, source: str) -> tuple[int, int, int]:
-    """Channels, height and width of what the model takes."""
+    """Return channels, height and width of the model's inputs."""
     size: Any = getattr(config, "image_size", None)
     sides: list[Any] = [*size] if isinstance(size, list | tuple) else [size, size]
     shape = [getattr(config, "num_channels", 3), *sides]
@@ -209,7 +210,7 @@ def _shape(config: Any, source: str) -> tuple[int, int, int]:
 
 
 def _range(folder: Path | None, channels: int) -> tuple[Tensor, Tensor]:
-    """Darkest and brightest pixel of each channel, `(channels, 1, 1)`; -1 and 1 where nobody says."""
+    """Return the darkest and brightest value of each channel, `(channels, 1, 1)`; -1 and 1 by default."""
     path = None if folder is None else folder / _PREPROCESSOR
     if path is None or not path.is_file():
         return torch.tensor(-1.0), torch.tensor(1.0)
@@ -242,28 +243,28 @@ def _numbers(
     return [float(each) for each in values]
 
 
-_MOST_SEEDS = 2**62  # a batch's number is added to it
+_MOST_SEEDS = 2**62  # the number of a batch is added to the seed
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Inputs that are made for a model, so that nobody's data is needed.
+    """Inputs that are made for a model, so that no data is needed.
 
-    A language model writes them (`Written`), unless they are to be random; an encoder of text is shown
-    tokens drawn by the order of its vocabulary (`Sequences`), a model of pictures discs that hide
-    one another (`Leaves`).
+    A language model writes texts (`Written`), unless random inputs are asked for. A text encoder
+    gets tokens drawn by their rank in its vocabulary (`Sequences`). A model of pictures gets discs
+    that cover one another (`Leaves`).
 
     Attributes:
-        start: of what is written, see `Written`; `base`: the base, which is to be named beside, writes
-            the first 16 tokens of each text; `random`: nothing is written, a language model too is shown
-            drawn tokens.
-        tokens: of what is written.
-        temperature: of what is written.
-        seed: of what is drawn.
-        begun: what the base began; `collect` lets it.
+        start: start of texts, see `Written`; `base`: the base, which must be named too, writes the
+            first 16 tokens of each text; `random`: a language model gets drawn tokens too, and
+            writes nothing.
+        tokens: number of tokens that are written.
+        temperature: temperature of the writing.
+        seed: seed of everything that is drawn.
+        begun: the beginnings that the base wrote; `collect` sets it.
 
     Raises:
-        InputError: there is no such start, or a number is out of range.
+        InputError: the start is unknown, or a number is out of range.
 
     Example:
         >>> Generated("chat", temperature=0.0)
@@ -288,10 +289,10 @@ class Generated:
             raise InputError(f"random inputs are not written: leave out {Hint(given[0])}")
 
     def made_for(self, model: Any, source: str) -> Written | Sequences | Leaves:
-        """Return how inputs of the kind that a model takes are made.
+        """Return the maker of inputs for the kind of a model.
 
         Raises:
-            InputError: options are for another kind of model, or none are made for this kind.
+            InputError: options are for another kind of model, or this kind is not supported.
         """
         if writes(model) and self.start != "random":
             return self._written()

@@ -18,27 +18,27 @@ from covmerge.plan.statistics.examples import LABELS, Batch, masks_of, single
 from covmerge.plan.statistics.model import ObservedLayer, RunningModel
 from covmerge.plan.statistics.write import Statistic
 
-# The diagonal Fisher information of a model with a head, one example after another.
+# The diagonal Fisher information of a model with a head, summed over single examples.
 
 Labels = Literal["model", "data"]
 
-_EXACT_LABELS = 20  # a backward pass each; with more, one is drawn
-_IGNORED = -100  # as in transformers: a position without a label
+_EXACT_LABELS = 20  # each label takes a backward pass; with more labels, one is drawn
+_IGNORED = -100  # a position without a label, as in transformers
 
 
 class FisherCollector:
     """Sums F = Σ_y p(y|x) (∂ log p(y|x) / ∂θ)² over examples, in float64.
 
-    Merging Models with Fisher-Weighted Averaging (Matena & Raffel 2022), §3, per example:
+    Merging Models with Fisher-Weighted Averaging (Matena & Raffel 2022), §3, for each example:
 
     - a classifier of at most 20 labels: the sum over all labels, exactly;
     - more labels, or one label per token (language models, taggers): labels drawn from the model's
-      own distribution, once an example and position, which is right in expectation;
+      own distribution, once per example and position, which is unbiased;
     - a regression: y ~ N(f(x), 1), so (∂f)², exactly;
     - `labels="data"`: the labels of the examples instead of the model's ("empirical Fisher"); for a
       language model without `labels`, the next tokens of the text.
 
-    Padding positions carry no label.
+    Padding positions have no label.
     """
 
     def __init__(self, model: RunningModel, *, labels: Labels, seed: int) -> None:
@@ -56,10 +56,10 @@ class FisherCollector:
             parameter.requires_grad_(True)
 
     def add(self, batch: Batch) -> None:
-        """Add every example of a batch by itself.
+        """Add every example of a batch separately.
 
         Raises:
-            InputError: the model gives no logits, or an example lacks a label that is needed.
+            InputError: the model returns no logits, or an example lacks a label that is needed.
         """
         terms_of = self._data if self.labels == "data" else self._from_model
         for example in single(batch):
@@ -70,11 +70,11 @@ class FisherCollector:
             self._examples += 1
 
     def statistics(self) -> list[Statistic]:
-        """Return the statistics of every parameter of the backbone."""
+        """Return the statistics of each parameter of the backbone."""
         return [Statistic((name,), total, self._examples) for name, total in self._sums.items()]
 
     def notes(self) -> list[str]:
-        """Say which parameters have no information here."""
+        """Return a note on parameters without Fisher information."""
         packed = self._model.packed_parameters()
         if not packed:
             return []
@@ -92,7 +92,7 @@ class FisherCollector:
                 total.add_(gradient.double().square_(), alpha=weight)
 
     def _from_model(self, logits: Tensor, example: Batch) -> list[tuple[float, Tensor]]:
-        """Weights p(y|x) and log p(y|x), for all labels y or for one that is drawn."""
+        """Return pairs of p(y|x) and log p(y|x), for all labels y, or the weight 1 and a drawn label's."""
         if logits.shape[-1] == 1:
             return [(1.0, logits.sum())]
         log_p = logits.flatten(0, -2).log_softmax(-1)
@@ -104,7 +104,7 @@ class FisherCollector:
         return [(1.0, log_p.gather(1, drawn.to(log_p.device)).sum())]
 
     def _data(self, logits: Tensor, example: Batch) -> list[tuple[float, Tensor]]:
-        """Weight 1 and log p(y|x) of the example's own label y."""
+        """Return the weight 1 and log p(y|x) of the example's own label y."""
         labels = self._labels_of(logits, example).to(logits.device)
         if logits.shape[-1] == 1:
             return [(1.0, -0.5 * (labels - logits[:, 0]).square().sum())]
@@ -112,7 +112,7 @@ class FisherCollector:
             logits, labels = logits[:, :-1], labels[:, 1:]
         labels = labels.flatten()
         whole = labels.long()
-        strange = labels[whole != labels]  # NaN among them
+        strange = labels[whole != labels]  # this includes NaN
         if len(strange):
             raise InputError(
                 f"an example has the label {shorten(strange[0].item())}, and "
@@ -165,7 +165,7 @@ def _logits(model: RunningModel, example: Batch) -> Tensor:
 
 
 def _positions(logits: Tensor, example: Batch) -> Tensor | None:
-    """Which positions `(sequence,)` are no padding; None where no mask says it."""
+    """Return a mask `(sequence,)` of positions that are not padding; None: there is no such mask."""
     mask = example.get(
         "decoder_attention_mask" if "decoder_input_ids" in example else "attention_mask"
     )
@@ -178,15 +178,15 @@ def _predicts_next(model: RunningModel) -> bool:
     return model.skeleton.architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-_ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
+_ROUNDING = 1e-12  # a smaller weight counts as 0 with rounding errors
 
 
 class Weights(Protocol):
-    """How much each input of a layer counts."""
+    """The weights of a layer's inputs."""
 
     @property
     def relative(self) -> bool:
-        """Whether the weights are relative to something; else they are brought to mean 1."""
+        """Whether the weights are used unchanged, or else scaled to mean 1."""
         ...
 
     def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
@@ -195,16 +195,16 @@ class Weights(Protocol):
 
 
 class GramCollector:
-    """Watches layers and keeps one float64 sum per distinct input.
+    """Watches layers and keeps one float64 sum for each distinct input.
 
-    Layers whose first inputs are one and the same tensor (q, k and v; gate and up) share a sum, and
-    are held to it from then on. Inputs at padding positions do not count, where the mask tells them:
-    for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. Where inputs have weights, which
-    each layer has of its own, every layer has a sum of its own.
+    Layers whose first input is the same tensor (q, k and v; gate and up) share a sum, and must
+    share their inputs from then on. Inputs at padding positions are not counted if a mask marks
+    them: for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. If inputs have
+    weights, which differ between layers, every layer has a separate sum.
 
     Args:
-        layers: what to watch.
-        weights: of the inputs; None: all count alike.
+        layers: the layers to watch.
+        weights: weights of the inputs; None: all count alike.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -228,7 +228,7 @@ class GramCollector:
     def watching(
         self, batch: Batch, layers: Sequence[ObservedLayer] | None = None
     ) -> Generator[None]:
-        """Count the inputs of the layers, or of some of them, while this batch runs."""
+        """Count the inputs of all layers, or of the given ones, while this batch runs."""
         self._masks = masks_of(batch)
         handles = [
             layer.module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
@@ -242,17 +242,17 @@ class GramCollector:
             self._of_input.clear()
 
     def of(self, name: str) -> Statistic | None:
-        """Return the statistic of one layer, None if it saw nothing."""
+        """Return the statistic of one layer, or None if it had no inputs."""
         total = self._sums.get(name)
         if total is None or not total.rows:
             return None
         return self._statistic((name,), total)
 
     def statistics(self, layers: Sequence[ObservedLayer] | None = None) -> list[Statistic]:
-        """Return the statistics of layers, in their order; those with the same input are one.
+        """Return the statistics of layers, in their order; layers with the same input have one together.
 
         Args:
-            layers: some of them; None: all.
+            layers: the layers; None: all.
         """
         groups: dict[str, list[str]] = {}
         for layer in self._layers if layers is None else layers:
@@ -267,17 +267,17 @@ class GramCollector:
         return found
 
     def take(self, layers: Sequence[ObservedLayer]) -> Iterator[Statistic]:
-        """Yield the statistics of some layers, which must not be called again, and let go of each sum."""
+        """Yield the statistics of layers that will not be called again, and release each sum's memory."""
         self._taken.update(layer.name for layer in layers)
         for statistic in self.statistics(layers):
             yield statistic
             total = self._sums[statistic.names[0]]
-            # A layer outside all blocks may have the input of one in a block.
+            # A layer outside of all blocks may share its input with a layer in a block.
             if all(name in self._taken for name, value in self._sums.items() if value is total):
                 total.let_go()
 
     def notes(self) -> list[str]:
-        """Say which layers saw nothing, or too little."""
+        """Return notes on layers with no inputs, or too few."""
         unseen = [layer.name for layer in self._layers if not self._rows(layer)]
         few = [layer for layer in self._layers if 0 < self._rows(layer) < layer.d_in]
         notes: list[str] = []
@@ -349,7 +349,7 @@ class GramCollector:
 
 
 class _Sum:
-    """Σ w z zᵀ of one input, and the layer that is first called with it."""
+    """Σ w z zᵀ of one input, with the name of the layer that was first called with it."""
 
     def __init__(self, leader: str, inputs: Tensor) -> None:
         d_in = inputs.shape[-1]
@@ -372,11 +372,11 @@ class _Sum:
         self._latest, self._version = weakref.ref(inputs), inputs._version
 
     def let_go(self) -> None:
-        """Give the memory of the sum back."""
+        """Release the memory of the sum."""
         self.value = self.value.new_empty(0)
 
     def saw(self, inputs: Tensor) -> bool:
-        """Whether this is, unchanged, the tensor that was added last."""
+        """Return whether a tensor is the one that was added last, unchanged."""
         return self._latest() is inputs and self._version == inputs._version
 
 

@@ -1,7 +1,7 @@
-"""An expert as a running model, and where in it the stored tensors are.
+"""An expert as a running model, with the place of each stored tensor in it.
 
-transformers builds and loads it, from the local folder of the checkpoint: no code and no download
-of a stranger's choosing. Which parameter a stored tensor becomes is known from the skeleton.
+transformers builds and loads the model from the checkpoint's local folder. So untrusted files cause
+no code to run and no download. The skeleton tells which parameter a stored tensor becomes.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from covmerge.plan.statistics.examples import (
 from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.written import TEMPLATED, check_template, writes
 
-# Which weights of a model are read only when its blocks are run, and what stands for them until then.
+# Weights that are read only when their block is run, and placeholders for them until then.
 
-OUTSIDE = ""  # in place of a block: outside the backbone, which alone is run
+OUTSIDE = ""  # stands for a block: outside of the backbone, which alone is run
 
 
 def unread(skeleton: Skeleton, headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Return the block of each stored tensor that waits for it.
+    """Return the block of each stored tensor that is read only when its block is run.
 
-    These are parameters that are stored as the model has them: what is packed as it is loaded, buffers, and
-    what is in no block are read at once.
+    These are parameters that are stored as in the model. Tensors that are packed on loading,
+    buffers, and tensors outside of blocks are read at once.
     """
     found: dict[str, str] = {}
     blocks = set(skeleton.blocks)
@@ -65,7 +65,7 @@ def unread(skeleton: Skeleton, headers: Mapping[str, TensorHeader]) -> dict[str,
 
 
 def placeholder(shape: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
-    """Return a float32 tensor of a shape that takes no memory: no number, should anything use it.
+    """Return a float32 tensor of a shape that takes no memory; all its values are NaN.
 
     Example:
         >>> placeholder((10**6, 10**6)).untyped_storage().nbytes()
@@ -95,8 +95,8 @@ class ObservedLayer:
     """A linear layer to observe.
 
     Attributes:
-        name: its stored weight.
-        module: the module that holds the weight.
+        name: name of its stored weight.
+        module: the module that has the weight.
         d_in: size of its inputs.
         transposed: whether the weight is stored as `(d_in, d_out)`.
     """
@@ -112,10 +112,10 @@ class RunningModel:
     """A loaded expert.
 
     Attributes:
-        checkpoint: where its weights are stored.
-        skeleton: which parameter each stored tensor is.
-        whole: the model with its head, not training.
-        backbone: the model below the head.
+        checkpoint: the checkpoint with its weights.
+        skeleton: the parameter of each stored tensor.
+        whole: the model with its head, in evaluation mode.
+        backbone: the model without the head.
     """
 
     checkpoint: Checkpoint
@@ -125,11 +125,11 @@ class RunningModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device on which the model runs."""
         return self.whole.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Stored name -> parameter of the backbone; tied ones once, under their first name."""
+        """Return the backbone's parameters by stored name; a tied parameter only under its first name."""
         found: dict[str, nn.Parameter] = {}
         visited: set[int] = set()
         held = dict(self.whole.named_parameters(remove_duplicate=False))
@@ -137,7 +137,7 @@ class RunningModel:
             place = self.skeleton.places.get(name)
             if place is None or place.parameter in self.skeleton.outside:
                 continue
-            # Not a buffer, and not one of the pieces that the loader makes a parameter of.
+            # Skip buffers, and pieces that the loader joins to a parameter.
             parameter = held.get(place.parameter) if place.expected == self._shape(name) else None
             if parameter is not None and id(parameter) not in visited:
                 visited.add(id(parameter))
@@ -145,7 +145,7 @@ class RunningModel:
         return found
 
     def packed_parameters(self) -> list[str]:
-        """Stored names in the backbone that the loader changes into other parameters."""
+        """Return stored names of backbone tensors that the loader changes into other parameters."""
         return [
             name
             for name, place in self.skeleton.places.items()
@@ -153,7 +153,7 @@ class RunningModel:
         ]
 
     def layers(self) -> list[ObservedLayer]:
-        """Return the linear layers of the backbone that have a module of their own."""
+        """Return the backbone's linear layers that have their own module."""
         layers: list[ObservedLayer] = []
         for name in self._linear():
             place = self.skeleton.places[name]
@@ -166,7 +166,7 @@ class RunningModel:
         return layers
 
     def packed_layers(self) -> list[str]:
-        """Return the names of the others: experts of a mixture that the model packs."""
+        """Return names of other linear layers: experts of a mixture that the model packs."""
         names = {layer.name for layer in self.layers()}
         return [name for name in self._linear() if name not in names]
 
@@ -181,7 +181,7 @@ class RunningModel:
     def batches(
         self, examples: Examples | Generated, reading: Reading, *, labels: bool = False
     ) -> tuple[Iterator[Batch], int | None]:
-        """Return batches on the CPU, and how many examples they hold where that is known."""
+        """Return batches on the CPU, and the number of their examples if it is known."""
         if isinstance(examples, Generated):
             made = examples.made_for(self.whole, self.checkpoint.source)
             return made.batches(self, reading), reading.wanted
@@ -202,7 +202,7 @@ class RunningModel:
         tokenizer = self.tokenizer(reading)
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
+            tokenizer.pad_token = tokenizer.eos_token  # masked, so any token is fine
         if tokenizer.pad_token is None and reading.at_once > 1:
             raise InputError(
                 f"the tokenizer of {self.checkpoint.source} has no token to pad with: pass "
@@ -214,11 +214,11 @@ class RunningModel:
             raise InputError(f"{path}, {error}") from error
 
     def tokenizer(self, reading: Reading) -> Any:
-        """Return the tokenizer that is asked for, or the model's own."""
+        """Return the tokenizer that is asked for, or the model's own one."""
         return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
 
     def run(self, batch: Batch, *, head: bool = False) -> Any:
-        """Run the backbone, or the whole model; labels are left out."""
+        """Run the backbone, or the whole model; labels are not passed."""
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items() if name != LABELS}
         model = self.whole if head else self.backbone
         try:
@@ -235,19 +235,19 @@ class RunningModel:
 
 
 def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) -> bool:
-    """Refuse a start that a language model's tokenizer lacks, before the model is fetched and loaded.
+    """Raise if a tokenizer lacks the asked start, before the language model is fetched and loaded.
 
     Returns:
-        Whether it is a language model that writes, as far as that can be told from its config.
+        Whether the model will write texts, as far as its config tells.
     """
     config = checkpoint.config or {}
     named: Any = config.get("architectures")
     names = cast("list[object]", named) if isinstance(named, list) else []
     model_class: Any = getattr(require_transformers(), str(next(iter(names), None)), None)
-    # What is no language model that writes is refused as one, when it is built.
+    # Other models are refused when the model is built.
     try:
         can_write = getattr(model_class, "can_generate", bool)()
-    except ImportError:  # stands for a class whose own libraries are missing
+    except ImportError:  # the class is a placeholder, because libraries that it needs are missing
         return False
     if not can_write:
         return False
@@ -262,7 +262,7 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
 
 def _tokenizer(folder: Path) -> Any:
     transformers = require_transformers()
-    if not folder.is_dir():  # which transformers would take for a name on the Hub
+    if not folder.is_dir():  # transformers would take it for a name on the Hub
         raise InputError(
             f"{folder} is no folder: pass the folder of a tokenizer with {Hint('tokenizer')}"
         )
@@ -272,10 +272,10 @@ def _tokenizer(folder: Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
         named: Mapping[str, str] = tokenizer.vocab_files_names
-        # transformers makes an empty vocabulary rather than say that there is none.
+        # transformers makes an empty vocabulary instead of raising an error if there is none.
         known = not named or any((folder / n).is_file() for n in (*_VOCABULARIES, *named.values()))
         problem = "" if known else "there is no vocabulary"
-    except Exception as error:  # a stranger's files can make it fail in any way
+    except Exception as error:  # untrusted files can make it fail in any way
         tokenizer, problem = None, in_short(error)
     if problem:
         raise InputError(
@@ -299,15 +299,15 @@ def load_model(
 
     Args:
         checkpoint: a folder, or a repository of the Hub.
-        device: where it shall run.
-        head: whether its head must be there too.
-        writing: whether that of a language model must, because it is to write.
-        by_block: whether what `unread` names has placeholders in place of values, for `Blocks`.
-        dtype: in which it runs.
-        attention: transformers' name of what computes it.
+        device: the device on which it runs.
+        head: whether its head must be stored too.
+        writing: whether the head of a language model must be stored, because the model writes texts.
+        by_block: whether weights in `unread` are placeholders, for `Blocks`.
+        dtype: the dtype in which it runs.
+        attention: transformers' name of the implementation of attention.
 
     Raises:
-        InputError: transformers is missing, the model is of no class of it, its weights are
+        InputError: transformers is missing or has no class for the model, or the weights are
             quantised or incomplete.
     """
     transformers = require_transformers()
@@ -332,31 +332,31 @@ def load_model(
         model, missing = _load(transformers, skeleton, checkpoint, later, dtype, attention)
     except SkeletonUnavailable as reason:
         raise InputError(f"{source} cannot be run: {reason}") from reason
-    except Exception as error:  # a stranger's config can make it fail in any way
+    except Exception as error:  # an untrusted config can make it fail in any way
         raise InputError(f"{source} cannot be loaded: {in_short(error)}") from error
     head = head or (writing and writes(model))
     backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
     pooler = getattr(backbone, "pooler", None)
     if missing and not head and pooler is not None and missing == _under(pooler, model):
-        # Saved without one (`add_pooling_layer=False`), which a config does not tell.
+        # It was saved without a pooler (`add_pooling_layer=False`), which the config does not say.
         backbone.pooler, missing = None, []
     if missing:
         raise InputError(
             f"{source} lacks {len(missing)} tensors of {skeleton.architecture}, such as "
             f"'{missing[0]}': they would be random"
         )
-    for name in later:  # a device would make room for what takes none
+    for name in later:  # moving a placeholder to a device would allocate its memory
         parameter = model.get_parameter(skeleton.places[name].parameter)
-        if is_placeholder(parameter):  # and not tied to what was read
+        if is_placeholder(parameter):  # unless it is tied to a weight that was read
             parameter.data = placeholder(parameter.shape, device)
     model = model.to(device).eval()
-    model.config.use_cache = False  # for generation
+    model.config.use_cache = False  # for generation only
     return RunningModel(checkpoint, skeleton, model, backbone)
 
 
 def _under(module: Any, model: Any) -> list[str]:
-    """Return the names that a module's parameters have in the model."""
+    """Return the names that a module's parameters have in the model, sorted."""
     ids = set(map(id, module.parameters()))
     return sorted(name for name, value in model.named_parameters() if id(value) in ids)
 
@@ -369,7 +369,7 @@ def _load(
     dtype: torch.dtype,
     attention: str,
 ) -> tuple[Any, set[str]]:
-    """Return the model, with placeholders for what is read later, and the parameters not stored."""
+    """Return the model, with placeholders for `later`, and the names of parameters that are not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
     as_read = checkpoint.quantisation is not None or not _holds_weights(checkpoint.folder)
@@ -387,7 +387,7 @@ def _load(
             local_files_only=True,
             output_loading_info=True,
             dtype=dtype,
-            # What a config asks for here may be code of the Hub's.
+            # A config could ask for code from the Hub here.
             attn_implementation=attention,
         )
     found = cast("Mapping[str, Any]", info)
@@ -395,12 +395,12 @@ def _load(
 
 
 def _holds_weights(folder: Path | None) -> bool:
-    """Whether a folder has weights that transformers loads; others lie elsewhere or are in shards."""
+    """Return whether a folder has weights that transformers can load itself."""
     return folder is not None and any((folder / name).is_file() for name in PREFERRED)
 
 
 def require_transformers(why: str = "collecting runs the model") -> Any:
-    """Return transformers."""
+    """Return the module transformers, or raise if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError:

@@ -1,4 +1,4 @@
-"""What it takes to run models and to keep the sums of their layers, known before they are loaded."""
+"""Memory for running models and for the sums of their layers, estimated before they are loaded."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from covmerge.plan.statistics.written import (
     writes,
 )
 
-_BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
+_BESIDE = 512 * 2**20  # for transformers, and a batch on its way through the model
 _SUM = torch.float64.itemsize
 _VALUE = torch.float32.itemsize
-_HELD = 4  # tensors of the size of a batch's hidden states, while it waits
-_AROUND = 8  # tokens at most, before a text and behind it
-_TEMPLATE = 64  # tokens of a chat template, usually
-_LOGITS = 3  # as they come, as the sampling changes them, as probabilities
+_HELD = 4  # tensors of the size of a batch's hidden states that are held while the batch waits
+_AROUND = 8  # at most, before a text and after it
+_TEMPLATE = 64  # tokens of a usual chat template
+_LOGITS = 3  # as returned, as changed for sampling, as probabilities
 _GIB = 2**30
 _MOST = 2**40
 
 
 def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False) -> int:
-    """Return what running models for their layers' inputs takes beside the process, from above.
+    """Return an upper bound of the memory for running models to observe their layers' inputs.
 
-    Their weights as they are stored and in float32, and a sum for every layer: layers with one input share
-    theirs, but which these are shows when they are called. A batch is taken to be small.
+    It covers the weights as stored and in float32, and a sum for every layer. Layers with the same
+    input share a sum, but which layers these are is known only when they are called. A batch is
+    assumed to be small. The memory of the process itself is not included.
 
     Args:
-        *models: that are in memory together.
+        *models: the models that are in memory together.
         grams: whether each layer's Gram matrix is summed.
-        fisher: whether each weight's Fisher information is, of gradients.
+        fisher: whether each weight's Fisher information is summed, which needs gradients.
     """
     total = _BESIDE
     for model in models:
@@ -66,12 +67,12 @@ def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False)
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a model takes that is run block by block.
+    """The memory of a model that is run block by block.
 
     Attributes:
-        always: bytes of what is in no block, with its sums.
-        block: bytes of the largest block, with its sums, and of what one batch adds to a sum.
-        width: of what goes from block to block.
+        always: bytes of everything outside of blocks, with its sums.
+        block: bytes of the largest block with its sums, and of what one batch adds to a sum.
+        width: size of the hidden states between blocks.
     """
 
     always: int
@@ -80,21 +81,22 @@ class _Parts:
 
 
 def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
-    """Return what running a model block by block takes beside the process, from above; see `Blocks`.
+    """Return an upper bound of the memory for running a model block by block; see `Blocks`.
 
-    The weights and the sums of the largest block, of what is in none, what one batch adds to a sum, and
-    all inputs on their way: whatever is drawn for a model.
+    It covers the weights and the sums of the largest block and of everything outside of blocks,
+    what one batch adds to a sum, and all inputs on their way, for the kind of inputs drawn for the
+    model.
     """
     try:
         parts = _parts(model)
-    except SkeletonUnavailable:  # which running it will say
+    except SkeletonUnavailable:  # running it will raise the error
         return memory_needed(model)
     on_the_way = examples * _VALUE * _values(model.config or {}, parts.width)
     return _BESIDE + parts.always + parts.block + on_the_way
 
 
 def memory_of_batches(model: Checkpoint, batches: Sequence[Batch]) -> int:
-    """Return what is still missing where all but blocks and batches on their way is in memory."""
+    """Return the memory still needed for blocks and batches on their way, when all else is in memory."""
     try:
         parts = _parts(model)
     except SkeletonUnavailable:
@@ -132,10 +134,10 @@ def _parts(model: Checkpoint) -> _Parts:
 
 
 def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
-    """Return what a text takes while a language model writes it and is then watched on it, about.
+    """Return roughly the memory of one text that a language model writes, and is then watched on.
 
-    Keys and values of all layers, one layer's states, attention of all tokens to all, and the odds of a
-    token. What a config does not say counts for nothing.
+    It covers keys and values of all layers, one layer's states, attention between all tokens, and
+    the probabilities of a token. Sizes missing in the config count as 0.
     """
     width, layers = (
         _number(config, "hidden_size", "n_embd"),
@@ -151,14 +153,14 @@ def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
 def texts_at_once(
     config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int
 ) -> int:
-    """Return how many texts a language model writes at once within the memory; none, where not one fits.
+    """Return how many texts a language model can write at once within the memory; 0 if not even one.
 
     Args:
-        config: of the model.
-        tokens: that it is to write for each, beside what a chat template says.
+        config: config of the model.
+        tokens: number of tokens to write for each, without those of a chat template.
         needed: bytes of the model and its sums.
-        max_memory: bytes that the process may take; None: what is free.
-        most: texts, if they fit.
+        max_memory: bytes that the process may use; None: what is free.
+        most: most texts to write at once.
     """
     each = memory_of_text(config, tokens + _TEMPLATE)
     count = most
@@ -168,7 +170,7 @@ def texts_at_once(
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    """A size that a config has, or that of its text; a stranger's may be anything."""
+    """Return a size from a config or its text config; 0 if there is no valid one."""
     within: Any = config.get("text_config")
     places = [config, cast("Mapping[str, Any]", within)] if isinstance(within, dict) else [config]
     for place in places:
@@ -180,7 +182,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _inputs(model: Checkpoint) -> Iterator[tuple[str, int]]:
-    """Yield the linear layers of the backbone, and the size of their inputs."""
+    """Yield the names of the backbone's linear layers, with the sizes of their inputs."""
     described = describe_checkpoint(model).tensors
     for name, header in model.headers.items():
         info = described[name]
@@ -189,28 +191,28 @@ def _inputs(model: Checkpoint) -> Iterator[tuple[str, int]]:
 
 
 def _values(config: Mapping[str, Any], width: int) -> int:
-    """Numbers that are kept of one input on its way through a model."""
+    """Return how many numbers are held of one input on its way through a model."""
     side, patch = config.get("image_size"), config.get("patch_size", 1)
-    first = config.get("embed_dim", width)  # of models whose pictures shrink on the way
+    first = config.get("embed_dim", width)  # for models whose pictures shrink on the way
     if isinstance(side, int) and isinstance(patch, int) and isinstance(first, int) and patch > 0:
         return 3 * side**2 + _HELD * ((side // patch) ** 2 + 1) * first
     return _HELD * (sum(LONG) // len(LONG) + _AROUND) * width
 
 
 def fits(needed: int, max_memory: int | None) -> bool:
-    """Return whether something fits, of so many bytes beside what the process has."""
+    """Return whether `needed` bytes fit in addition to the memory of the process."""
     allowed = allowance(max_memory)
     return needed + (psutil.Process().memory_info().rss if allowed.in_all else 0) <= allowed.size
 
 
 def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:
-    """Refuse what does not fit.
+    """Raise if something does not fit into memory.
 
     Args:
-        needed: bytes beside what the process has.
-        max_memory: bytes that the process may take; None: what is free.
-        what: takes them, for the message.
-        otherwise: what to do, for the message.
+        needed: bytes in addition to the memory of the process.
+        max_memory: bytes that the process may use; None: what is free.
+        what: what needs them, for the message.
+        otherwise: advice, for the message.
     """
     if not fits(needed, max_memory):
         allowed = allowance(max_memory)
@@ -222,9 +224,10 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
         )
 
 
-# The base's part in texts that its experts write: it begins them, and each expert goes on.
+# The base's part in texts that its experts write: the base begins them, and each expert continues.
 #
-# So experts are met where the base would be, and not only where they would go by themselves.
+# So experts are observed on texts like the base's, and not only on texts that they would begin
+# themselves.
 
 
 def begin(
@@ -234,7 +237,7 @@ def begin(
     device: str | torch.device,
     advance: Callable[[int], None],
 ) -> Generated:
-    """Return the inputs with what the base began, at the same temperature and seed; the base is let go."""
+    """Return the inputs with beginnings that the base wrote, at the same temperature and seed."""
     model = load_model(base, device, head=False, writing=True)
     if not writes(model.whole):
         raise InputError(
@@ -242,7 +245,7 @@ def begin(
         )
     tokenizer = model.tokenizer(reading)
     limit = reading.max_length or longest_text(tokenizer, model.whole.config)
-    # Of short texts half, so that there is room to go on.
+    # At most half of a short text, so that there is room to continue.
     tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
     how = Written("bos", tokens, generated.temperature or 1.0, generated.seed)
     ends = ends_of(model, tokenizer)
@@ -251,7 +254,7 @@ def begin(
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
             unpadded: Any = ids[mask.bool()]
             text = cast("list[int]", unpadded.tolist())
-            # The first token is the start, which may be one that ends texts too.
+            # The first token is the start, which may also be a token that ends texts.
             over = len(text) > 1 and text[-1] in ends
             texts.append(tuple(text[:-1] if over else text))
         advance(size_of(batch))

@@ -1,4 +1,4 @@
-"""Write statistics files: whole, or not at all."""
+"""Writing statistics files, completely or not at all."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from covmerge.plan.statistics.file import (
     probe,
 )
 
-# A folder to make files in before they appear; what a kill leaves of one goes when the next is made.
+# Folders for files in progress; folders left by killed processes are removed when a new one is made.
 
 _TOKEN = "[a-z0-9_]{8}"
 
 
 @contextmanager
 def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
-    """Make a folder that is removed at the end, and remove those that no process works in any more.
+    """Make a folder that is removed at the end; also remove folders left by processes that ended.
 
     Args:
-        beside: the folder that it is made in, so that a file can be renamed out of it.
-        prefix: what its name begins with.
+        beside: the folder around it, so that files can be renamed out of it.
+        prefix: beginning of its name.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -74,7 +74,7 @@ def _make(beside: Path, prefix: str) -> tuple[Path, Lock]:
         try:
             return folder, Lock(folder)
         except TakenError:
-            continue  # by a process that takes it for an abandoned one
+            continue  # taken by a process that removes it as abandoned
 
 
 def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
@@ -84,15 +84,15 @@ def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
         try:
             lock = Lock(folder)
         except (TakenError, OSError):
-            continue  # it is in use, or is none of this user's
+            continue  # it is in use, or belongs to another user
         if lock.works:
             lock.remove_folder()
-        else:  # nothing tells whether it is in use
+        else:  # without locks, it is unknown whether it is in use
             lock.release()
 
 
-_ROOM = 2**18  # bytes for what a file says of itself beside its tensors
-_PIECE = 2**22  # numbers that are formed at once
+_ROOM = 2**18  # bytes for the facts in a file's metadata
+_PIECE = 2**22  # numbers computed at once
 _NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
 
 
@@ -101,10 +101,10 @@ class Statistic:
     """One collected statistic.
 
     Attributes:
-        names: the tensors that it belongs to, more than one where layers have the same input.
-        total: the sum over all rows, of any floating dtype, on any device.
-        rows: layer inputs, or examples, that it is the sum of.
-        weight: of all rows together; None: each counts 1.
+        names: names of the tensors that have it; several if layers have the same input.
+        total: the sum over all rows, in any floating dtype, on any device.
+        rows: number of layer inputs, or examples, in the sum.
+        weight: sum of the weights of all rows; None: each row counts 1.
     """
 
     names: tuple[str, ...]
@@ -114,11 +114,11 @@ class Statistic:
 
     @property
     def mean(self) -> Tensor:
-        """The statistic: formed when asked for, because the sums fill the memory as they are."""
+        """The statistic; it is computed when asked for, because the sums alone fill the memory."""
         return self.total / self._count
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the statistic as it is stored, in float32 on the CPU, one piece of it after another."""
+        """Yield pieces of the statistic in the form in which it is stored, float32 on the CPU."""
         for part in torch.split(self.total.flatten(), _PIECE):
             yield (part / self._count).to("cpu", torch.float32)
 
@@ -129,7 +129,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into one file."""
+    """The contents of one statistics file."""
 
     checkpoint: Checkpoint
     statistics: Mapping[Kind, Sequence[Statistic]]
@@ -141,11 +141,11 @@ class Contents:
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output before any work is done for it.
+    """Raise if an output is not allowed, before any work is done for it.
 
     Raises:
-        InputError: another suffix, a missing folder, or a file that is there and may not be
-            replaced; only statistics files ever are.
+        InputError: the suffix is wrong, the folder is missing, or there is a file that may not be
+            replaced; only statistics files ever are replaced.
     """
     if not out.name.endswith(SUFFIX):
         raise InputError(f"the output {out} does not end with {SUFFIX}: name it so")
@@ -167,13 +167,13 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 class GrowingFile:
     """A statistics file that is written one statistic after another.
 
-    What its header says only the end knows, so room is left for it: a header may end in spaces.
+    Its header is known only at the end, so room is left for it: a header may end in spaces.
 
     Args:
-        path: of a file that nobody sees before it is finished.
+        path: path of a file that nobody reads before it is finished.
         checkpoint: the model.
-        kinds: of statistics; none may be without any.
-        names: all tensors that it may speak of.
+        kinds: kinds of statistics; each must get at least one.
+        names: all tensors that it may have statistics of.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class GrowingFile:
         generated: Mapping[str, str | int | float] | None = None,
         notes: Sequence[str] = (),
     ) -> About:
-        """Write what it says of itself, which is as in `About`, and return it."""
+        """Write the metadata, whose parts are those of `About`, and return it."""
         found = {key.partition("/")[0] for key in self._rows}
         if found != self._totals.keys():
             raise InputError(
@@ -260,25 +260,25 @@ class GrowingFile:
         return about
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
-        with suppress(OSError):  # of what was not written, and is not wanted any more
+        """Close the file, finished or not."""
+        with suppress(OSError):  # an error in writing what is not needed any more
             self._file.close()
 
 
 def _room_of(name: str) -> int:
-    """Bytes that a header may need for a tensor: its name four times, twice escaped, and numbers."""
+    """Return the bytes that a header may need for a tensor: its name four times, escaped, and numbers."""
     return 4 * len(json.dumps(json.dumps(name))) + _NUMBERS
 
 
 @contextmanager
 def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
-    """Give out where files of a folder are written; all of them appear at the end, or none.
+    """Give places for a folder's new files; at the end, all files appear in the folder or none.
 
     Yields:
-        What returns, for the path that a file will have, the one to write it to.
+        A function that returns, for the final path of a file, the path to write it to.
 
     Raises:
-        InputError: see `check_output`, which is asked again before they appear.
+        InputError: see `check_output`, which is called again before the files appear.
         ResourceError: the disk is full.
     """
     with ExitStack() as stack:
@@ -300,7 +300,7 @@ def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Pat
 
 
 def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
-    """Write files of one folder, and return what they say of themselves."""
+    """Write files of one folder, and return their metadata."""
     abouts: dict[Path, About] = {}
     with files_in(next(iter(files)).parent, overwrite=overwrite) as place:
         for out, contents in files.items():

@@ -1,4 +1,4 @@
-"""Text that a language model writes itself, as the examples that its layers are watched on."""
+"""Texts that a language model writes itself, as examples for observing its layers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ Start = Literal["bos", "chat", "user", "base"]
 
 _random: Any = torch.random  # its annotations are partial
 
-# These go on from a chat template.
+# These starts continue a chat template.
 TEMPLATED: tuple[Start, ...] = ("chat", "user")
-# Each token costs a reading of all weights, for however many texts: 32 take 0.4 times as long as 4 times 8.
+# Each token costs a reading of all weights, for any number of texts: 32 texts at once take 0.4
+# times as long as 4 times 8 texts.
 WRITTEN_AT_ONCE = 32
-BEGUN = 16  # tokens that a base writes, for its experts to go on with
-_LEAST_TEMPERATURE = 1e-6  # below it numbers of float32 that are divided by it overflow
+BEGUN = 16  # number of tokens that a base writes for its experts to continue
+_LEAST_TEMPERATURE = 1e-6  # dividing float32 by less may overflow
 _ENDS = "eos_token_id"
 _SAID = "What the user says stands here."
 
 
 def writes(model: Any) -> bool:
-    """Whether a model of transformers writes one text: with an encoder beside it, it reads another."""
+    """Return whether a model of transformers writes texts; models with an encoder are excluded."""
     return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What another model wrote first, for this one to go on with.
+    """Beginnings of texts that another model wrote, for this model to continue.
 
     Attributes:
-        by: whose it is.
-        tokens: most that it wrote of each.
-        texts: the tokens of each, the last of which ends none.
-        rows: of its embedding.
-        words: what these tokens are, as far as its tokenizer knows them.
+        by: the name of the other model.
+        tokens: most tokens that it wrote for each text.
+        texts: the tokens of each text, without a token that ends it.
+        rows: number of rows of its embedding.
+        words: the words of these tokens, as far as its tokenizer knows them.
     """
 
     by: str
@@ -60,18 +61,18 @@ class Begun:
 
 @dataclass(frozen=True)
 class Written:
-    """Text that a language model writes, from its start to its end.
+    """Texts that a language model writes, from their start to their end.
 
     Attributes:
-        start: what it goes on from: `bos`, the token that texts begin with; `chat`, its chat template
-            with nothing said by the user, so that it answers; `user`, the template as far as what the
-            user says, so that it asks, and where its question ends, answers; `base`: what the base began.
-        tokens: most that it adds to that, and `user` once more for an answer; a text is over earlier
-            where the model ends it.
-        temperature: of the sampling, from the whole vocabulary.
-        seed: of the sampling, which also depends on the size of the batches.
-        begun: what it goes on from, where that is the base's.
-        shared: whether all experts are shown the same: each writes its own.
+        start: what texts continue. `bos`: the token that begins texts; `chat`: its chat template
+            with an empty message of the user, so that the model answers; `user`: the template up to
+            the user's message, so that the model asks, and answers if its question ends; `base`:
+            the base's beginnings.
+        tokens: most tokens to add, and for `user` again as many for an answer; a text may end earlier.
+        temperature: temperature of the sampling from the whole vocabulary.
+        seed: seed of the sampling, which also depends on the size of batches.
+        begun: the base's beginnings, if the start is `base`.
+        shared: whether all experts get the same texts; they do not, as each writes its own.
     """
 
     shared: ClassVar[bool] = False
@@ -99,7 +100,7 @@ class Written:
             )
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """What a statistics file says of it."""
+        """Return the description for a statistics file."""
         said: dict[str, str | int | float] = {
             "start": self.start,
             "tokens": self.tokens,
@@ -112,7 +113,7 @@ class Written:
         return said
 
     def notes(self, model: RunningModel, reading: Reading) -> list[str]:
-        """Name what is said to end texts and never will: the model has no such token."""
+        """Return a note on stated end tokens that the model does not have: texts never end with them."""
         ends, where = _stated_ends(model, model.tokenizer(reading))
         rows = rows_of(model)
         beyond = [str(end) for end in ends if not 0 <= end < rows]
@@ -126,8 +127,8 @@ class Written:
         """Yield batches of texts.
 
         Raises:
-            InputError: there is nothing to start from, it is not of the model's vocabulary, there is no
-                room to write, or the model cannot.
+            InputError: there is no start, the start is not in the model's vocabulary, there is no
+                room to write, or the model cannot write.
         """
         from transformers import GenerationConfig
 
@@ -144,8 +145,8 @@ class Written:
         reply = _reply(tokenizer, source) if self.start == "user" else None
         _check_tokens(model, tokenizer, reply or ())
         ends = ends_of(model, tokenizer)
-        pad = ends[0] if ends else 0  # masked, so any token will do
-        # What a checkpoint asks for beside (penalties, words that may not be written) has no part in it.
+        pad = ends[0] if ends else 0  # masked, so any token is fine
+        # Other generation settings of a checkpoint (penalties, forbidden words) are not used.
         whole.generation_config = GenerationConfig(
             do_sample=True,
             temperature=self.temperature,
@@ -166,7 +167,7 @@ class Written:
             yield {"input_ids": ids, "attention_mask": mask}
 
     def _starts(self, model: RunningModel, tokenizer: Any, wanted: int) -> list[list[int]]:
-        """What every text goes on from."""
+        """Return the tokens that each text continues."""
         if self.start != "base":
             first = _start(tokenizer, model.checkpoint.source, self.start)
             _check_tokens(model, tokenizer, first)
@@ -181,7 +182,7 @@ class Written:
     def _answered(
         self, model: RunningModel, texts: list[list[int]], reply: list[int], limit: int | None
     ) -> list[list[int]]:
-        """Let the model answer the questions that it brought to an end, where there is room."""
+        """Let the model answer the questions that it has ended, if there is room."""
         ends: list[int] = model.whole.generation_config.eos_token_id or []
         questions = [text[:-1] + reply if text[-1] in ends else [] for text in texts]
         longest = max(map(len, questions))
@@ -196,14 +197,14 @@ class Written:
 
 
 def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list[list[int]]:
-    """Return each prompt with what the model adds to it, up to the token that ends it."""
+    """Return each prompt with the model's continuation, up to the token that ends it."""
     from transformers import LogitsProcessorList
 
     source, how = model.checkpoint.source, model.whole.generation_config
     ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
 
     def checked(_: Tensor, logits: Tensor) -> Tensor:
-        # Of a row with NaN the largest is NaN. A token that a model never writes may have -inf.
+        # The maximum of a row with NaN is NaN. A token that the model never writes may have -inf.
         if not bool(logits.amax(-1).isfinite().all()):
             raise InputError(
                 f"{source} writes nothing, because what it gives for a next token is not finite: its "
@@ -219,8 +220,8 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
             )
     except (InputError, MemoryError):
         raise
-    except Exception as error:  # transformers' code around a stranger's model can fail in any way
-        if "memory" in str(error):  # what to do about that is said elsewhere
+    except Exception as error:  # transformers' code can fail in any way with an untrusted model
+        if "memory" in str(error):  # the advice on memory is added elsewhere
             raise
         raise InputError(
             f"{source} cannot write ({in_short(error)}): pass a file of examples"
@@ -244,7 +245,7 @@ def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Te
 
 
 def check_template(tokenizer: Any, source: str, start: Start) -> None:
-    """Refuse a start of a chat template where there is none."""
+    """Raise if the start needs a chat template that the tokenizer does not have."""
     problem = _lacks_template(tokenizer)
     if problem:
         other = "a file of examples" if _first(tokenizer) is None else f"{Hint('start', 'bos')}"
@@ -255,8 +256,8 @@ def check_template(tokenizer: Any, source: str, start: Start) -> None:
 
 
 def _lacks_template(tokenizer: Any) -> str:
-    """What is missing of a chat template; nothing where there is one, even one that is empty."""
-    # The classes of mistral-common have none to be asked for, and fill theirs in themselves.
+    """Return what is missing in a chat template, or an empty text if there is a template."""
+    # The classes of mistral-common have no such attribute, and fill in their templates themselves.
     found: Any = getattr(tokenizer, "chat_template", "")
     if found is None:
         return "no chat template (neither chat_template.jinja nor one in tokenizer_config.json)"
@@ -267,13 +268,13 @@ def _lacks_template(tokenizer: Any) -> str:
 
 
 def _first(tokenizer: Any) -> int | None:
-    """The token that a text begins with; else that between two texts, as GPT-2 has it."""
+    """Return the token that begins a text, or else the token between texts, as in GPT-2."""
     first = tokenizer.bos_token_id
     return tokenizer.eos_token_id if first is None else first
 
 
 def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
-    """The tokens that every text begins with."""
+    """Return the tokens that begin every text."""
     if start == "bos":
         first = _first(tokenizer)
         if first is None:
@@ -295,12 +296,12 @@ def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
 
 
 def _reply(tokenizer: Any, source: str) -> list[int]:
-    """The tokens between what the user says and the answer."""
+    """Return the tokens between the user's message and the answer."""
     return tokenizer(_turn(tokenizer, source)[1], add_special_tokens=False)["input_ids"]
 
 
 def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
-    """What the chat template puts before and behind what the user says."""
+    """Return the texts that the chat template puts before and after the user's message."""
     before, turn, _ = _filled(tokenizer, source, _SAID, prompting=False).partition(_SAID)
     if not turn:
         raise InputError(
@@ -310,12 +311,12 @@ def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
 
 
 def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
-    """The chat template where the user says this, and where asked with the beginning of an answer."""
+    """Return the chat template with a user's message, and with an answer's beginning if `prompting`."""
     try:
         return tokenizer.apply_chat_template(
             [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=prompting
         )
-    except Exception as error:  # a stranger's template may do anything
+    except Exception as error:  # an untrusted template can do anything
         raise InputError(
             f"the tokenizer of {source} has no chat template that works ({in_short(error)}): pass "
             f"{Hint('start', 'bos')}"
@@ -323,13 +324,13 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
 
 
 def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, as far as the model has them."""
+    """Return the tokens that end a text, without those that the model does not have."""
     rows = rows_of(model)
     return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
 
 
 def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
-    """What the checkpoint has as the tokens that end a text, else the tokenizer; and where this stands."""
+    """Return the end tokens that the checkpoint states, or else the tokenizer, and where they stand."""
     folder = Path(model.checkpoint.folder or "")
     file = folder / "generation_config.json"
     if file.is_file():
@@ -343,7 +344,7 @@ def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
         return [], where
     said = shorten(given)
     ends = cast("list[object]", given) if isinstance(given, list) else [given]
-    if not all(type(end) is int for end in ends):  # a truth value is an int to Python
+    if not all(type(end) is int for end in ends):  # a truth value is an int in Python
         raise InputError(
             f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {rows_of(model) - 1}: "
             "correct it, because texts end there"
@@ -352,18 +353,18 @@ def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
 
 
 def rows_of(model: RunningModel) -> int:
-    """How many tokens a model of text takes."""
+    """Return the number of tokens of a text model."""
     return model.whole.get_input_embeddings().num_embeddings
 
 
 def words_of(tokenizer: Any) -> dict[int, str]:
-    """Token -> what it is."""
+    """Return the word of each token."""
     found: dict[str, int] = tokenizer.get_vocab()
     return {number: word for word, number in found.items()}
 
 
 def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) -> None:
-    """Refuse what a tokenizer gives and the model has no row for."""
+    """Raise if a tokenizer returns tokens that the model has no row for."""
     rows, beyond = rows_of(model), max(tokens, default=0)
     if beyond >= rows:
         word = words_of(tokenizer).get(beyond, "")
@@ -375,7 +376,7 @@ def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) ->
 
 
 def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
-    """Refuse what a base began in tokens that the model does not have, or that are others to it."""
+    """Raise if a base's beginnings have tokens that the model does not have or that differ in it."""
     rows, source = rows_of(model), model.checkpoint.source
     otherwise = f"leave out {Hint('start', 'base')}, or name the base that the expert was made of"
     beyond = max(max(text) for text in begun.texts)

@@ -1,7 +1,7 @@
-"""The output's vocabulary, where its sources have different ones.
+"""The output's vocabulary, if its sources have different ones.
 
 tokens    a model's tokenizer, as transformers loads it
-rows      which row of which source a token of the output has, and a source as it looks with these rows
+rows      the source's row for each token of the output, and views of sources with these rows
 files     the output's tokenizer files and chat template
-decide    all of that for a recipe
+decide    all of these for a recipe
 """

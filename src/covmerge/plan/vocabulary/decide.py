@@ -1,4 +1,4 @@
-"""What a recipe says of tokens, decided: the rows of its sources, and the output's tokenizer."""
+"""Decisions on the recipe's tokens: the rows of each source, and the output's tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from covmerge.plan.vocabulary.tokens import (
     read_files,
 )
 
-# What tokenizers write for a space: as an added token it is looked for in the text itself.
+# Tokenizers' marks for a space; an added token with such a mark is searched in the text itself.
 _SPACES = ("\u0120", "\u2581")
 
 
@@ -53,7 +53,7 @@ class Text:
     notes: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Json]:
-        """What tells it from another, for the digest of a plan."""
+        """Return facts that identify it, for the digest of a plan."""
         found: dict[str, Json] = {}
         if self.vocabulary is not None:
             found["vocabulary"] = self.vocabulary.as_json()
@@ -62,7 +62,7 @@ class Text:
         return found
 
     def check_masks(self, names: Collection[str]) -> None:
-        """Refuse masks of tensors that have other rows in the base as it is stored."""
+        """Raise if masks belong to tensors whose rows differ from the base's stored rows."""
         base = self.tables.get(None)
         if self.vocabulary is None or base is None or base.names.isdisjoint(names):
             return
@@ -74,7 +74,7 @@ class Text:
             )
 
     def views_of(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
-        """Return the sources as they look under its vocabulary; the base's key is None."""
+        """Return views of the sources with this vocabulary; the base's key is None."""
         if self.vocabulary is None:
             return dict(sources)
         base = self.tables.get(None)
@@ -92,13 +92,13 @@ def decide(
     """Read the sources' tokenizers and decide on the output's.
 
     Args:
-        rules: of the recipe, if it has any.
-        template: the chat template that it asks for.
-        sources: the base, whose key is None, then the experts in their order.
+        rules: rules of the recipe, if it has any.
+        template: the chat template that the recipe asks for.
+        sources: the base, under the key None, then the experts in order.
     """
     if rules is None and template is None:
         return Text()
-    # An adapter has the embeddings of the base.
+    # Adapters use the base's embeddings.
     models = [key for key, source in sources.items() if not source.is_adapter]
     folders = {key: sources[key].companions() for key in models}
     text = Text()
@@ -115,7 +115,7 @@ def decide(
 def _of_all(
     sources: Mapping[str | None, Checkpoint], folders: Mapping[str | None, Path | None]
 ) -> dict[str | None, Path | None]:
-    """Where each has its chat template: an adapter that was saved without one, in the base."""
+    """Return the folder with each source's chat template: the base's, for an adapter without one."""
     found: dict[str | None, Path | None] = {}
     for key, source in sources.items():
         own = folders[key] if key in folders else source.companions()
@@ -207,7 +207,7 @@ def _vocabulary(
 
 
 def _cutting(owner: str | None, sources: Mapping[str | None, Source]) -> Iterator[str]:
-    """Say whose texts are cut otherwise than they were in training."""
+    """Yield a note on sources whose texts were split into tokens differently in training."""
     chosen = sources[owner].tokenizer
     apart = {key: cut_apart(chosen, one.tokenizer) for key, one in sources.items()}
     named = [f"{_called(key)} ({some(parts, 3)})" for key, parts in apart.items() if parts]
@@ -224,7 +224,7 @@ def _of_first(
     first: str | None,
     tokenizer: Tokenizer | None,
 ) -> Tokenizer:
-    """The tokenizer of a model that comes without one: as many rows must mean the same tokens."""
+    """Return the first tokenizer for a model without one, whose number of rows must be the same."""
     if tables[key].rows != tables[first].rows:
         raise InputError(
             f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
@@ -242,7 +242,7 @@ def _of_first(
 def _more(
     rules: TokenizerRules, tokenizer: Tokenizer, sources: Mapping[str | None, Source]
 ) -> Iterator[Added]:
-    """Tokens that the output's tokenizer lacks, in the order in which they are added."""
+    """Yield the tokens that the output's tokenizer lacks, in the order in which they are added."""
     known = set(tokenizer.ids)
     wanted: list[str] = []
     if rules.source == UNION:
@@ -255,13 +255,13 @@ def _more(
 
 
 def _is_piece(token: Added, sources: Mapping[str | None, Source]) -> bool:
-    """Whether a token was added to no tokenizer: models of texts were trained to have it."""
+    """Return whether no tokenizer had the token added, so that it is part of a trained vocabulary."""
     tokenizers = (source.tokenizer for source in sources.values())
     return not any(one.ids.get(token.content, -1) in one.added for one in tokenizers)
 
 
 def _as_added(token: str, sources: Mapping[str | None, Source]) -> Added:
-    """A token as the first model that added it has it; else one that is found wherever its text stands."""
+    """Return a token as the first model that added it has it, or else found anywhere in texts."""
     for source in sources.values():
         added = source.tokenizer.added.get(source.tokenizer.ids.get(token, -1))
         if added is not None:

@@ -1,4 +1,4 @@
-"""The tokenizer files of the output: those of a model, or with more tokens or another template."""
+"""The tokenizer files of the output: a model's, perhaps with more tokens or another chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covmerge.files.stores.regular_file import read_regular
 from covmerge.plan.recipe.sections import AUTO, BASE
 from covmerge.plan.vocabulary.tokens import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, Added
 
-# Chat templates: a model's own, that of most models, or a format's. None is ever rendered here.
+# Chat templates: a model's own, that of most models, or a format's. They are never rendered here.
 
 TEMPLATE = "chat_template.jinja"
 _IN_CONFIGS = ("tokenizer_config.json", "chat_template.json")
@@ -28,7 +28,7 @@ KEY = "chat_template"
 
 
 def template_of(folder: Path | None) -> str | None:
-    """Return the chat template of a model: of several the one that is called `default`."""
+    """Return the chat template of a model; of several templates, the one named `default`."""
     if folder is None:
         return None
     file = safe_child(folder, TEMPLATE)
@@ -49,7 +49,7 @@ def template_of(folder: Path | None) -> str | None:
 
 
 def _default(given: object) -> str | None:
-    """One template, or that which is called `default` of a list of them."""
+    """Return a template, or the one named `default` in a list of templates."""
     if isinstance(given, str):
         return given
     if isinstance(given, list):
@@ -63,11 +63,11 @@ def _default(given: object) -> str | None:
 def chosen_template(
     wanted: str, folders: Mapping[str | None, Path | None]
 ) -> tuple[str | None, str]:
-    """Return the chat template that a recipe asks for, and where it is from.
+    """Return the chat template that a recipe asks for, and its origin.
 
     Args:
-        wanted: `auto`, `base`, an expert's name, a format's, or a template.
-        folders: of the base, whose key is None, and of the experts, in their order.
+        wanted: `auto`, `base`, an expert's name, a format's name, or a template.
+        folders: folders of the base, under the key None, and of the experts, in order.
     """
     if "{" in wanted:
         return wanted, "the recipe"
@@ -153,24 +153,24 @@ FORMATS = {
 _ADDED = "added_tokens_decoder"
 MORE_TEMPLATES = "additional_chat_templates"
 _TEMPLATES = ("chat_template*", MORE_TEMPLATES)
-# What a tokenizer with more tokens still has of the other; its tokens are all in tokenizer.json.
+# Files that are kept when tokens are added; the tokens themselves are all in tokenizer.json.
 _KEPT = (TOKENIZER_CONFIG, "special_tokens_map.json", *_TEMPLATES)
 _GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What is written of a tokenizer, and what the configs say of it.
+    """The files of the output's tokenizer, and its settings in the configs.
 
     Attributes:
-        folder: of the model whose tokenizer it is.
-        hashes: of the files there, as they were when they were read.
-        rows: of the embeddings; None: as many as the base has.
+        folder: folder of the model whose tokenizer it is.
+        hashes: hashes of the files there, from when they were read.
+        rows: number of rows of the embeddings; None: as many as in the base.
         extended: tokenizer.json, if tokens were added.
-        added: these, by number.
-        template: the chat template; None: that of the tokenizer.
-        special: the config of the model whose tokenizer it is, if that is not the base.
-        generation: its generation_config.json.
+        added: the added tokens, by number.
+        template: the chat template; None: the tokenizer's.
+        special: config of the model whose tokenizer it is, if that is not the base.
+        generation: that model's generation_config.json.
     """
 
     folder: Path
@@ -183,7 +183,7 @@ class TokenizerFiles:
     generation: Mapping[str, Any] | None = None
 
     def write(self) -> Iterator[tuple[str, bytes]]:
-        """The files with their content, none twice."""
+        """Yield the files with their content, each file once."""
         for path in sorted(self.folder.iterdir()):
             name = path.name
             if not path.is_file() or not is_tokenizer_file(name) or not self._keeps(name):
@@ -197,13 +197,13 @@ class TokenizerFiles:
             yield TEMPLATE, self.template.encode()
 
     def replaces(self, name: str) -> bool:
-        """Whether a companion file of the base, by its path in the folder, is not the output's."""
+        """Return whether a base's companion file, by its path, is not part of the output."""
         top = name.partition("/")[0]
         others = self.template is not None or self.special is not None
         return is_tokenizer_file(name) or (others and matches_any(top, _TEMPLATES))
 
     def configured(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json or generation_config.json as this tokenizer wants it."""
+        """Return config.json or generation_config.json with the settings of this tokenizer."""
         special = self.special
         if special is not None and name == _GENERATION and self.generation is not None:
             special = self.generation
@@ -215,7 +215,7 @@ class TokenizerFiles:
         return self.extended is None or matches_any(name, _KEPT)
 
     def _config(self, content: bytes, where: str) -> bytes:
-        """tokenizer_config.json: the same bytes, unless tokens or template would be wrong."""
+        """Return tokenizer_config.json; the bytes change only if its tokens or template would be wrong."""
         config = parse_object(content, where)
         changed = dict(config)
         if self.template is not None:
@@ -229,7 +229,7 @@ class TokenizerFiles:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name, at the top of a folder, belongs to a tokenizer."""
+    """Return whether a file with this name, at the top of a folder, belongs to a tokenizer."""
     return matches_any(name, TOKENIZER_FILES)
 
 

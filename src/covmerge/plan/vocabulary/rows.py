@@ -1,4 +1,4 @@
-"""Which row of which source a token of the output has."""
+"""The source's row for each token of the output, and views of sources with these rows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.recipe.sections import BASE, ZERO, TokenizerRules, TokenRow
 from covmerge.plan.vocabulary.tokens import Tokenizer
 
-# The tensors of a model whose rows are tokens.
+# Tensors of a model whose rows are tokens.
 
-# Embeddings of something else than tokens.
+# Embeddings of something other than tokens.
 _PLACES = re.compile(r"(^|[._])(wpe|pos|positions?|positional)(_|\.|$)", re.IGNORECASE)
 _TYPES = re.compile(r"(^|[._])(token_type|type)(_|\.|$)", re.IGNORECASE)
 _BIAS = re.compile(r"(^|\.)(lm_head|embed_out|output|predictions)(\.decoder)?\.bias$")
 
 
 def rows_of(name: str) -> Literal["tokens", "places", "types"]:
-    """What the rows of an embedding are of, by its name: tokens, places in a text, or types of these.
+    """Return what an embedding's rows stand for, by its name: tokens, positions in a text, or types.
 
     Example:
         >>> rows_of("embeddings.word_embeddings.weight"), rows_of("transformer.wpe.weight")
@@ -46,13 +46,13 @@ def rows_of(name: str) -> Literal["tokens", "places", "types"]:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model, and what tells what another calls them.
+    """The tables of a model, with what is needed to match their names with another model's.
 
     Attributes:
-        names: of its tables.
-        rows: of each.
-        prefix: what a model with a head puts before the names of its base model.
-        tied: name -> the name that it shares memory with, of which only that one may be stored.
+        names: names of its tables.
+        rows: number of rows of each table.
+        prefix: prefix that a model with a head puts before the names of its base model.
+        tied: name -> name of the tensor that it shares memory with; only the latter may be stored.
     """
 
     names: frozenset[str]
@@ -61,9 +61,9 @@ class Tables:
     tied: Mapping[str, str]
 
     def find(self, name: str, other: Tables) -> str | None:
-        """Return what this model calls a table of another; None: it has none.
+        """Return this model's name for a table of another model, or None.
 
-        What it ties the table to stands for it.
+        If the model ties the table to another one, that one's name is returned.
         """
         prefixes = [prefix for prefix in (self.prefix, other.prefix) if prefix]
         found = find_name(name, prefixes, self.names)
@@ -75,12 +75,12 @@ class Tables:
 def tables_of(checkpoint: Checkpoint) -> Tables:
     """Return the tensors whose first axis is the vocabulary.
 
-    Token embedding and output embedding, and the bias of the latter. Without a config any number of
-    rows is taken; with one, what has another number than it says is no such table.
+    These are token embedding, output embedding, and the latter's bias. Without a config, any number
+    of rows is accepted. With a config, a tensor with another number of rows is not a vocabulary table.
 
     Raises:
-        InputError: there is none, their numbers of rows differ, or a tensor has the vocabulary along
-            another axis.
+        InputError: there is no table, their numbers of rows differ, or a tensor has the vocabulary
+            along another axis.
     """
     size = vocabulary_size(checkpoint.config)
     description = describe_checkpoint(checkpoint)
@@ -108,7 +108,7 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
     return Tables(frozenset(found), rows, description.prefix, description.tied)
 
 
-NONE, PADDING = -1, -2  # in place of a row
+NONE, PADDING = -1, -2  # stand for a row
 
 
 @dataclass(frozen=True)
@@ -116,29 +116,29 @@ class Source:
     """A model whose embeddings are read by token.
 
     Attributes:
-        tokenizer: what its rows are; None: it takes no part, as an adapter that leaves them alone.
-        rows: how many it has; a token with a larger number has none.
+        tokenizer: the tokenizer, which tells the tokens of its rows.
+        rows: number of its rows; tokens with larger numbers have no row.
     """
 
     tokenizer: Tokenizer
     rows: int
 
     def row(self, token: str) -> int:
-        """Return the row of a token; `NONE`: it has none."""
+        """Return the row of a token, or `NONE` if it has none."""
         number = self.tokenizer.ids.get(token, NONE)
         return number if number < self.rows else NONE
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rows of the output's embeddings, by source; the base's key is None.
+    """The rows of the output's embeddings, for each source; the base's key is None.
 
     Attributes:
-        source_rows: by source, for each row of the output the row of the source that it is; `NONE`: what is
-            given; `PADDING`: the mean of all others.
-        given: by source, for each row of the output that some source is given the row of this source
-            that it is, or that has a part in the mean; else `NONE`.
-        tokens: how many rows are of tokens.
+        source_rows: for each source, the source's row for each row of the output; `NONE`: the row
+            in `given`; `PADDING`: the mean of all other rows.
+        given: for each source, its row for each row of the output that other sources are given; if
+            several sources have one, their mean is given; `NONE`: it gives no row.
+        tokens: number of rows that are tokens.
         texts: SHA-256 of the tokens with their numbers.
     """
 
@@ -149,22 +149,22 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Rows of every embedding of the output."""
+        """Number of rows of each embedding of the output."""
         return len(next(iter(self.source_rows.values())))
 
     @property
     def givers(self) -> frozenset[str]:
-        """Experts of which others, the base too, are given rows."""
+        """Experts whose rows are given to others, such as the base."""
         return frozenset(
             key for key, rows in self.given.items() if key is not None and bool((rows >= 0).any())
         )
 
     def keeps(self, source: str | None, rows: int) -> bool:
-        """Whether a source's embeddings of so many rows look the same as they are stored."""
+        """Return whether a source's embeddings with this number of rows are the same as stored."""
         return rows == self.rows and torch.equal(self.source_rows[source], torch.arange(rows))
 
     def as_json(self) -> dict[str, Json]:
-        """What covmerge.json says of it: a hash stands for tokens and rows."""
+        """Return the facts for covmerge.json, with a hash of tokens and rows."""
         digest = hashlib.sha256(self.texts.encode())
         for kind, found in (("own", self.source_rows), ("given", self.given)):
             for source, rows in found.items():
@@ -177,16 +177,16 @@ class Vocabulary:
 def vocabulary(
     ids: Mapping[str, int], end: int, rules: TokenizerRules, sources: Mapping[str | None, Source]
 ) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Decide on every row; and what a user should know.
+    """Return the rows of every source, and notes for the user.
 
     Args:
-        ids: the output's tokens.
-        end: one more than the largest number of them.
-        rules: of the recipe.
-        sources: the base, then the experts in their order.
+        ids: the output's tokens with their numbers.
+        end: the largest number plus one.
+        rules: rules of the recipe.
+        sources: the base, then the experts in order.
 
     Raises:
-        InputError: a rule names a token, or a row, that its model does not have.
+        InputError: a rule names a token or a row that its model does not have.
     """
     step = rules.pad_to_multiple_of or 1
     rows = -(-end // step) * step
@@ -274,17 +274,18 @@ def _notes(
 
 # A checkpoint whose embeddings have the rows of another vocabulary.
 
-# Rows that are this near to each other are read as one piece.
+# Rows that are at most this far apart are read in one piece.
 _NEAR = 4
 _BLOCK_ELEMENTS = 2**20
 
 
 class Retokenized(View):
-    """A view of a checkpoint: row i of its embeddings is that of token i of the output.
+    """A view of a checkpoint: row i of its embeddings is the row of the output's token i.
 
-    A row that it lacks is read of the sources that have it, and cast to its dtype; where it is the mean
-    of several, or of all rows (padding), it is computed in float64 and rounded once. Rows are gathered
-    from the files as they are asked for: no embedding is held.
+    A row that the checkpoint lacks is read from the sources that have it, and cast to the
+    checkpoint's dtype. A mean of several rows, or of all rows (padding), is computed in float64 and
+    rounded once. Rows are read from the files when they are asked for, so that no embedding is held
+    in memory.
     """
 
     def __init__(
@@ -326,7 +327,7 @@ class Retokenized(View):
         return found
 
     def _of_tokens(self, name: str, rows: range) -> Tensor:
-        """Rows of tokens; those of padding are left open."""
+        """Return rows of tokens; rows of padding have no values yet."""
         source_rows = self._source_rows[rows.start : rows.stop]
         if len(source_rows) and int(source_rows[0]) >= 0 and bool((source_rows.diff() == 1).all()):
             return self._stored.read(name, range(int(source_rows[0]), int(source_rows[-1]) + 1))
@@ -339,7 +340,7 @@ class Retokenized(View):
         return found
 
     def _fitting(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of other models in the dtype of the table."""
+        """Return rows of other models in the dtype of the table."""
         try:
             return stored_as(rows, self.headers[name].dtype)
         except OverflowError as error:
@@ -349,7 +350,7 @@ class Retokenized(View):
             ) from error
 
     def _given_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Rows that this source lacks, of those that have them: the mean of several, 0 of none."""
+        """Return rows that this source lacks: the mean of the sources that have them, or 0 if none has."""
         shape = self.headers[name].shape
         total = torch.zeros((len(rows), *shape[1:]), dtype=torch.float64)
         counts = torch.zeros(len(rows))
@@ -373,7 +374,7 @@ class Retokenized(View):
         return total / counts.clamp(min=1).view(-1, *[1] * (total.ndim - 1))
 
     def _mean(self, name: str) -> Tensor:
-        """The mean of the rows of all tokens, which is computed once."""
+        """Return the mean of the rows of all tokens, which is computed once."""
         with self._computing:
             if name not in self._means:
                 header = self.headers[name]
@@ -387,7 +388,7 @@ class Retokenized(View):
 
 
 def _gather(checkpoint: Checkpoint, name: str, rows: Tensor, wanted: Tensor, into: Tensor) -> None:
-    """Put rows of a stored tensor to the places that want them, by as few reads as there are pieces."""
+    """Read rows of a stored tensor into the places that want them, with one read for each piece."""
     places = wanted.nonzero()[:, 0]
     if not len(places):
         return

@@ -1,4 +1,4 @@
-"""A model's tokenizer, as transformers loads it: its tokens, and which of them were added."""
+"""A model's tokenizer as transformers loads it: its tokens, and which of them were added."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from covmerge.files.stores.regular_file import read_regular
 from covmerge.files.tensors.skeleton import in_short, quiet
 from covmerge.plan.statistics.model import require_transformers
 
-# The numbers that a tokenizer's files give to added tokens: what they must be, and that they are kept.
+# Checks of the numbers that a tokenizer's files give to added tokens.
 
 ADDED_TOKENS = "added_tokens.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# What transformers and tokenizers count tokens with; a row is two bytes or more, so no table has as many.
+# transformers and tokenizers count tokens with 32 bits. A row has two bytes or more, so no table is
+# as long.
 _MOST_ROWS = 2**32
 _MOST_DIGITS = 10
 
 
 def check_added(path: Path, content: Mapping[str, Any]) -> None:
-    """Refuse an added_tokens.json that gives a token no number, or two tokens one.
+    """Raise if an added_tokens.json gives a token no valid number, or two tokens the same number.
 
-    transformers would fail somewhere else, or give another number without a word.
+    transformers would fail elsewhere, or silently use another number.
     """
     tokens: dict[int, str] = {}
     for token, number in content.items():
@@ -43,7 +44,7 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
                 f"{path} gives the empty text the number {shorten(number)}, and no token is empty: "
                 "remove it"
             )
-        # A truth value is an int to Python, and 340.0 another spelling of a number to JSON.
+        # A truth value is an int in Python, and 340.0 is another spelling of a number in JSON.
         if type(number) is not int or not 0 <= number < _MOST_ROWS:
             raise InputError(
                 f"{path} gives {shorten(token)} the number {shorten(number)}, and a token's is a whole "
@@ -58,7 +59,7 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_listed(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer_config.json whose list of tokens is none, or has one under what is no number."""
+    """Raise if tokenizer_config.json's list of tokens is invalid, or has a key that is no number."""
     decoder: Any = config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
         raise InputError(
@@ -73,16 +74,17 @@ def check_listed(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, int]) -> None:
-    """Refuse numbers of added tokens that are not the files': those tell which rows were trained as which.
+    """Raise if added tokens have other numbers than in the files, which tell what each row was trained as.
 
-    transformers gives added tokens the next free numbers, where its older releases went by the files.
+    transformers gives added tokens the next free numbers; its older releases used the files' numbers.
     """
     known: Mapping[str, int] | None = None
     for name, token, number in _stated(folder, files):
         if ids.get(token) == number:
             continue
         if TOKENIZER in files:
-            # That file goes before the others, but says nothing of tokens that it lacks.
+            # This file has precedence over the others, but does not say anything about tokens that
+            # it lacks.
             known = _vocab_of_json(folder, files[TOKENIZER]) if known is None else known
             if token in known or token not in ids:
                 continue
@@ -99,7 +101,7 @@ def _vocab_of_json(folder: Path, content: bytes) -> Mapping[str, int]:
 
 
 def _parsed(folder: Path, content: bytes) -> Any:
-    """The library tokenizers' tokenizer of a tokenizer.json."""
+    """Return the tokenizer of the library tokenizers for a tokenizer.json."""
     tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
     try:
         with panics_as_errors():
@@ -111,11 +113,11 @@ def _parsed(folder: Path, content: bytes) -> Any:
 
 
 def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """The tokens to which files give numbers: the file, the token, the number."""
+    """Yield the tokens that files give numbers to: the file, the token, the number."""
     if ADDED_TOKENS in files:
         content = parse_object(files[ADDED_TOKENS], str(folder / ADDED_TOKENS))
         yield from ((ADDED_TOKENS, token, number) for token, number in content.items())
-    # Of what stands beside tokenizer.json, that is a copy.
+    # Beside a tokenizer.json, the list in this file is only a copy.
     if TOKENIZER_CONFIG not in files or TOKENIZER in files:
         return
     name = TOKENIZER_CONFIG
@@ -124,7 +126,7 @@ def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The numbers and tokens of tokenizer_config.json, as they stand there."""
+    """Yield the numbers and tokens in tokenizer_config.json, unchanged."""
     decoder: Any = config.get("added_tokens_decoder")
     given = cast("dict[str, Any]", decoder) if isinstance(decoder, dict) else {}
     for number, raw in given.items():
@@ -133,9 +135,9 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield number, token
 
 
-# A SentencePiece model under a name that mistral-common alone knows.
+# A SentencePiece model under a name that only mistral-common knows.
 _MISTRALS = "*.model.v[0-9]*"
-# Whatever belongs to a tokenizer, at the top of a folder.
+# Files that belong to a tokenizer, at the top of a folder.
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -154,9 +156,9 @@ TOKENIZER_FILES = (
     "chat_template*.jinja",
     "chat_template*.json",
 )
-# By one of these transformers knows the tokens.
+# transformers reads the tokens from one of these files.
 _VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tiktoken")
-# Tells the kind of tokenizer where nothing else does.
+# This file gives the kind of tokenizer if no other file does.
 _CONFIG, _KIND = "config.json", ("model_type",)
 _MOST_HOLES = 1024
 _SENTENCEPIECE = (".model", ".spm")
@@ -165,7 +167,7 @@ INSTALL_SENTENCEPIECE = "pip install 'covmerge[sentencepiece]'"
 
 @dataclass(frozen=True)
 class Added:
-    """A token that was added to a tokenizer, and how it is found in a text."""
+    """A token that was added to a tokenizer, with the settings by which it is found in texts."""
 
     content: str
     single_word: bool = False
@@ -180,11 +182,11 @@ class Tokenizer:
     """A tokenizer.
 
     Attributes:
-        folder: where it lies.
+        folder: folder with its files.
         files: its files, as they were read.
-        hashes: of the files.
+        hashes: hashes of the files.
         ids: the number of every token.
-        added: tokens that were added to its model, by number.
+        added: the tokens that were added to its model, by number.
     """
 
     folder: Path
@@ -195,10 +197,10 @@ class Tokenizer:
 
     @cached_property
     def end(self) -> int:
-        """One more than the largest number of a token.
+        """The largest number of a token plus one.
 
         Raises:
-            InputError: so many numbers below it are of no token that no embedding has as many rows.
+            InputError: so many smaller numbers are unused that no embedding has that many rows.
         """
         end = max(self.ids.values(), default=-1) + 1
         if end > 2 * len(self.ids) + _MOST_HOLES:
@@ -209,7 +211,7 @@ class Tokenizer:
         return end
 
     def extended(self, more: Sequence[Added]) -> tuple[dict[str, int], bytes]:
-        """Return the numbers of its tokens and of more, and the tokenizer.json that has them all."""
+        """Return the numbers of all tokens including new ones, and a tokenizer.json with all of them."""
         tokenizer, transformers = _loaded(self.folder, self.files)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -231,9 +233,10 @@ class Tokenizer:
         return ids, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
     def _appended(self, ids: Mapping[str, int], more: Sequence[Added]) -> dict[str, Any] | None:
-        """Its own tokenizer.json with more tokens; None: there is none, or it would not have them so.
+        """Return the folder's tokenizer.json with more tokens; None: it is missing, or gives other numbers.
 
-        What transformers makes of it may be another, such as that of the class which a config names.
+        transformers may write a different tokenizer.json, such as that of the class that a config
+        names.
         """
         if TOKENIZER not in self.files:
             return None
@@ -246,13 +249,14 @@ class Tokenizer:
 
 
 def cut_apart(one: Tokenizer, other: Tokenizer) -> list[str]:
-    """Return by what two tokenizers cut a text otherwise, as tokenizer.json calls it.
+    """Return parts in which two tokenizers split texts differently, by their names in tokenizer.json.
 
-    Nothing is known of one without that file. Of merges and scores those of pieces that both have count.
+    The result is empty if one of them has no such file. Merges and scores are compared for pieces
+    that both have.
     """
     if TOKENIZER not in one.files or TOKENIZER not in other.files or one.hashes == other.hashes:
         return []
-    # Other releases leave out what has its default, or write merges as texts: this writes all, in one way.
+    # Other releases omit defaults, or write merges as texts; the library writes both in one way.
     ours, theirs = (
         json.loads(_parsed(t.folder, t.files[TOKENIZER]).to_str()) for t in (one, other)
     )
@@ -264,7 +268,7 @@ def cut_apart(one: Tokenizer, other: Tokenizer) -> list[str]:
     models = ours["model"], theirs["model"]
     listed = ("vocab", "merges")
     kinds = [{key: value for key, value in m.items() if key not in listed} for m in models]
-    pieces = [dict(m["vocab"]) for m in models]  # piece -> number, or score
+    pieces = [dict(m["vocab"]) for m in models]  # piece -> number or score
     shared = pieces[0].keys() & pieces[1].keys()
     merges = [[(a, b) for a, b in m.get("merges", ()) if {a, b, a + b} <= shared] for m in models]
     if kinds[0] != kinds[1]:
@@ -279,7 +283,7 @@ def cut_apart(one: Tokenizer, other: Tokenizer) -> list[str]:
 
 
 def _without_offsets(part: Any) -> Any:
-    """A part of a tokenizer.json without what decides on offsets alone."""
+    """Return a part of a tokenizer.json without settings that affect only offsets."""
     if isinstance(part, list):
         return [_without_offsets(one) for one in cast("list[Any]", part)]
     if isinstance(part, dict):
@@ -289,13 +293,13 @@ def _without_offsets(part: Any) -> Any:
 
 
 class Reader:
-    """Reads tokenizers, each only once however many models have it."""
+    """Reads tokenizers, each one only once for all models that share it."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
 
     def read(self, folder: Path | None) -> Tokenizer | None:
-        """Return the tokenizer in a folder; None: there is none.
+        """Return the tokenizer in a folder, or None if there is none.
 
         Raises:
             InputError: it cannot be read, or transformers is missing.
@@ -313,11 +317,12 @@ class Reader:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer with their content; none where there is no vocabulary.
+    """Return the files of a tokenizer with their content; none if there is no vocabulary.
 
     Raises:
         CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
-        InputError: its tokens are in a file that transformers does not know, or numbers of them are none.
+        InputError: transformers does not know the file with the tokens, or numbers of tokens are
+            invalid.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if any(matches_any(name, _VOCABULARIES) for name in names):
@@ -325,7 +330,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     for name in names:
         if fnmatchcase(
             name, _MISTRALS
-        ):  # a model without its tokens would be taken to have others'
+        ):  # otherwise the model would be taken to have the other models' tokens
             plain, _, _ = name.rpartition(".v")
             raise InputError(
                 f"{folder / name} is the only file with the tokens of this model, and transformers reads "
@@ -345,7 +350,7 @@ def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         if not path.is_file() or not (is_tokenizer or path.name == _CONFIG):
             continue
         content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
-        # What is parsed again by others is checked first: they are less careful.
+        # Files are checked before other libraries parse them, because these are less careful.
         value = parse_object(content, str(path)) if path.suffix == ".json" else {}
         if path.name == ADDED_TOKENS:
             check_added(path, value)
@@ -369,12 +374,12 @@ def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder, of bytes that were bounded and checked."""
+    """Return transformers' tokenizer for a folder, made from files that were bounded and checked."""
     return _loaded(folder, read_files(folder))[0]
 
 
 def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
-    """A tokenizer of transformers', made of bytes that were checked, and transformers."""
+    """Return transformers' tokenizer, made from checked files, and the module transformers."""
     transformers = require_transformers("a merge of vocabularies reads tokenizers")
     with TemporaryDirectory(prefix="covmerge-tokenizer-") as name:
         for file, content in files.items():
@@ -382,7 +387,7 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
         try:
             with quiet(transformers), panics_as_errors():
                 tokenizer = _load(transformers, Path(name), files)
-        except Exception as error:  # a stranger's files can make it fail in any way
+        except Exception as error:  # untrusted files can make it fail in any way
             why = _why_no_sentencepiece(files) or (
                 "transformers cannot load its tokenizer without running code of its own "
                 f"({in_short(error)}): save it with a plain {TOKENIZER}"
@@ -390,7 +395,7 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
             raise InputError(f"{folder}: {why}") from error
     count = len(tokenizer.get_vocab())
     if count <= len(tokenizer.added_tokens_decoder):
-        # What a class makes of a file that it cannot read: a pointer of Git LFS, mostly.
+        # A class makes such a tokenizer from a file that it cannot read, such as a pointer of Git LFS.
         why = _why_no_sentencepiece(files) or (
             f"transformers reads no token of its tokenizer but {count} that a {type(tokenizer).__name__} "
             "has anyhow: fetch its files again"
@@ -400,9 +405,9 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
 
 
 def _why_no_sentencepiece(files: Mapping[str, bytes]) -> str | None:
-    """Why a SentencePiece model is not read, which transformers then takes for one of tiktoken's.
+    """Return why a SentencePiece model cannot be read; transformers then mistakes it for tiktoken's.
 
-    None: there is none, or sentencepiece reads it.
+    None: there is no such model, or sentencepiece can read it.
     """
     models = [name for name in files if name.endswith(_SENTENCEPIECE)]
     if TOKENIZER in files or not models:
@@ -433,7 +438,7 @@ def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:
             return transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-    except Exception:  # a class, or a kind of model, that transformers does not know
+    except Exception:  # transformers does not know the class or the kind of model
         if TOKENIZER not in files:
             raise
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))

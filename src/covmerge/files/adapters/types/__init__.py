@@ -1,4 +1,4 @@
-"""Types of adapters: a file a family, which lists its own; and the types that are refused."""
+"""Types of adapters: one file for each family, which lists its types; and the types that are refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FAMILIES = (entries, lora, lycoris, rotations, shared, structured)
 TYPES: Mapping[str, AdapterType] = {
     kind.name: kind for family in _FAMILIES for kind in family.TYPES
 }
-FORMER: Mapping[str, AdapterType] = {"BONE": structured.MISS}  # names that PEFT has no more
-# What LoRA is by a field of its configuration.
+FORMER: Mapping[str, AdapterType] = {"BONE": structured.MISS}  # names that PEFT no longer has
+# Types that LoRA becomes by one field of its configuration.
 LORA_INITS: Mapping[str, AdapterType] = {"pissa": lora.PISSA, "olora": lora.OLORA}
 LORA_FIELDS: Mapping[str, AdapterType] = {
     "kasa_config": lora.KASA,
@@ -24,7 +24,7 @@ LORA_FIELDS: Mapping[str, AdapterType] = {
 
 _PROMPT = "it is tokens before the input or keys and values beside it, and no weight"
 _INPUT = "which of its parts act is decided by the input, so that it is no weight"
-# No weights of the base, whatever reads it.
+# Adapters that are no weights of the base, whatever library reads them.
 WITHOUT_WEIGHTS: Mapping[str, str] = {
     "ADAPTION_PROMPT": _PROMPT,
     "CARTRIDGE": _PROMPT,
@@ -39,7 +39,7 @@ WITHOUT_WEIGHTS: Mapping[str, str] = {
     "SHADOW": "it is a network beside the model, and no weight",
     "XLORA": _INPUT,
 }
-# Weights that the file and the base do not determine, so that only the library that made it can merge it.
+# Types whose weights the file and the base do not determine; only the library that made them can merge.
 NOT_READ: Mapping[str, str] = {
     "ADAMSS": "which rows its blocks are of is a clustering of the base by scikit-learn that is not stored",
     "PSOFT": "its numbers go by the base's singular vectors, whose signs are those of the library that "
@@ -48,20 +48,21 @@ NOT_READ: Mapping[str, str] = {
 
 
 def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> AdapterType | None:
-    """Return the type of a layer of LoRA or of a file, by its parts; None: plain LoRA.
+    """Return the type of a layer in a LoRA or in its own file, from its parts; None: plain LoRA.
 
     Args:
-        parts: what the adapter has of the layer.
-        fields: its configuration; of a file by itself none.
+        parts: the adapter's tensors for the layer.
+        fields: the configuration; empty for a file without one.
     """
     kind = next((one for one in OF_FILES if not one.marks.isdisjoint(parts)), None)
-    # PEFT begins an embedding as any other LoRA, whatever the init.
+    # PEFT starts the factors of an embedding in the plain way, whatever `init_lora_weights` says.
     if kind is None and "table_down" not in parts:
         kind = _by_field(fields)
     if MAGNITUDE not in parts:
         return kind
     name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape
-    # LyCORIS's may be of columns; PEFT's of a convolution lies so too, and is of rows.
+    # LyCORIS may have a magnitude for each column. PEFT's for a convolution has the same shape, but
+    # is by rows.
     columns = name.endswith(".dora_scale") and len(shape) > 1 and shape[0] == 1 < max(shape)
     return with_magnitude(kind or LOCON, columns=columns)
 

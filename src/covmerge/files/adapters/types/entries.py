@@ -1,4 +1,4 @@
-"""Types that train some entries of a model: biases, scales, rows, or numbers at their places."""
+"""Types that train only some entries of a model: biases, scales, rows, or single numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEFT = AdapterType(
 )
 
 
-# (IA)³ (arXiv:2205.05638): outputs, or inputs of feed-forward layers, times one number each.
+# (IA)³ (arXiv:2205.05638): each output, or each input of a feed-forward layer, times one number.
 
 
 def _ia3_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -45,7 +45,7 @@ def _ia3_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _of_inputs(layer: Layer) -> bool:
-    """Whether its inputs are scaled: linear layers tell by the shape, convolutions by the configuration."""
+    """Return whether inputs are scaled: of linear layers by shape, of convolutions by the configuration."""
     shape = layer.parts["l"].shape
     if len(layer.shape) == 2:
         return shape[0] == 1
@@ -54,7 +54,7 @@ def _of_inputs(layer: Layer) -> bool:
 
 
 def _groups(layer: Layer) -> int:
-    """Of a convolution whose inputs are scaled: each group of outputs sees inputs of its own."""
+    """Return the number of groups of a convolution whose inputs are scaled; groups have separate inputs."""
     groups = layer.size("l", 1) // layer.d_in
     return groups if groups and layer.d_out % groups == 0 else 1
 
@@ -85,7 +85,7 @@ IA3 = AdapterType(
 )
 
 
-# LN tuning (arXiv:2312.11420): the normalisations, trained whole.
+# LN tuning (arXiv:2312.11420): the normalisation layers, trained whole.
 
 LN_TUNING = AdapterType(
     name="LN_TUNING",
@@ -104,7 +104,7 @@ def _shira_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _shira_update(layer: Layer) -> Tensor:
-    """The numbers at their places; whole."""
+    """Return the sparse update as a whole matrix."""
     places, values = layer["indices"].long(), layer["weight"]
     check_places(layer, places[0], layer.d_out)
     check_places(layer, places[1], layer.d_in)
@@ -138,7 +138,7 @@ def _supertuning_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _supertuning_update(layer: Layer) -> Tensor:
-    """The numbers at their places, + α/r · B A; whole."""
+    """Return the sparse update plus α/r · B A, as a whole matrix."""
     values, places = layer["values"], layer["indices"].long()
     check_places(layer, places, layer.d_out * layer.d_in)
     dense = torch.zeros(layer.d_out * layer.d_in, dtype=values.dtype)
@@ -173,7 +173,7 @@ SUPERTUNING = AdapterType(
 )
 
 
-# Trained tokens: some rows of an embedding, replaced.
+# Trained tokens: some rows of an embedding are replaced.
 
 TOKENS = "tokens"
 
@@ -193,7 +193,7 @@ def _tokens_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _tokens(layer: Layer) -> list[int]:
-    """What the configuration says: a list, or lists by names of modules."""
+    """Return the trained tokens that the configuration lists, for all modules or by names of modules."""
     given: object = layer.option("token_indices") or layer.option("trainable_token_indices")
     if isinstance(given, dict):
         lists = cast("dict[str, object]", given)
@@ -210,7 +210,7 @@ def _tokens(layer: Layer) -> list[int]:
 
 
 def _tokens_weight(layer: Layer) -> Tensor:
-    """The base's rows with the trained ones in their places."""
+    """Return the base's rows with the trained rows in their places."""
     rows = range(*layer.rows.indices(layer.d_out))
     weight = layer.weight
     trained = layer[TOKENS].to(weight.dtype)

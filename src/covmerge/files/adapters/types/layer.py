@@ -1,4 +1,4 @@
-"""What an adapter type is: which tensors it has of a layer, and what the layer's weight becomes by them."""
+"""The description of an adapter type: its tensors for a layer, and how it changes the layer's weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covmerge.base.types import LowRank, TensorHeader
 if TYPE_CHECKING:
     from covmerge.files.adapters.config import AdapterConfig
 
-_linalg: Any = torch.linalg  # torch carries no types for it
+_linalg: Any = torch.linalg  # torch has no types for it
 Shape = tuple[int, ...]
 ALPHA = "alpha"
 
@@ -27,18 +27,19 @@ class Layer:
 
     Attributes:
         where: the adapter, for errors.
-        name: of the module.
-        shape: of its weight, `(d_out, d_in)` or `(d_out, d_in, *window)`; an embedding's is `(d, rows)`.
-        parts: the adapter's tensors of it, by what they are.
-        config: of the adapter; None: its file is by itself.
-        read: reads one of the parts in the dtype of the computation.
-        base: reads the rows of the base's weight, flattened to `(rows, d_in · window)`.
-        base_bias: reads the base's bias.
-        stored: the dtype that the base's weight is stored in.
+        name: name of the module.
+        shape: shape of the weight, `(d_out, d_in)` or `(d_out, d_in, *window)`; an embedding's is
+            `(d, rows)`.
+        parts: the adapter's tensors for the layer, by their meaning.
+        config: configuration of the adapter; None: its file has none.
+        read: function that reads one of the parts in the dtype of the computation.
+        base: function that reads rows of the base's weight, flattened to `(rows, d_in · window)`.
+        base_bias: function that reads the base's bias.
+        stored: the dtype of the base's stored weight.
         widest: the largest `d_out` and `d_in` of all layers of the adapter.
-        count: of all layers of the adapter.
-        rows: of the weight that are wanted.
-        is_rest: the weight is that of the trained model, which the adapter's file has.
+        count: number of layers of the adapter.
+        rows: the rows of the weight that are wanted.
+        is_rest: whether `base` reads a weight that the adapter's file stores, from the trained model.
     """
 
     where: str
@@ -57,83 +58,83 @@ class Layer:
 
     @property
     def d_out(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return self.shape[0]
 
     @property
     def d_in(self) -> int:
-        """Columns of the weight, without the window of a convolution."""
+        """Number of columns of the weight, without the window of a convolution."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     @property
     def columns(self) -> int:
-        """Columns of the weight as a matrix."""
+        """Number of columns of the weight as a matrix."""
         return prod(self.shape[1:])
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight, the wanted rows of it."""
+        """The wanted rows of the base's weight."""
         return self.base(self.rows)
 
     def __getitem__(self, part: str) -> Tensor:
-        """Read a part."""
+        """Read one part."""
         return self.read(self.parts[part])
 
     def __contains__(self, part: str) -> bool:
-        """Whether the adapter has a part of this layer."""
+        """Return whether the adapter has this part for the layer."""
         return part in self.parts
 
     def size(self, part: str, axis: int) -> int:
-        """Return the length of one axis of a part; 0 where there is none."""
+        """Return the length of one axis of a part, or 0 if there is no such part or axis."""
         header = self.parts.get(part)
         return 0 if header is None or len(header.shape) <= axis else header.shape[axis]
 
     def rank(self, part: str, axis: int) -> int:
-        """Return the configuration's rank; of a file by itself, the length of an axis of a part."""
+        """Return the configuration's rank; for a file without one, the length of an axis of a part."""
         return self.size(part, axis) if self.config is None else self.config.rank(self.name)
 
     def vector(self, part: str, length: int) -> Shape:
-        """Return the shape of a part if it is a vector of so many numbers, along whichever axis."""
+        """Return a part's shape if it is a vector of `length` numbers along any axis, else `(length,)`."""
         shape = self.parts[part].shape if part in self.parts else ()
         return shape if prod(shape) == length == max(shape, default=1) else (length,)
 
     def option(self, name: str, default: object = None) -> Any:
-        """Return a field of the configuration."""
+        """Return a field of the configuration, or the default."""
         return default if self.config is None else self.config.fields.get(name, default)
 
     def is_older(self, kind: AdapterType) -> bool:
-        """Whether a PEFT saved the adapter that computed this type otherwise."""
+        """Return whether the adapter was saved by an older PEFT that computed this type differently."""
         return self.config is not None and kind.is_older(self.config.fields)
 
     def integer(self, name: str, default: int, least: int = 0) -> int:
-        """Return a field that is a whole number."""
+        """Return a field that must be a whole number of at least `least`."""
         value: object = self.option(name, default)
         if type(value) is not int or value < least:
             self._refuse_option(name, f"which is a whole number of at least {least}")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a field that is a finite number."""
+        """Return a field that must be a finite number."""
         value: object = self.option(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
             self._refuse_option(name, "which is a finite number")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a field that is true or false."""
+        """Return a field that must be true or false."""
         value: object = self.option(name, default)
         if not isinstance(value, bool):
             self._refuse_option(name, "which is true or false")
         return value
 
     def scaling(self, rank: int) -> float:
-        """Return alpha / rank: alpha of the file, of the configuration, or 1 for both together."""
+        """Return alpha / rank, with alpha from the file or the configuration; 1 if neither has it."""
         if ALPHA in self.parts:
             return float(self[ALPHA]) / rank
         return 1.0 if self.config is None else self.config.scale(self.name, rank)
 
     def refuse(self, why: str) -> NoReturn:
-        """Refuse the adapter over this layer."""
+        """Raise an error about this layer."""
         raise CheckpointError(f"{self.where}: '{self.name}' {why}")
 
     def _refuse_option(self, name: str, why: str) -> NoReturn:
@@ -155,41 +156,42 @@ def _always(_: Layer) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class AdapterType:
-    """How adapters of one type change a layer.
+    """One type of adapters: how it changes a layer.
 
-    One of `update`, `factors` and `weight` is given, or `whole` alone.
+    Either one of `update`, `factors` and `weight` is set, or only `whole`.
 
     Attributes:
         name: PEFT's `peft_type`, or LyCORIS's name of the algorithm.
-        equation: what the layer's weight W becomes, for the docs.
-        ends: what the names of its tensors end in, with what each is; the longest first.
-        shapes: the tensors that a layer must have, with their shapes; no other may be there.
-        update: what is added to the wanted rows of the weight, as a matrix.
-        factors: the same, of low rank, whole.
-        weight: what the wanted rows of the weight become.
-        rest: what the weight is without what the adapter adds, where PEFT changes the base itself.
-        bias: what the base's bias becomes, where the type changes that too.
-        has_bias: whether it changes that of a layer.
-        rank: of the factors.
-        matrix: the shape of the weight as a matrix, by those of the parts, where these tell.
-        fields: of `adapter_config.json` that change what the tensors mean.
-        unused: fields that do not, once it is trained.
-        shared: names of tensors that layers share, with what each is; of names that end in a dot, the
-            rest is a part's name too.
-        of_layer: which of these a layer has, by its name.
-        alpha: field of the number that is divided by the rank.
+        equation: the layer's new weight as a function of its weight W, for the docs.
+        ends: ends of the tensors' names, each with its part; longer ends come first.
+        shapes: the tensors that a layer must have, with their shapes; other tensors are refused.
+        update: the wanted rows of the update, as a matrix.
+        factors: the whole update as low-rank factors.
+        weight: the wanted rows of the new weight.
+        rest: the weight without the adapter's update, for types with which PEFT changes the base
+            itself.
+        bias: the new bias, if the type changes the bias too.
+        has_bias: whether it changes the bias of a given layer.
+        rank: the rank of the factors.
+        matrix: the shape of the weight as a matrix if the shapes of the parts determine it, else None.
+        fields: fields of `adapter_config.json` that change the meaning of the tensors.
+        unused: fields that have no effect after training.
+        shared: names of tensors that layers share, each with its part; if a name ends in a dot, the
+            rest of the tensor's name belongs to the part's name.
+        of_layer: the shared tensors that a layer uses, by the layer's name.
+        alpha: the field with the number that is divided by the rank.
         leaf: the tensor of a layer that it changes.
-        vectors: it may be one of a single axis.
+        vectors: whether that tensor may have a single axis.
         whole: ends of names of whole tensors, with the name of the tensor that they replace.
-        by_rows: some rows are computed from the same rows of the base.
-        integers: parts that are whole numbers; all others are floating.
+        by_rows: whether some rows can be computed from the same rows of the base.
+        integers: parts that are whole numbers; all other parts are floating.
         flags: parts that are zero or one, in any dtype.
-        keeps_ties: what is tied to the tensor stays tied.
-        adds_bias: a layer without a bias would get one.
-        marks: parts that no other type of files by themselves has.
-        beside: what names end in that are parts only beside one of the `marks`.
-        refused: values of fields with which its effect is not determined, each with the reason.
-        older: what an older PEFT computed otherwise, by the field that tells: it did not write that yet.
+        keeps_ties: whether tensors tied to the changed tensor stay tied to it.
+        adds_bias: whether a layer without a bias would get one.
+        marks: parts that no other type of files without configuration has.
+        beside: ends of names that are parts only if one of the `marks` is there too.
+        refused: values of fields with which the effect is not determined, each with the reason.
+        older: a field that older PEFTs did not write, and what they computed differently.
     """
 
     name: str
@@ -225,7 +227,7 @@ class AdapterType:
     vectors: bool = False
 
     def shared_part(self, name: str) -> str | None:
-        """Return what a tensor that layers share is; None: it is none."""
+        """Return the part of a tensor that layers share, or None if it is not shared."""
         name = name.removeprefix("base_model.")
         for key, part in self.shared.items():
             if name == key or (key.endswith(".") and name.startswith(key)):
@@ -233,7 +235,7 @@ class AdapterType:
         return None
 
     def is_older(self, fields: Mapping[str, object]) -> bool:
-        """Whether a configuration is of a PEFT that computed this type otherwise."""
+        """Return whether an older PEFT, which computed this type differently, wrote the configuration."""
         return self.older is not None and self.older[0] not in fields
 
     @property
@@ -243,9 +245,9 @@ class AdapterType:
 
 
 def check_shapes(kind: AdapterType, layer: Layer) -> None:
-    """Check that a layer has the tensors that its type asks for, before any of them is read."""
+    """Check the names, dtypes and shapes of a layer's tensors, before any of them is read."""
     expected = kind.shapes(layer)
-    for part in expected:  # first: ranks, and so the shapes, are those of other parts
+    for part in expected:  # first, because ranks, and so the expected shapes, come from other parts
         if part not in layer:
             names = ", ".join(f"'{header.name}'" for header in layer.parts.values())
             ends = (end.lstrip(".") for end, of in kind.ends.items() if of == part)
@@ -277,19 +279,19 @@ def check_shapes(kind: AdapterType, layer: Layer) -> None:
 
 
 def _without_ones(shape: Shape) -> Shape:
-    """A linear layer is a convolution with a window of one place to some libraries."""
+    """Drop trailing ones: some libraries store a linear layer as a convolution with a window of 1."""
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]
     return shape
 
 
 def alpha_of(layer: Layer) -> dict[str, Shape]:
-    """Return the shape of alpha where a file has it: one number."""
+    """Return the shape of alpha, one number, if the file has it."""
     return {ALPHA: layer.vector(ALPHA, 1)} if ALPHA in layer else {}
 
 
 def check_places(layer: Layer, places: Tensor, count: int) -> None:
-    """Check that places are those of so many numbers."""
+    """Check that all places are between 0 and `count` − 1."""
     if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < count:
         layer.refuse(
             f"is {list(layer.shape)} in the base, and its places go from {int(places.min())} to "
@@ -298,18 +300,18 @@ def check_places(layer: Layer, places: Tensor, count: int) -> None:
 
 
 def lengths(tensor: Tensor, *axes: int) -> Tensor:
-    """Return the lengths of vectors along some axes, which stay with the length 1."""
+    """Return the lengths of vectors along some axes; these axes keep the length 1."""
     return cast("Tensor", _linalg.vector_norm(tensor, dim=axes, keepdim=True))
 
 
 def cayley(skew: Tensor) -> Tensor:
-    """Return (I − Q)(I + Q)⁻¹ of skew matrices `(n, b, b)`."""
+    """Return (I − Q)(I + Q)⁻¹ for skew-symmetric matrices Q `(n, b, b)`."""
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype)
     return cast("Tensor", _linalg.solve(eye + skew, eye - skew, left=False))
 
 
 def block_diagonal_times(weight: Tensor, blocks: Tensor) -> Tensor:
-    """Return W · blockdiag(blocks), without the matrix of the blocks; `(d_out, n·b)` and `(n, b, b)`."""
+    """Return W · blockdiag(blocks) without building that matrix; shapes `(d_out, n·b)` and `(n, b, b)`."""
     count, size, _ = blocks.shape
     apart = weight.reshape(len(weight), count, size).transpose(0, 1)
     return torch.bmm(apart, blocks).transpose(0, 1).reshape(weight.shape)

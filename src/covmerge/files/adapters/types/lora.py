@@ -1,4 +1,4 @@
-"""LoRA's relatives: products of low rank, with a length, a start or a base's part of their own."""
+"""LoRA's relatives: low-rank products with separate lengths, other starts, or a part of the base."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from covmerge.base.types import LowRank
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths
 from covmerge.files.adapters.types.lycoris import LOCON
 
-# Singular components of a base's weight, which some types take away before they add their own.
+# Removal of singular components of a base's weight, for the types that do this before they add an
+# update.
 
-_linalg: Any = torch.linalg  # torch carries no types for it
-_BLOCK = 1024  # columns at a time, so that nothing else of the weight's size is held
+_linalg: Any = torch.linalg  # torch has no types for it
+_BLOCK = 1024  # columns at a time, so that no second tensor of the weight's size is needed
 
 
 def without_components(weight: Tensor, count: int, *, smallest: bool) -> Tensor:
-    """Take a matrix's largest or smallest singular components away, in place.
+    """Remove a matrix's largest or smallest singular components, in place.
 
-    The vectors are those of the Gram matrix of the shorter side in float64.
+    The singular vectors are computed in float64 from the Gram matrix of the shorter side.
     """
     narrow: Tensor = weight.T if weight.shape[0] > weight.shape[1] else weight
     starts = range(0, narrow.shape[1], _BLOCK)
@@ -40,18 +41,20 @@ def without_components(weight: Tensor, count: int, *, smallest: bool) -> Tensor:
     return weight
 
 
-# DoRA (arXiv:2402.09353): an update for the direction of a layer's rows, and a magnitude of each.
+# DoRA (arXiv:2402.09353): the update gives the direction of each row of the weight, a magnitude its
+# length.
 
 MAGNITUDE = "magnitude"
 
 
 @cache
 def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
-    """Return the type whose update gives the direction, and a vector the lengths of rows, Eq. 5.
+    """Return the type whose update gives the direction of rows, and a vector their lengths, Eq. 5.
 
     Args:
-        kind: what gives the direction.
-        columns: the lengths are those of the inputs' weights, as LyCORIS has it with wd_on_out=False.
+        kind: the type that gives the direction.
+        columns: whether the lengths are of columns (one for each input), as in LyCORIS with
+            wd_on_out=False.
     """
 
     def shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -88,7 +91,7 @@ def _rescaled(layer: Layer, weight: Tensor, *, columns: bool) -> Tensor:
     return channels.mul_(scales).view(weight.shape)
 
 
-# KaSA (arXiv:2412.06071): LoRA with singular values, over a weight without its smallest ones.
+# KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.
 
 DIAGONAL = "diagonal"
 
@@ -101,14 +104,14 @@ def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _kasa_rest(layer: Layer) -> Tensor:
-    """W without its r smallest singular components."""
+    """Return W without its r smallest singular components."""
     if layer.is_rest:
         return layer.weight
     return without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True)
 
 
 def _kasa_weight(layer: Layer) -> Tensor:
-    """W without its r smallest singular components, + s B diag(d) A."""
+    """Return W without its r smallest singular components, + s B diag(d) A."""
     diagonal = layer[DIAGONAL]
     scaled = layer["up"] * (diagonal * layer.scaling(len(diagonal)))
     return _kasa_rest(layer).addmm_(scaled, layer["down"])
@@ -117,7 +120,7 @@ def _kasa_weight(layer: Layer) -> Tensor:
 KASA = AdapterType(
     name="LORA (KaSA)",
     equation="W without its r smallest singular components, + s·B·diag(d)·A",
-    ends={},  # those of LoRA
+    ends={},  # the ends are those of LoRA
     shapes=_kasa_shapes,
     weight=_kasa_weight,
     rest=_kasa_rest,
@@ -125,7 +128,8 @@ KASA = AdapterType(
 )
 
 
-# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA that began as a part of the weight.
+# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA whose factors start as a part of the
+# weight.
 
 
 def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -135,18 +139,18 @@ def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _rank(layer: Layer) -> int:
-    """The rank that the scale goes by: the configuration's, and a matrix has no more than its sides."""
+    """Return the rank for the scale: the stored one, or the configured one if the layer limits that."""
     stored, asked = layer.size("down", 0), layer.rank("down", 0)
     return asked if stored == min(layer.shape) < asked else stored
 
 
 def _without_first(layer: Layer) -> Tensor:
-    """W − the r largest singular components."""
+    """Return W − its r largest singular components."""
     return without_components(layer.weight, layer.size("down", 0), smallest=False)
 
 
 def _without_columns(layer: Layer) -> Tensor:
-    """W − s Q_r R_r of W = Q R: what lies in the span of the first r columns."""
+    """Return W − s Q_r R_r with W = Q R; Q_r R_r is W's part in the span of its first r columns."""
     weight, rank = layer.weight, layer.size("down", 0)
     basis = _linalg.qr(weight[:, :rank].double())[0].to(weight.dtype)
     return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(_rank(layer)))
@@ -178,7 +182,7 @@ PISSA = _begun(
 OLORA = _begun("LORA (OLoRA)", "W − s·Q_r·R_r + s·B·A, Q and R those of W", _without_columns)
 
 
-# OSF (arXiv:2504.07097): the smaller singular components of the weight, trained.
+# OSF (arXiv:2504.07097): the smaller singular components of the weight are trained.
 
 
 def _osf_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -189,7 +193,7 @@ def _osf_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _osf_weight(layer: Layer) -> Tensor:
-    """W without its smallest singular components, + U diag(S) V."""
+    """Return W without its smallest singular components, + U diag(S) V."""
     values = layer["S"]
     weight = without_components(layer.weight, len(values), smallest=True)
     return weight.addmm_(layer["U"] * values, layer["V"])
@@ -211,7 +215,7 @@ OSF = AdapterType(
 )
 
 
-# DEFT and PaRa: a subspace of the outputs, taken away and written anew.
+# DEFT and PaRa: a subspace of the outputs is removed and written anew.
 
 
 def _deft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -225,7 +229,7 @@ def _deft_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _deft_weight(layer: Layer) -> Tensor:
-    """W + Q (s R − Nᵀ W), of "relu" Q = P and N = relu(P), of "qr" both are P's orthonormal columns."""
+    """Return W + Q (s R − Nᵀ W): "relu" has Q = P, N = relu(P), "qr" P's orthonormal columns for both."""
     stored, weight = layer["P"], layer.weight
     if layer.option("decomposition_method", "relu") == "qr":
         left = right = _linalg.qr(stored)[0]
@@ -253,13 +257,13 @@ DEFT = AdapterType(
 )
 
 
-# BD-LoRA: LoRA of which one factor is a diagonal of blocks.
+# BD-LoRA: LoRA with one block-diagonal factor.
 
 _SIDES = {"down": "target_modules_bd_a", "up": "target_modules_bd_b"}
 
 
 def _bdlora_blocks(layer: Layer, side: str) -> int:
-    """How many blocks a factor has: those of the configuration, if it names a part of the layer's name."""
+    """Return a factor's number of blocks: 1 unless the configuration names a part of the layer's name."""
     given: Any = layer.option("use_bdlora")
     fields = cast("dict[str, object]", given if isinstance(given, dict) else {})
     names: object = fields.get(_SIDES[side]) or []
@@ -292,14 +296,14 @@ def _bdlora_factors(layer: Layer) -> LowRank:
 BDLORA = AdapterType(
     name="LORA (BD-LoRA)",
     equation="W + s·B·A, one of them a diagonal of blocks",
-    ends={},  # those of LoRA
+    ends={},  # the ends are those of LoRA
     shapes=_bdlora_shapes,
     factors=_bdlora_factors,
     rank=lambda layer: layer.rank("down", 0),
 )
 
 
-# DeLoRA (arXiv:2503.18225): an update of low rank whose terms have a length of their own.
+# DeLoRA (arXiv:2503.18225): a low-rank update of normalised terms, with a trained strength λ.
 
 
 def _delora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -313,7 +317,7 @@ def _delora_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _delora_factors(layer: Layer) -> LowRank:
-    """λ/r · B diag(1 / (‖A_i‖ ‖B_i‖)) A diag(w), w the norms of the base's columns when it was begun."""
+    """Return λ/r · B diag(1 / (‖A_i‖ ‖B_i‖)) A diag(w), w the initial norms of the base's columns."""
     down, up = layer["A"], layer["B"]
     sizes = lengths(down, 1).clamp(min=1e-4).view(-1) * lengths(up, 0).clamp(min=1e-4).view(-1)
     return LowRank(up * (layer["lambda"] / len(down) / sizes), down * layer["w_norm"])
@@ -356,10 +360,10 @@ def _gralora_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _update(layer: Layer) -> Tensor:
-    """α/(r + h) times the blocks B_jnᵀ A_njᵀ, and a LoRA of rank h; whole."""
+    """Return α/(r + h) times the blocks B_jnᵀ A_njᵀ plus a LoRA of rank h, as a whole matrix."""
     down, up = layer["A"], layer["B"]
     parts, columns, rank = down.shape
-    # Block (j, n) has the j-th part of the terms of A_n, and the n-th of those of B_j.
+    # Block (j, n) uses the j-th part of the terms of A_n and the n-th part of the terms of B_j.
     left = up.view(parts, parts, rank // parts, -1)
     right = down.view(parts, columns, parts, rank // parts)
     total = _gralora_blocks(left, right).view(layer.d_out, layer.d_in)
@@ -370,7 +374,7 @@ def _update(layer: Layer) -> Tensor:
 
 
 def _gralora_blocks(left: Tensor, right: Tensor) -> Tensor:
-    """Return the blocks in place, `(j, o, n, i)`."""
+    """Return the blocks in their places, `(j, o, n, i)`."""
     parts, _, _, rows = left.shape
     columns = right.shape[1]
     found = left.new_empty(parts, rows, parts, columns)
@@ -397,9 +401,10 @@ GRALORA = AdapterType(
 )
 
 
-# GLoRA (arXiv:2306.07967): the weight scaled and shifted, and the bias by both and by the weight.
+# GLoRA (arXiv:2306.07967): the weight is scaled and shifted; the bias too, and it gets a product
+# with W.
 
-_NONE = "zeros"  # what PEFT stores of a part that is off
+_NONE = "zeros"  # PEFT's name for the stored tensor of a part that is off
 
 
 def _glora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -412,7 +417,7 @@ def _glora_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _path(layer: Layer, side: str, field: str, shape: Shape) -> dict[str, Shape]:
-    """The tensors of one of the five parts."""
+    """Return the shapes of the tensors of one of the five parts A to E."""
     if f"{side}.{_NONE}" in layer:
         return {f"{side}.{_NONE}": shape}
     if f"{side}.Xd" in layer:
@@ -423,7 +428,7 @@ def _path(layer: Layer, side: str, field: str, shape: Shape) -> dict[str, Shape]
 
 
 def _value(layer: Layer, side: str, rows: slice = slice(None)) -> Tensor:
-    """What broadcasts to a part, some rows of it."""
+    """Return (rows of) a part's value, in a shape that broadcasts to the part."""
     if f"{side}.Xd" in layer:
         return layer[f"{side}.Xd"][rows] @ layer[f"{side}.Xu"]
     value = layer[f"{side}.X"] if f"{side}.X" in layer else layer[f"{side}.{_NONE}"]
@@ -431,7 +436,7 @@ def _value(layer: Layer, side: str, rows: slice = slice(None)) -> Tensor:
 
 
 def _glora_weight(layer: Layer) -> Tensor:
-    """W ⊙ (1 + A) + B, the wanted rows."""
+    """Return the wanted rows of W ⊙ (1 + A) + B."""
     weight = layer.weight
     return weight.addcmul(weight, _value(layer, "A", layer.rows)).add_(
         _value(layer, "B", layer.rows)
@@ -439,7 +444,7 @@ def _glora_weight(layer: Layer) -> Tensor:
 
 
 def _bias(layer: Layer) -> Tensor:
-    """B ⊙ (1 + D) + E + W C."""
+    """Return b ⊙ (1 + D) + E + W C."""
     bias = layer.base_bias()
     product = (layer.weight @ _value(layer, "C")).flatten()
     return bias + bias * _value(layer, "D") + _value(layer, "E") + product
@@ -463,12 +468,12 @@ GLORA = AdapterType(
 )
 
 
-# HiRA (ICLR 2025): the weight times one more than a matrix of low rank, elementwise.
+# HiRA (ICLR 2025): the weight times one plus a low-rank matrix, elementwise.
 
 
 def _hira_shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, window = layer.size("down", 0), layer.shape[2:]
-    # PEFT 0.21.2 makes every part of rank r, whatever rank_pattern says.
+    # PEFT 0.21.2 gives every part the rank r, whatever rank_pattern says.
     if rank != layer.option("r"):
         rank = layer.rank("down", 0)
     return {
@@ -478,7 +483,7 @@ def _hira_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _hira_weight(layer: Layer) -> Tensor:
-    """W ⊙ (1 + B A), the wanted rows."""
+    """Return the wanted rows of W ⊙ (1 + B A)."""
     rank = layer.size("down", 0)
     up = layer["up"].reshape(layer.d_out, rank)[layer.rows]
     weight = layer.weight

@@ -1,4 +1,4 @@
-"""Types of files without a configuration, as LyCORIS and ComfyUI write them; some are PEFT's too."""
+"""Types of files without a configuration, as LyCORIS and ComfyUI write them; PEFT has some of these too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.files.adapters.types.layer import ALPHA, AdapterType, Layer, Shape, alpha_of, cayley
 
-# LoHa (arXiv:2108.06098): the elementwise product of two updates of low rank.
+# LoHa (arXiv:2108.06098): the elementwise product of two low-rank updates.
 
 
 def _loha_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -26,19 +26,19 @@ def _loha_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def cores(layer: Layer) -> Shape:
-    """Return the window of a Tucker core: PEFT has that of one axis with a second of length 1."""
+    """Return the window of a Tucker core; PEFT adds an axis of length 1 to a window of one axis."""
     window = layer.shape[2:]
     return (*window, 1) if len(window) == 1 and layer.config is not None else window
 
 
 def tucker(core: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return Σ core_ij · left_i ⊗ right_j, `(rows, d_in, window)`; the window is one axis."""
+    """Return Σ core_ij · left_i ⊗ right_j, `(rows, d_in, window)`, with the window as one axis."""
     flat = core.reshape(*core.shape[:2], -1)
     return torch.einsum("ijk,ip,jq->pqk", flat, left, right)
 
 
 def _loha_update(layer: Layer) -> Tensor:
-    """The wanted rows of s (w1_a w1_b) ⊙ (w2_a w2_b)."""
+    """Return the wanted rows of s (w1_a w1_b) ⊙ (w2_a w2_b)."""
     product = _half(layer, "1").mul_(_half(layer, "2"))
     return product.mul_(layer.scaling(layer.rank("w1_b", 0)))
 
@@ -51,7 +51,7 @@ def _half(layer: Layer, side: str) -> Tensor:
 
 
 def _loha_matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
-    """Return the shape of the update as a matrix, by the shapes of its parts."""
+    """Return the shape of the update as a matrix, from the shapes of its parts."""
     left, right = parts.get("w1_a", ()), parts.get("w1_b", ())
     if len(left) != 2 or len(right) != 2:
         return None
@@ -73,7 +73,7 @@ LOHA = AdapterType(
 )
 
 
-# LoRA where its product is not all: with a Tucker core (LoCon), or as the direction of DoRA.
+# LoRA with more than a product: with a Tucker core (LoCon), or as the direction of DoRA.
 
 MIDDLE = "mid"
 OF_GROUPS = (
@@ -84,7 +84,7 @@ OF_GROUPS = (
 
 
 def is_grouped(rank: int, up: Shape) -> bool:
-    """Whether B is that of a convolution with groups, each of which sees a part of the terms."""
+    """Return whether B belongs to a convolution with groups, each of which uses a part of the terms."""
     return len(up) > 2 and 0 < up[1] < rank and rank % up[1] == 0
 
 
@@ -100,7 +100,7 @@ def _locon_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _locon_update(layer: Layer) -> Tensor:
-    """The wanted rows of s B A, or of the same with a core between them."""
+    """Return the wanted rows of s B A, or of this product with a core between B and A."""
     rank = layer.size("down", 0)
     up = layer["up"].reshape(layer.d_out, rank)[layer.rows] * layer.scaling(rank)
     down = layer["down"].reshape(rank, -1)
@@ -119,7 +119,7 @@ def _locon_matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
 LOCON = AdapterType(
     name="LoCon",
     equation="W + s·B·(core)·A",
-    ends={".lora_mid.weight": MIDDLE},  # and those of LoRA
+    ends={".lora_mid.weight": MIDDLE},  # and the ends of LoRA
     marks=frozenset({MIDDLE}),
     shapes=_locon_shapes,
     update=_locon_update,
@@ -162,14 +162,14 @@ def _lokr_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _outer(layer: Layer) -> tuple[int, int]:
-    """Rows and columns of the first matrix."""
+    """Return the numbers of rows and columns of the first matrix."""
     if "kron_w1" in layer:
         return layer.size("kron_w1", 0), layer.size("kron_w1", 1)
     return layer.size("kron_w1_a", 0), layer.size("kron_w1_b", 1)
 
 
 def _scale(layer: Layer) -> float:
-    """Return alpha / r; LyCORIS, whose files stand by themselves, has 1 where nothing is a product."""
+    """Return alpha / r; LyCORIS's files, without configuration, have 1 if neither matrix is a product."""
     if layer.is_older(LOKR):
         return 1.0
     if layer.config is not None:
@@ -179,11 +179,11 @@ def _scale(layer: Layer) -> float:
 
 
 def _lokr_update(layer: Layer) -> Tensor:
-    """The wanted rows of s w1 ⊗ w2."""
+    """Return the wanted rows of s w1 ⊗ w2."""
     first = layer["kron_w1"] if "kron_w1" in layer else layer["kron_w1_a"] @ layer["kron_w1_b"]
     second = _second(layer)
     if layer.config is not None and second.dim() == 3:
-        # PEFT gives the product of a 1-d convolution its axes from the right: (1, a, c) with (b, d, k).
+        # PEFT aligns the axes of a 1-d convolution from the right: (1, a, c) with (b, d, k).
         return torch.kron(first[None], second).reshape(layer.d_out, -1)[layer.rows] * _scale(layer)
     rows = torch.arange(layer.d_out)[layer.rows]
     left = (first * _scale(layer))[rows // len(second)]
@@ -200,7 +200,7 @@ def _second(layer: Layer) -> Tensor:
 
 
 def _lokr_matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
-    """Return the shape of the update as a matrix, by the shapes of its parts."""
+    """Return the shape of the update as a matrix, from the shapes of its parts."""
     first = parts.get("kron_w1") or (
         *parts.get("kron_w1_a", (0,))[:1],
         *parts.get("kron_w1_b", (0, 0))[1:],
@@ -243,7 +243,7 @@ LOKR = AdapterType(
 )
 
 
-# GLoRA of LyCORIS's files: an update of low rank, and one of the layer's inputs.
+# GLoRA of LyCORIS's files: a low-rank update, and another one that multiplies the weight.
 
 
 def _lycoris_glora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -261,7 +261,7 @@ def _lycoris_glora_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _lycoris_glora_weight(layer: Layer) -> Tensor:
-    """W + s (W A₁ A₂ + B₁ B₂), the wanted rows."""
+    """Return the wanted rows of W + s (W A₁ A₂ + B₁ B₂)."""
     weight, scale = layer.weight, layer.scaling(layer.size("a2", 0))
     inner, outer = layer["a1"].flatten(1), layer["a2"].flatten(1)
     channels = weight.view(len(weight), layer.d_in, -1)
@@ -281,7 +281,7 @@ LYCORIS_GLORA = AdapterType(
 )
 
 
-# (IA)³ of LyCORIS's files: outputs or inputs times one more than a number each.
+# (IA)³ of LyCORIS's files: each output or each input is multiplied by 1 plus a number.
 
 ON_INPUT, SCALES = "on input", "scales"
 
@@ -298,7 +298,7 @@ def _of_inputs(layer: Layer) -> bool:
 
 
 def _lycoris_ia3_weight(layer: Layer) -> Tensor:
-    """diag(1 + w) W, or W diag(1 + w), the wanted rows; the bias stays as it is."""
+    """Return the wanted rows of diag(1 + w) W or W diag(1 + w); the bias does not change."""
     scale = layer[SCALES].flatten() + 1
     weight = layer.weight
     if not _of_inputs(layer):
@@ -318,9 +318,9 @@ LYCORIS_IA3 = AdapterType(
 )
 
 
-# OFT and BOFT of Kohya's and LyCORIS's files: the layer's outputs rotated in blocks, and scaled.
+# OFT and BOFT of Kohya's and LyCORIS's files: the layer's outputs are rotated in blocks and scaled.
 
-_linalg: Any = torch.linalg  # torch carries no types for it
+_linalg: Any = torch.linalg  # torch has no types for it
 
 
 def _lycoris_oft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -338,7 +338,7 @@ def _lycoris_oft_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _lycoris_oft_weight(layer: Layer) -> Tensor:
-    """Rᵀ W by blocks of rows, or a butterfly of such steps with R; whole."""
+    """Return Rᵀ W by blocks of rows, or the result of a butterfly of such steps with R; a whole matrix."""
     weight = layer.weight
     rotations = _rotations(layer).to(weight.dtype)
     if rotations.dim() == 3:
@@ -350,7 +350,10 @@ def _lycoris_oft_weight(layer: Layer) -> Tensor:
 
 
 def _rotations(layer: Layer) -> Tensor:
-    """(I + Q)(I − Q)⁻¹ of Q = X − Xᵀ, which alpha · d_out bounds; of no alpha, and of 0, nothing does."""
+    """Return (I + Q)(I − Q)⁻¹ for Q = X − Xᵀ, its norm limited to alpha · d_out.
+
+    Without alpha, or with alpha 0, there is no limit.
+    """
     stored = layer["blocks"].double()
     skew = stored - stored.mT
     limit = float(layer[ALPHA]) * layer.d_out if ALPHA in layer else 0.0
@@ -363,7 +366,7 @@ def _turned(blocks: Tensor, rows: Tensor) -> Tensor:
 
 
 def _butterfly(blocks: Tensor, rows: Tensor, stride: int) -> Tensor:
-    """Blocks of pairs of rows that are a stride apart."""
+    """Return the rows after rotating blocks of pairs of rows that are `stride` apart."""
     pairs = rows.view(-1, 2, stride, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
     turned = _turned(blocks, pairs).view(-1, stride, 2, rows.shape[1])
     return turned.transpose(1, 2).reshape(rows.shape)
@@ -380,7 +383,7 @@ LYCORIS_OFT = AdapterType(
 )
 
 
-# Differences of whole tensors, as LyCORIS ("full", "norm") and ComfyUI's files have them.
+# Differences of whole tensors, as LyCORIS ("full", "norm") and ComfyUI write them.
 
 DIFFERENCE, OF_BIAS = "difference", "difference of bias"
 
@@ -390,7 +393,7 @@ def _diff_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _diff_update(layer: Layer) -> Tensor:
-    """The wanted rows of the difference."""
+    """Return the wanted rows of the difference."""
     return layer[DIFFERENCE].reshape(layer.d_out, -1)[layer.rows]
 
 
@@ -415,5 +418,5 @@ DIFF = AdapterType(
     vectors=True,
 )
 
-TYPES = (LOHA, LOKR)  # that PEFT has too
+TYPES = (LOHA, LOKR)  # the types that PEFT has too
 OF_FILES = (LOCON, LOHA, LOKR, LYCORIS_OFT, LYCORIS_IA3, LYCORIS_GLORA, DIFF)

@@ -1,4 +1,4 @@
-"""The page of the docs on what adapter types are read, from the tables that the readers use."""
+"""The docs' page of the adapter types that are read, generated from the readers' tables."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def markdown() -> str:
 
 
 def _fields() -> Iterator[tuple[str, AdapterType]]:
-    """Fields of LoRA's configuration that make it another type."""
+    """Yield the fields of LoRA's configuration that select another type, with that type."""
     for value, kind in LORA_INITS.items():
         yield f'`init_lora_weights = "{value}"`', kind
     for name, kind in LORA_FIELDS.items():

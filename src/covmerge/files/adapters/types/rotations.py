@@ -1,4 +1,4 @@
-"""Types that turn a layer's inputs or outputs: orthogonal matrices, times the weight."""
+"""Types that rotate or reflect a layer's inputs or outputs: the weight times orthogonal matrices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from covmerge.files.adapters.types.layer import (
     lengths,
 )
 
-# OFT (arXiv:2306.07280, as rows of vectors arXiv:2506.19847): the layer's inputs, rotated in blocks.
+# OFT (arXiv:2306.07280; stored as vectors, arXiv:2506.19847): the layer's inputs are rotated in blocks.
 
 _OF_ROWS = "R of rows"
-_BEFORE = "R before PEFT 0.15"  # of whole matrices, with a factor of each output
+_BEFORE = "R before PEFT 0.15"  # whole matrices, with one factor for each output
 
 
 def _oft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -56,7 +56,7 @@ def _oft_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _part(layer: Layer) -> str:
-    """What the rotations are called: those of an embedding turn its rows, not what a layer sees."""
+    """Return the name of the rotations: those of an embedding rotate its rows, others a layer's inputs."""
     return _OF_ROWS if _OF_ROWS in layer else "R"
 
 
@@ -69,7 +69,7 @@ def _shared(layer: Layer) -> bool:
 
 
 def _oft_weight(layer: Layer) -> Tensor:
-    """W · blockdiag(R)ᵀ, of an embedding W · blockdiag(R); the wanted rows."""
+    """Return the wanted rows of W · blockdiag(R)ᵀ, or of an embedding's W · blockdiag(R)."""
     if _BEFORE in layer:
         stored = layer[_BEFORE]
         return turned(layer, stored.expand(layer.columns // stored.shape[-1], -1, -1))
@@ -81,7 +81,7 @@ def _oft_weight(layer: Layer) -> Tensor:
 
 
 def _rotations(layer: Layer) -> Tensor:
-    """R = (I + Q)(I − Q)⁻¹, or the first terms of its series, as the adapter was trained."""
+    """Return R = (I + Q)(I − Q)⁻¹, or the first terms of its series if the adapter was trained so."""
     numbers = layer[_part(layer)].double()
     size = (1 + _root(1 + 8 * numbers.shape[1])) // 2
     if layer.flag("coft"):
@@ -102,7 +102,7 @@ def _rotations(layer: Layer) -> Tensor:
 
 
 def _series(skew: Tensor, terms: int, *, halved: bool) -> Tensor:
-    """I + 2Q + 2Q² + … + 2Qᵏ⁻² + Qᵏ⁻¹ of k terms; before PEFT 0.18 the last was not halved."""
+    """Return I + 2Q + 2Q² + … + 2Qᵏ⁻² + Qᵏ⁻¹, k terms; before PEFT 0.18 the last one was not halved."""
     total = torch.eye(skew.shape[-1], dtype=skew.dtype).repeat(len(skew), 1, 1)
     if terms > 1:
         total += 2 * skew
@@ -118,7 +118,7 @@ def _series(skew: Tensor, terms: int, *, halved: bool) -> Tensor:
 
 
 def _projected(numbers: Tensor, eps: float) -> Tensor:
-    """Constrained OFT: the skew matrices no longer than eps / √blocks."""
+    """Return the numbers of the skew matrices, their norms limited to eps / √blocks (constrained OFT)."""
     norms = lengths(numbers, 1) * 2**0.5
     limit = eps / len(numbers) ** 0.5
     return torch.where(norms <= limit, numbers, numbers * (limit / norms))
@@ -146,7 +146,7 @@ OFT = AdapterType(
 )
 
 
-# BOFT (arXiv:2311.06243): the layer's inputs rotated in blocks, and its outputs scaled.
+# BOFT (arXiv:2311.06243): the layer's inputs are rotated in blocks, and its outputs scaled.
 
 
 def _boft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -162,7 +162,7 @@ def _boft_shapes(layer: Layer) -> Mapping[str, Shape]:
         )
     size = layer.columns // blocks
     found: dict[str, Shape] = {"R": (1, blocks, size, size), "s": layer.vector("s", layer.d_out)}
-    if "P" in layer:  # of one factor it is the identity; PEFT stored it until 0.12
+    if "P" in layer:  # with one factor it is the identity; PEFT stored it until 0.12
         found["P"] = (1, layer.columns, layer.columns)
     return found
 
@@ -172,7 +172,7 @@ def _boft_weight(layer: Layer) -> Tensor:
 
 
 def turned(layer: Layer, stored: Tensor) -> Tensor:
-    """The wanted rows of s ⊙ W · blockdiag(R)ᵀ with R = (I − Q)(I + Q)⁻¹, Q the skew part of the stored."""
+    """Return the wanted rows of s ⊙ W · blockdiag(R)ᵀ, R = (I − Q)(I + Q)⁻¹, Q skew part of `stored`."""
     stored = stored.double()
     rotations = cayley(0.5 * (stored - stored.mT))
     weight = layer.weight
@@ -191,7 +191,7 @@ BOFT = AdapterType(
 )
 
 
-# HRA (arXiv:2405.17484): the layer's inputs, reflected at r hyperplanes one after another.
+# HRA (arXiv:2405.17484): the layer's inputs are reflected at r hyperplanes, one after another.
 
 
 def _hra_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -199,7 +199,7 @@ def _hra_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _hra_weight(layer: Layer) -> Tensor:
-    """W Π (I − 2 u uᵀ), the wanted rows; with `apply_GS` the u are made orthogonal first."""
+    """Return the wanted rows of W Π (I − 2 u uᵀ); `apply_GS` makes the u orthogonal first."""
     normals = layer["u"].double()
     if layer.flag("apply_GS"):
         normals = _orthonormal(normals)
@@ -211,7 +211,7 @@ def _hra_weight(layer: Layer) -> Tensor:
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    """Gram–Schmidt, in the order of the columns."""
+    """Return orthonormal vectors by Gram–Schmidt, in the order of the columns."""
     found: list[Tensor] = []
     for vector in vectors.T:
         rest = vector
@@ -232,9 +232,9 @@ HRA = AdapterType(
 )
 
 
-# RoAd (arXiv:2409.00119): the layer's outputs, rotated in pairs and scaled.
+# RoAd (arXiv:2409.00119): the layer's outputs are rotated in pairs and scaled.
 
-_SIZES = {"road_1": 0.5, "road_2": 1, "road_4": 2}  # numbers for each output
+_SIZES = {"road_1": 0.5, "road_2": 1, "road_4": 2}  # numbers stored for each output
 
 
 def _road_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -254,10 +254,10 @@ def _group(layer: Layer) -> int:
 
 
 def _columns(layer: Layer) -> tuple[Tensor, Tensor]:
-    """α cos θ and α sin θ, one of each for every output."""
+    """Return α cos θ and α sin θ for every output."""
     theta, alpha = layer["theta"], layer["alpha"]
     variant, group = layer.option("variant", "road_1"), _group(layer)
-    if variant == "road_1":  # both halves of a group have the same
+    if variant == "road_1":  # both halves of a group use the same numbers
         halves = (values.view(-1, 1, group // 2).expand(-1, 2, -1) for values in (theta, alpha))
         theta, alpha = (values.reshape(-1) for values in halves)
     if variant == "road_4":
@@ -268,7 +268,7 @@ def _columns(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(layer: Layer, outputs: Tensor) -> Tensor:
-    """Eq. 4, over the rows of a matrix or the numbers of a bias."""
+    """Return the rotated rows of a matrix, or numbers of a bias, Eq. 4."""
     rows = outputs.view(layer.d_out, -1)
     halves = rows.view(-1, 2, _group(layer) // 2, rows.shape[1])
     swapped = halves.flip(1)

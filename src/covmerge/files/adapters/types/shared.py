@@ -1,4 +1,4 @@
-"""Types of which layers share tensors, and have only a few numbers of their own."""
+"""Types whose layers share tensors and have only a few numbers of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check_places, lengths
 
-# VeRA (arXiv:2310.11454): random factors that all layers share, each with scales of its own.
+# VeRA (arXiv:2310.11454): all layers share random factors, and each layer has its own scales.
 
 
 def _vera_shapes(layer: Layer, inner: int = 1) -> Mapping[str, Shape]:
@@ -28,17 +28,17 @@ def _vera_shapes(layer: Layer, inner: int = 1) -> Mapping[str, Shape]:
 
 
 def is_drawn(layer: Layer) -> bool:
-    """Whether the shared factors were not saved."""
+    """Return whether the shared factors were not saved, so that they must be drawn from the seed."""
     return not layer.flag("save_projection", default=True) and "A" not in layer
 
 
 def _vera_factors(layer: Layer, inner: int = 1, seed: int = -1) -> LowRank:
-    """diag(b) B · diag(d) A, with the first rows and columns of the shared factors.
+    """Return diag(b) B · diag(d) A, using the first rows of the shared B and the first columns of A.
 
     Args:
-        layer: of the adapter.
-        inner: how many rows A has for each of the rank; the first r are taken.
-        seed: of factors that are drawn, where the config names none.
+        layer: the adapter's layer.
+        inner: how many rows A has for each rank; the first r rows are used.
+        seed: the seed of factors that are drawn, if the config has no seed.
     """
     rank = layer.rank("d", 0)
     if is_drawn(layer):
@@ -54,7 +54,7 @@ def _vera_factors(layer: Layer, inner: int = 1, seed: int = -1) -> LowRank:
 
 @lru_cache(maxsize=1)
 def drawn(seed: int, first: Shape, second: Shape) -> tuple[Tensor, Tensor]:
-    """A and B of the widest layer, as PEFT draws them from its seed: Kaiming's uniform numbers."""
+    """Return A and B of the widest layer as PEFT draws them from its seed, Kaiming-uniform."""
     generator = torch.Generator().manual_seed(seed)
     down, up = (
         torch.empty(shape).uniform_(-_bound(shape[1]), _bound(shape[1]), generator=generator)
@@ -80,8 +80,8 @@ VERA = AdapterType(
 )
 
 
-# PVeRA (arXiv:2512.07703): VeRA whose inner numbers are drawn in training, and are their means after: the
-# first half of its rows, before the variances.
+# PVeRA (arXiv:2512.07703): VeRA whose inner numbers are random in training; afterwards their means
+# are used. They are the first half of the rows, and the variances are the second.
 
 
 PVERA = AdapterType(
@@ -100,7 +100,7 @@ PVERA = AdapterType(
 )
 
 
-# RandLoRA (arXiv:2502.00987): a sum of random updates of low rank that all layers share, scaled.
+# RandLoRA (arXiv:2502.00987): a scaled sum of random low-rank updates that all layers share.
 
 
 def _randlora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -132,7 +132,7 @@ def _shared(layer: Layer, rank: int) -> tuple[Tensor, Tensor]:
 def _randlora_drawn(
     seed: int, rank: int, sizes: tuple[int, ...], ternary: float
 ) -> tuple[Tensor, Tensor]:
-    """A and B of the widest layer, as PEFT draws them from its seed, of standard deviation 1."""
+    """Return A and B of the widest layer as PEFT draws them from its seed, with standard deviation 1."""
     generator = torch.Generator().manual_seed(seed)
     bases = -(-sizes[0] // rank)
     if ternary:
@@ -148,19 +148,20 @@ def _randlora_drawn(
 
 
 def _uniform(shape: Shape, generator: torch.Generator) -> Tensor:
-    """Kaiming's uniform numbers with a = √5, in bfloat16, as every PEFT draws them that has it."""
+    """Return Kaiming-uniform numbers with a = √5, in bfloat16, as in every PEFT that has RandLoRA."""
     bound = math.sqrt(3.0) * (math.sqrt(2.0 / 6.0) / math.sqrt(prod(shape[1:])))
     return torch.empty(shape, dtype=torch.bfloat16).uniform_(-bound, bound, generator=generator)
 
 
 def _update(layer: Layer) -> Tensor:
-    """α/r · Σ B_n · Λ_n A Γ_n, A at the narrower side; the wanted rows."""
+    """Return the wanted rows of α/r · Σ B_n · Λ_n A Γ_n; A is on the narrower side."""
     scales, gammas = layer["lambda"], layer["gamma"]
     rank, bases = scales.shape
     narrow = min(layer.d_out, layer.d_in)
     shared = _shared(layer, rank)
     first = (scales[:, :, None] * shared[0][:, :, :narrow] * gammas).flatten(0, 1)
-    # PEFT multiplies what is ordered by (rank, base) with what is ordered by (base, rank).
+    # As in PEFT, the orders differ: columns of `wide` are ordered by (base, rank), rows of `first`
+    # by (rank, base).
     wide = shared[1][: max(layer.d_out, layer.d_in), :bases].flatten(1).to(first.dtype)
     scale = layer.number("randlora_alpha", 640) / rank
     if narrow == layer.d_in:
@@ -190,7 +191,7 @@ RANDLORA = AdapterType(
 )
 
 
-# VB-LoRA (arXiv:2405.15179): factors of LoRA put together of the vectors of one bank.
+# VB-LoRA (arXiv:2405.15179): factors of LoRA composed of vectors from one bank.
 
 
 def _vblora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -224,7 +225,7 @@ def _vblora_factors(layer: Layer) -> LowRank:
 
 
 def _vectors(layer: Layer, side: str) -> Tensor:
-    """Sums of the k vectors of the largest logits, weighted by the softmax of these."""
+    """Return sums of the k vectors with the largest logits, weighted by the softmax of these logits."""
     bank, topk = layer["bank"], layer.integer("topk", 2, 1)
     if f"{side}_indices" in layer:
         indices, weights = layer[f"{side}_indices"].long(), layer[f"{side}_weights"]
@@ -260,7 +261,7 @@ VBLORA = AdapterType(
 )
 
 
-# Uni-LoRA (arXiv:2506.00799): factors of LoRA whose numbers are all those of one vector, scaled.
+# Uni-LoRA (arXiv:2506.00799): factors of LoRA whose numbers all come from one vector, scaled.
 
 
 def _unilora_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -317,13 +318,13 @@ def _tinylora_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _tinylora_factors(layer: Layer) -> LowRank:
-    """B · Σ v_i P_i · A."""
+    """Return B · Σ v_i P_i · A as factors."""
     mixed = torch.einsum("i,ijk->jk", layer[f"v.{_group(layer)}"], layer["P"])
     return LowRank(layer["B"] @ mixed, layer["A"])
 
 
 def _group(layer: Layer) -> int:
-    """Which of the vectors the layer has: layers share them in the order of the model's modules."""
+    """Return the number of the layer's vector; layers share vectors in the order of the model's modules."""
     tying = layer.number("weight_tying", 0.0)
     groups = max(1, round(layer.count * (1 - tying)))
     if any(f"v.{number}" not in layer for number in range(groups)):
@@ -332,7 +333,7 @@ def _group(layer: Layer) -> int:
 
 
 def _place(layer: Layer) -> int:
-    """Its number among the layers, by which its random matrices were drawn."""
+    """Return the layer's number among all layers, found by the seed of its random matrices."""
     stored = layer["P"]
     seed = layer.integer("projection_seed", 42)
     for number in range(layer.count):
@@ -370,11 +371,11 @@ TINYLORA = AdapterType(
 )
 
 
-# FRoD: the weight in coordinates that layers of one kind share, with other numbers and a few more.
+# FRoD: the weight in a basis that layers of one kind share, with new diagonal and sparse coefficients.
 
-_linalg: Any = torch.linalg  # torch carries no types for it
+_linalg: Any = torch.linalg  # torch has no types for it
 _SHARED = ("V", "places", "size")
-_NONE = 1e-12  # lengths below which PEFT takes a column for none
+_NONE = 1e-12  # PEFT treats shorter columns as zero
 
 
 def _frod_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -385,7 +386,7 @@ def _frod_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
-    """The tensors of a layer's kind, which PEFT tells by the ends of its name."""
+    """Return the shared tensors of a layer's kind; PEFT tells the kind by the end of the layer's name."""
     parts = module.split(".")
     kind = parts[-1] if len(parts) == 1 or parts[-2].isdigit() else "_".join(parts[-2:])
     if parts[-3:] == ["attention", "output", "dense"]:
@@ -394,9 +395,9 @@ def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, T
 
 
 def _weight(layer: Layer) -> Tensor:
-    """U (diag(l) + S) Vᵀ, U the columns of W V⁻ᵀ at the length 1; whole.
+    """Return U (diag(l) + S) Vᵀ, a whole matrix; U has the columns of W V⁻ᵀ scaled to length 1.
 
-    PEFT computes with U and V in the dtype of the base's file, and so rounds U to it.
+    PEFT computes with U and V in the dtype of the base's file, so U is rounded to that dtype.
     """
     shared, weight = layer["V"].double(), layer.weight
     columns = _solved(shared, weight.T.double()).T
@@ -411,7 +412,7 @@ def _weight(layer: Layer) -> Tensor:
 def _solved(shared: Tensor, turned: Tensor) -> Tensor:
     try:
         return _linalg.solve(shared, turned)
-    except RuntimeError:  # singular, as PEFT has it
+    except RuntimeError:  # singular; PEFT does the same
         return _linalg.pinv(shared, rtol=1e-6) @ turned
 
 

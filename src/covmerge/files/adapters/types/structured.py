@@ -1,4 +1,4 @@
-"""Types whose update has a structure: circulant or repeated blocks, few frequencies, few wavelets."""
+"""Types whose update has a structure: circulant or repeated blocks, few frequencies or few wavelets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _c3a_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _c3a_update(layer: Layer) -> Tensor:
-    """Blocks with w[(j − i) mod b] at (i, j), over d_in; the wanted rows."""
+    """Return the wanted rows of blocks with w[(j − i) mod b] at (i, j), divided by d_in."""
     kernel = layer["kernel"]
     size = kernel.shape[2]
     rows = torch.arange(layer.d_out)[layer.rows]
@@ -47,7 +47,7 @@ C3A = AdapterType(
 
 # FourierFT (arXiv:2405.03003): an update with few frequencies, at places drawn from a seed.
 
-_fft: Any = torch.fft  # torch carries no types for it
+_fft: Any = torch.fft  # torch has no types for it
 
 
 def _fourierft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -56,7 +56,7 @@ def _fourierft_shapes(layer: Layer) -> Mapping[str, Shape]:
         layer.refuse(f"is {list(layer.shape)} in the base, and has {count} frequencies")
     pattern: Any = layer.option("n_frequency_pattern") or {}
     known = [layer.integer("n_frequency", 1000), *dict(pattern).values()]
-    # Fewer numbers than were trained would be another update.
+    # A file with fewer numbers than were trained would give another update.
     return {"spectrum": (count if count in known else known[0],)}
 
 
@@ -68,7 +68,7 @@ def _drawn_places(layer: Layer, count: int) -> Tensor:
 
 
 def _fourierft_update(layer: Layer) -> Tensor:
-    """α Re(F⁻¹ S), whole."""
+    """Return α Re(F⁻¹ S), as a whole matrix."""
     spectrum = layer["spectrum"]
     dense = spectrum.new_zeros(layer.d_out, layer.d_in)
     dense.view(-1)[_drawn_places(layer, len(spectrum))] = spectrum
@@ -91,7 +91,7 @@ FOURIERFT = AdapterType(
 # WaveFT (arXiv:2505.12532): an update with few wavelet coefficients, at places drawn from a seed.
 
 _HALF = 0.5**0.5
-_HAAR = [_HALF, _HALF], [_HALF, -_HALF]  # what both filters of "db1" are
+_HAAR = [_HALF, _HALF], [_HALF, -_HALF]  # the low and the high filter of "db1"
 
 
 def _waveft_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -100,12 +100,12 @@ def _waveft_shapes(layer: Layer) -> Mapping[str, Shape]:
         layer.refuse(f"is {list(layer.shape)} in the base, and has {count} coefficients")
     pattern: Any = layer.option("n_frequency_pattern") or {}
     known = [layer.integer("n_frequency", 2592), *dict(pattern).values()]
-    free = layer.flag("proportional_parameters")  # the counts follow the sizes of all layers
+    free = layer.flag("proportional_parameters")  # the counts depend on the sizes of all layers
     return {"spectrum": (count if free or count in known else known[0],)}
 
 
 def _waveft_update(layer: Layer) -> Tensor:
-    """S · IDWT(S), whole; with `use_idwt` false s · S."""
+    """Return the inverse wavelet transform of s · S, as a whole matrix; without `use_idwt`, s · S."""
     spectrum = layer["spectrum"] * layer.number("scaling", 25.0)
     places = _drawn_places(layer, len(spectrum))
     rows, columns = places // layer.d_in, places % layer.d_in
@@ -118,11 +118,11 @@ def _waveft_update(layer: Layer) -> Tensor:
 def _add_wavelets(
     found: Tensor, values: Tensor, rows: Tensor, columns: Tensor, filters: Tensor
 ) -> Tensor:
-    """Add the outer product of two filters for every coefficient: low or high, by its quarter of S."""
+    """Add for each coefficient an outer product of two filters, low or high by its quarter of S."""
     length = filters.shape[1]
     row, lower = _place(rows, len(found), length)
     column, right = _place(columns, found.shape[1], length)
-    # PEFT takes the right upper quarter for that which is high along the rows' index.
+    # In PEFT, the right upper quarter has the coefficients that are high along the row index.
     first, second = filters[right.long()], filters[lower.long()]
     for i in range(length):
         for j in range(length):
@@ -134,7 +134,7 @@ def _add_wavelets(
 
 
 def _place(index: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """The first number that a coefficient's filter reaches along an axis, and whether it is a high one."""
+    """Return the first index that a coefficient's filter reaches along an axis, and whether it is high."""
     padded = size + length - 2
     padded += padded % 2
     position = index + (padded - size) // 2
@@ -147,7 +147,7 @@ def _inside(place: Tensor, size: int) -> Tensor:
 
 
 def _filters(layer: Layer) -> Tensor:
-    """The low and the high filter of the reconstruction, `(2, length)`, in float64."""
+    """Return the low and the high filter of the reconstruction, `(2, length)`, in float64."""
     name: object = layer.option("wavelet_family", "db1")
     if name == "db1":
         return torch.tensor(_HAAR, dtype=torch.float64)
@@ -181,7 +181,7 @@ WAVEFT = AdapterType(
 )
 
 
-# MiSS, formerly Bone (arXiv:2409.15371): one small matrix, repeated along the layer's inputs.
+# MiSS, formerly Bone (arXiv:2409.15371): one small matrix is repeated along the layer's inputs.
 
 
 def _miss_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -206,7 +206,7 @@ def _is_bat(layer: Layer) -> bool:
 
 
 def _weight(layer: Layer) -> Tensor:
-    """W + Mᵀ repeated; of "bat" each of the blocks W_jk becomes W_jk + W_jk M_j + M_j. The wanted rows."""
+    """Return the wanted rows of W + Mᵀ repeated; "bat" makes each block W_jk + W_jk M_j + M_j instead."""
     return _bat(layer) if _is_bat(layer) else layer.weight + _repeated(layer)
 
 
@@ -220,7 +220,7 @@ def _bat(layer: Layer) -> Tensor:
     blocks, weight = layer["block"], layer.weight
     size = blocks.shape[1]
     found = weight.clone()
-    # The wanted rows need not be whole blocks; each row has its own place in one.
+    # The wanted rows may begin or end inside a block.
     rows = range(*layer.rows.indices(layer.d_out))
     for block in range(rows.start // size, -(-rows.stop // size)):
         first, last = max(rows.start, block * size), min(rows.stop, (block + 1) * size)

@@ -1,8 +1,8 @@
-"""The pictures of a report as matplotlib figures, one function each.
+"""The pictures of a report as matplotlib figures, with one function each.
 
-Each takes an `Inspection` or a `Report`, and returns a figure whose title says what to read from it.
+Each function takes an `Inspection` or a `Report`. The title of its figure states the main result.
 
-canvas   colours, type, where panels go
+canvas   colours, fonts, placement of panels
 heat     layer by expert: norms, retention, cosines with the merged update
 pairs    expert by expert: cosines, sign conflicts, overlaps
 depth    from input to output: γ and its gate, time and memory

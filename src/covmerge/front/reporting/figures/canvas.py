@@ -1,4 +1,4 @@
-"""Paper and ink of the pictures: colours, type, and where panels go."""
+"""The canvas of the pictures: colours, fonts, and the placement of panels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ with needed_for_reports():
     import matplotlib
     from matplotlib.figure import Figure
 
-# Its annotations are partial.
+# matplotlib's annotations are partial.
 _matplotlib: Any = matplotlib
 
 
-# Inches, and points of type.
+# Sizes in inches; sizes of fonts in points.
 WIDTH = 9.2
 SMALL, NORMAL, LARGE = 8.0, 9.0, 11.0
-LETTER = 0.072  # of normal type, in the mean
+LETTER = 0.072  # mean width of a letter in the normal font
 _TITLE_LINE, _LINE, _ABOVE, _TICKS, _GAP = 0.2, 0.15, 0.12, 0.33, 0.15
 _TITLE_CHARACTERS = 100
 _NAME_CHARACTERS = 36
@@ -50,7 +50,7 @@ _STYLE = {
     "xtick.major.size": 2.5,
     "ytick.major.size": 2.5,
     "text.color": INK.light,
-    "text.parse_math": False,  # names of strangers may hold a $
+    "text.parse_math": False,  # names from checkpoints may contain a $
     "legend.frameon": False,
     "legend.fontsize": NORMAL,
     "lines.linewidth": 1.2,
@@ -60,9 +60,9 @@ _STYLE = {
 
 @contextmanager
 def style() -> Generator[None]:
-    """Draw in covmerge's style, and in no other that the user may have set."""
+    """Draw in covmerge's style, independent of the user's settings of matplotlib."""
     with _matplotlib.rc_context(), warnings.catch_warnings():
-        # Of names in letters that matplotlib's font has not; a browser has them.
+        # Names may have letters that matplotlib's font lacks, but browsers have.
         warnings.filterwarnings("ignore", r"Glyph .* missing", UserWarning)
         _matplotlib.rcdefaults()
         _matplotlib.rcParams.update(_STYLE)
@@ -71,7 +71,7 @@ def style() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A figure whose panels lie in rows that begin with labels."""
+    """A figure whose panels are in rows with labels at the left."""
 
     figure: Any
     axes: Sequence[Any]
@@ -79,7 +79,7 @@ class Sheet:
 
 
 def blank(title: str, height: float) -> Any:
-    """Begin a figure of the full width, with so many inches below its title."""
+    """Begin a figure of full width, with the given height in inches below its title."""
     lines = textwrap.wrap(title, _TITLE_CHARACTERS)
     tall = height + _TITLE_LINE * len(lines) + 0.1
     figure: Any = Figure(figsize=(WIDTH, tall))
@@ -89,7 +89,7 @@ def blank(title: str, height: float) -> Any:
 
 
 def add_axes(figure: Any, left: float, up: float, width: float, height: float) -> Any:
-    """Add axes at so many inches from the lower left corner."""
+    """Add axes at a place and of a size in inches, from the lower left corner."""
     across, tall = figure.get_size_inches()
     return figure.add_axes((left / across, up / tall, width / across, height / tall))
 
@@ -104,16 +104,16 @@ def panelled(
     bottom: float,
     lines: int = 1,
 ) -> Sheet:
-    """Lay panels out in rows.
+    """Arrange panels in rows.
 
     Args:
-        title: what to read from the picture.
-        widths: of each panel, in inches.
-        height: of all of them.
+        title: the main result of the picture.
+        widths: width of each panel, in inches.
+        height: height of all panels.
         left: room for the labels of each row.
         below: room for the ticks of each panel.
         bottom: room below all panels.
-        lines: of the label above each panel.
+        lines: lines of the label above each panel.
     """
     above = _ABOVE + _LINE * lines
     rows: list[list[int]] = []
@@ -141,21 +141,21 @@ def panelled(
 
 
 def column_width(shown: Sequence[Panel[Any]], left: float, limits: tuple[float, float]) -> float:
-    """Inches of a column, such that three panels of the most columns make a row."""
+    """Return the width of a column in inches so that three panels with the most columns fill a row."""
     most = max(len(panel.columns) for panel in shown)
     least, largest = limits
     return min(largest, max(least, ((WIDTH - left) / 3 - _GAP) / most))
 
 
 def panel_width(panel: Panel[Any], column: float) -> float:
-    """Inches of a panel: its columns, or its label where that is wider."""
+    """Return the width of a panel in inches: that of its columns, or of its label if that is wider."""
     return max(_column_of(panel, column) * len(panel.columns), LETTER * len(panel_label(panel)))
 
 
 def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0) -> None:
-    """Let the columns of a panel, whose places are 0, 1, ..., have their width, and label them.
+    """Set the width of a panel's columns, which are at 0, 1, ..., and label them.
 
-    A panel that its label widens is left empty to the right.
+    If the label makes a panel wider, its right side stays empty.
     """
     width = _column_of(panel, column)
     axes.set_xlim(-0.5 - margin, panel_width(panel, column) / width - 0.5 + margin)
@@ -173,24 +173,24 @@ def set_columns(axes: Any, panel: Panel[Any], column: float, margin: float = 0.0
 
 
 def _column_of(panel: Panel[Any], column: float) -> float:
-    # Names stand upright, and need a line each.
+    # Names are written vertically, and each needs a line's width.
     return column if panel.numbered else max(column, _LINE)
 
 
 def panel_label(panel: Panel[Any]) -> str:
-    """The kind of layer, short."""
+    """Return the kind of layer, shortened."""
     return shorten(panel.label, 36)
 
 
 def room_below(panel: Panel[Any]) -> float:
-    """Inches for the labels of a panel's columns: names stand upright."""
+    """Return the height in inches of the labels of a panel's columns; names are written vertically."""
     if panel.numbered or len(panel.columns) == 1:
         return _TICKS
     return _TICKS + LETTER * max(len(shorten(name, _NAME_CHARACTERS)) for name in panel.columns)
 
 
 def draw_key(axes: Any, colours: str, ticks: Mapping[float, str]) -> None:
-    """Draw what a heat map's colours mean; `ticks` are from 0 to 1."""
+    """Draw the colour scale of a heat map; `ticks` are from 0 to 1."""
     axes.imshow(
         [[step / 255 for step in range(256)]],
         cmap=colours,
@@ -204,26 +204,26 @@ def draw_key(axes: Any, colours: str, ticks: Mapping[float, str]) -> None:
 
 
 def limit_of(values: Iterable[float]) -> float:
-    """A round end of a scale that holds all values, 1 at most."""
+    """Return a round limit of a scale that covers all values, at most 1."""
     largest = max(map(abs, values))
     return next((step for step in (0.05, 0.1, 0.2, 0.5) if largest <= step), 1.0)
 
 
 def finished(figure: Any) -> Figure:
-    """Make what is made on drawing, while the style holds."""
+    """Create the parts of a figure that depend on drawing while the style is active."""
     figure.draw_without_rendering()
     return figure
 
 
 class NothingToDraw(InputError):
-    """A report has nothing of what a picture shows."""
+    """Error: a report has no data for a picture."""
 
 
 def require(found: object, what: str) -> None:
-    """Refuse to draw nothing.
+    """Raise an error if there is nothing to draw.
 
     Raises:
-        NothingToDraw: it says what is missing.
+        NothingToDraw: there is nothing; the message says what is missing.
     """
     if not found:
         raise NothingToDraw(f"there is nothing to draw: {what}")

@@ -1,4 +1,4 @@
-"""What changes from input to output: γ with its gate, time and memory."""
+"""Quantities from input to output: γ with its gate, time and memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ with needed_for_reports():
     from matplotlib.figure import Figure
 
 _LEFT, _TALL = 0.65, 1.1  # inches
-_LEAST = 0.02  # of the tallest bar: what is lower is not drawn
+_LEAST = 0.02  # share of the tallest bar, below which bars are not drawn
 _LINES: Mapping[Statistic, Any] = {
     "paper": {"color": BLUE.light, "marker": "o", "linestyle": "-"},
     "scale_free": {"color": ORANGE.light, "marker": "s", "linestyle": "--"},
@@ -58,7 +58,7 @@ _LINES: Mapping[Statistic, Any] = {
 
 
 def gamma(data: Inspect) -> Figure:
-    """Draw γ over its threshold, of the paper's statistic and of the scale-free one.
+    """Draw γ over its threshold, for the paper's statistic and for the scale-free one.
 
     Raises:
         NothingToDraw: no matrix was changed by two experts.
@@ -90,7 +90,7 @@ def gamma(data: Inspect) -> Figure:
 
 
 def costs(report: Report) -> Figure:
-    """Draw the seconds of each tensor of the merge, or its work where no time was measured.
+    """Draw the seconds for each tensor of the merge, or its operations if no time was measured.
 
     Raises:
         NothingToDraw: nothing was merged.
@@ -153,7 +153,7 @@ def _what_fires(found: Sequence[Gamma], taus: Mapping[Statistic, float]) -> str:
 
 
 def _strips(title: str, shown: Sequence[Panel[Any]]) -> tuple[Sheet, float]:
-    """Lay out panels with one axis of values; returns the width of a block too."""
+    """Lay out panels with one axis of values; also return the width of a block."""
     column = column_width(shown, _LEFT, (0.03, 0.26))
     widths = [panel_width(panel, column) for panel in shown]
     below = [room_below(panel) for panel in shown]
@@ -190,7 +190,7 @@ def _ratios(entry: Gamma, taus: Mapping[Statistic, float]) -> dict[Statistic, fl
 
 
 def _kinds(shown: Sequence[Panel[str]], spent: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """What each kind of layer takes, and each layer that is there once."""
+    """Yield the cost of each kind of layer, and of each layer that occurs once."""
     for panel in shown:
         heights = _heights(panel, spent)
         if panel.numbered:
@@ -206,7 +206,7 @@ def _heights(panel: Panel[str], spent: Mapping[str, float]) -> list[float]:
 def _without_crumbs(
     shown: Sequence[Panel[str]], spent: Mapping[str, float], least: float
 ) -> Iterator[Panel[str]]:
-    """Leave out what takes next to nothing; but of a kind all blocks, for their order."""
+    """Leave out layers of negligible cost; a kind of layer keeps all its blocks, in order."""
     for panel in shown:
         heights = _heights(panel, spent)
         if max(heights) < least:

@@ -1,4 +1,4 @@
-"""Heat maps, layer by expert: how far each moved, and what is left of it in the merged model."""
+"""Heat maps, layer by expert: how far each expert moved, and how much the merged model keeps of it."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ with needed_for_reports():
     from matplotlib.figure import Figure
 
 _Values = Mapping[str, float | None]
-_WORST = 3  # blocks that a title names
+_WORST = 3  # blocks named in a title
 _LABEL = 26  # characters of an expert's name
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to colours."""
+    """A scale from values to colours."""
 
     colours: str
     norm: Any
@@ -67,12 +67,12 @@ class _Scale:
 
 
 def _alike(most: float, least: float) -> bool:
-    """Whether a ratio would be written as 1."""
+    """Return whether the ratio would be written as 1."""
     return number(most / least, 2) == number(1.0, 2)
 
 
 def norms(data: Inspect) -> Figure:
-    """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far it moved.
+    """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far each expert moved.
 
     Raises:
         NothingToDraw: no expert changed a matrix of the base.
@@ -128,7 +128,7 @@ def _who_keeps_least(
     shares: Mapping[str, float],
     layers: Sequence[tuple[LayerView, _Values]],
 ) -> str:
-    """Say it by prediction; of adapters nothing, where it says nothing (`page.RETENTION`)."""
+    """Return a title on the lowest predicted retention; for adapters it is not valid (`page.RETENTION`)."""
     if inspection.adapters:
         return "What is predicted to be kept; of adapters it does not agree with accuracy"
     worst, best = keeps_least(inspection), max(shares, key=shares.__getitem__)
@@ -252,7 +252,7 @@ def _by_block(layers: Sequence[tuple[LayerView, _Values]], expert: str) -> dict[
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten in a range; powers alone in a wide one."""
+    """Return 1, 2 and 5 times powers of ten in a range; only the powers if the range is wide."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     steps = (1,) if high > 300 * low else (1, 2, 5)
     return [v for p in powers for s in steps if low <= (v := s * 10.0**p) <= high]

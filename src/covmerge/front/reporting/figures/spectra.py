@@ -51,7 +51,7 @@ with needed_for_reports():
 
 _SIDE = 1.9  # inches of a panel
 _SPECTRA_LABEL = 26  # characters
-_FLOOR = 1e-4  # of the largest value; below lies what float32 leaves of an adapter's zeros
+_FLOOR = 1e-4  # of the largest value; below are float32 errors of an adapter's zeros
 _LINES: dict[str, Any] = {
     BEFORE: {"color": ORANGE.light, "linestyle": "--", "linewidth": 1.6},
     MERGED: {"color": BLUE.light, "linestyle": "-", "linewidth": 1.6},
@@ -62,7 +62,7 @@ def spectra(data: Inspect) -> Figure:
     """Draw the singular values of a few matrices, on a logarithmic scale.
 
     Raises:
-        NothingToDraw: no spectra were taken.
+        NothingToDraw: no spectra were computed.
     """
     layers = shown_spectra(data)
     require(layers, f"no spectra were taken; take some by {Hint('spectra', 'some')}")
@@ -128,26 +128,26 @@ def _draw(axes: Any, layer: LayerView) -> None:
 
 
 def _label(layer: LayerView) -> str:
-    """A line for the block, and one for the layer in it."""
+    """Return a line for the block, and a line for the layer in it."""
     kind = kind_of(layer.name)
     block = layer.name[: layer.name.rfind(kind)].rstrip(".")
     return f"{shorten(block, _SPECTRA_LABEL)}\n{shorten(kind, _SPECTRA_LABEL)}"
 
 
-# What each two experts have in common: triangles, expert by expert.
+# Measures of how much every two experts have in common: triangles, expert by expert.
 
 _Pairs = Mapping[tuple[str, str], float]
-_WRITTEN = 12  # experts up to which cells have room for their numbers
+_WRITTEN = 12  # with at most this many experts, cells have room for their numbers
 _PAIRS_LABEL = 20
 _CHANCE = 0.51
-_LIGHT = 0.18  # luminance from which black is read better than white
+_LIGHT = 0.18  # luminance from which black is more readable than white
 
 
 def cosines(data: Inspect) -> Figure:
-    """Draw the cosine between the updates of each two experts, mean over the matrices.
+    """Draw the cosine between the updates of every two experts, as a mean over the matrices.
 
     Raises:
-        NothingToDraw: there are not two experts that changed the same matrix.
+        NothingToDraw: no two experts changed the same matrix.
     """
     found = {key: pair.cosine for key, pair in pairs(data).items() if pair.cosine is not None}
     require(found, "no two experts changed the same matrix")
@@ -166,10 +166,10 @@ def cosines(data: Inspect) -> Figure:
 
 
 def sign_conflicts(data: Inspect) -> Figure:
-    """Draw the share of the elements that two experts pull apart, mean over the matrices.
+    """Draw the share of elements with opposite signs of two experts' updates, as a mean over the matrices.
 
     Raises:
-        NothingToDraw: there are not two experts that changed the same matrix.
+        NothingToDraw: no two experts changed the same matrix.
     """
     found = {key: pair.conflict for key, pair in pairs(data).items() if pair.conflict is not None}
     require(found, "no two experts changed the same matrix")
@@ -190,10 +190,10 @@ def sign_conflicts(data: Inspect) -> Figure:
 
 
 def overlaps(data: Inspect) -> Figure:
-    """Draw how far the inputs that matter most to two experts are the same, mean over the matrices.
+    """Draw the overlap of the inputs that matter most to two experts, as a mean over the matrices.
 
     Raises:
-        NothingToDraw: no spectra were taken, or there are not two experts that changed the same matrix.
+        NothingToDraw: no spectra were computed, or no two experts changed the same matrix.
     """
     found = pairs(data)
     known = {key: pair.overlap for key, pair in found.items() if pair.overlap is not None}

@@ -1,10 +1,10 @@
-"""mergekit's recipes as an input language: compiled to covmerge's own, with no engine of their own.
+"""mergekit's recipes as an input language, compiled to covmerge's recipes.
 
-reading      their keys, checked: what is unknown is named with the nearest
-models       references to models; names for them
-methods      what each of their methods is here, and which parameters it has
+reading      reads and checks keys; an unknown key is named with the nearest known one
+models       reads references to models, and names the models
+methods      the counterpart of each of mergekit's methods, with its parameters
 pieces       models, slices and modules, each with its sources
-parameters   all parameters of a method: precedence, filters and gradients as values by name and by depth
-compiling    a whole recipe, or several in a file, which name each other's outputs
-evolve       genomes of mergekit-evolve, as recipes with values that are searched
+parameters   parameters of a method: precedence, filters and gradients as values by name and by depth
+compiling    compiles a recipe, or several in a file that name each other's outputs
+evolve       turns genomes of mergekit-evolve into recipes with values to search
 """

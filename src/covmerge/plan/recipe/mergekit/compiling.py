@@ -1,4 +1,4 @@
-"""From a mergekit recipe to a recipe of covmerge's."""
+"""Compiling a mergekit recipe to a covmerge recipe."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _COMPILING_KEYS = (
 def compile_mergekit(
     data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
 ) -> dict[str, Any]:
-    """Return the recipe of covmerge's that does what a recipe of mergekit's says.
+    """Return the covmerge recipe that does what a mergekit recipe says.
 
     Raises:
-        RecipeError: what cannot be read, is unknown, or is refused, with the next step.
+        RecipeError: something cannot be read, is unknown or is refused; the message has the next step.
 
     Example:
         >>> theirs = {
@@ -89,7 +89,7 @@ def _expert(theirs: Theirs, model: Reference) -> Any:
 
 
 def _weight(theirs: Theirs, model: Reference) -> Any:
-    """What a model counts for beside the parameters of the method; None: as the others."""
+    """Return a model's weight, for methods without a parameter for weights; None: the default."""
     weights = [(piece, own_weight(theirs, piece, model)) for piece in theirs.pieces]
     if not theirs.modular:
         return next((weight for _, weight in weights if weight is not None), None)
@@ -104,7 +104,7 @@ def _weight(theirs: Theirs, model: Reference) -> Any:
 
 
 def _by_module(theirs: Theirs, settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parameters of all modules as those of the recipe."""
+    """Return the parameters of all modules as one set for the recipe."""
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in settings for key in one):
         values = {
@@ -130,7 +130,7 @@ def _layers(theirs: Theirs, piece: Piece) -> dict[str, Any]:
 
 
 def _fixed(theirs: Theirs) -> dict[str, Any]:
-    """Parameters that make the method theirs."""
+    """Return the parameters that make the method behave like mergekit's."""
     fixed = dict(theirs.method.fixed)
     if theirs.method.around and theirs.base is not None:
         fixed["around"] = "base"
@@ -143,7 +143,7 @@ def _fixed(theirs: Theirs) -> dict[str, Any]:
 
 
 def _dtypes(part: Part) -> dict[str, Any]:
-    """What is computed in, and stored."""
+    """Return the settings for the dtypes of the computation and of the output."""
     dtype, stored = part.dtype("dtype"), part.dtype("out_dtype")
     found: dict[str, Any] = {}
     if dtype == "float64":
@@ -153,12 +153,12 @@ def _dtypes(part: Part) -> dict[str, Any]:
     return found
 
 
-# Several recipes of mergekit's in one file: stages that name each other's outputs.
+# Several mergekit recipes in one file: stages that name each other's outputs.
 
 
 @dataclass(frozen=True)
 class Document:
-    """One of the recipes."""
+    """One recipe of the file."""
 
     data: Any
     origin: Origin
@@ -166,7 +166,7 @@ class Document:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The recipe, without its name."""
+        """The content of the recipe, without its name."""
         data = self.data
         if not isinstance(data, dict):
             self.refuse("a document is no mapping; each is a recipe of mergekit's")
@@ -174,7 +174,7 @@ class Document:
 
     @cached_property
     def name(self) -> str | None:
-        """What the others call its output; None of one that makes the last."""
+        """The name of its output for the other recipes, or None for the last recipe."""
         data = cast("dict[str, Any]", self.data) if self.recipe else {}
         if "name" not in data:
             return None
@@ -190,7 +190,7 @@ class Document:
 
     @cached_property
     def sources(self) -> set[str]:
-        """The models that it names."""
+        """The models that the recipe names."""
         part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
         theirs = read_theirs(part, named(part), Places())
         found = {source.model for piece in theirs.pieces for source in piece.sources}
@@ -203,10 +203,10 @@ class Document:
 
 
 def in_order(documents: Sequence[Document]) -> list[Document]:
-    """Return recipes in an order in which each comes after those whose outputs it names; the unnamed last.
+    """Return the recipes so that each comes after those whose outputs it names, the unnamed one last.
 
     Raises:
-        RecipeError: several without a name, a name that is taken, or recipes that need each other.
+        RecipeError: several have no name, a name is used twice, or recipes need each other.
     """
     stages: dict[str, Document] = {}
     last: list[Document] = []
@@ -215,7 +215,7 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
             last.append(document)
         elif any(
             document.name.casefold() == name.casefold() for name in stages
-        ):  # one folder, on many disks
+        ):  # they would be one folder on many disks
             document.refuse(f"the name {document.name!r} is taken by another document", "name")
         else:
             stages[document.name] = document

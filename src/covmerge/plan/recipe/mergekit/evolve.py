@@ -1,4 +1,4 @@
-"""A genome of mergekit-evolve as a recipe of mergekit whose values are marked for a search."""
+"""A genome of mergekit-evolve, turned into a mergekit recipe with values marked for a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = (
     *("models", "merge_method", "base_model", "tokenizer_source", "layer_granularity"),
     *("normalize", "allow_negative_weights", "filters", "smooth"),
 )
-# What scores its merges, which here the caller says.
+# Keys for the scoring of merges, which in covmerge the caller decides.
 _SCORING = (
     *("tasks", "limit", "num_fewshot", "shuffle", "random_init", "apply_chat_template"),
     "fewshot_as_multiturn",
@@ -35,9 +35,9 @@ _NORMALIZED = ("ties", "dare_ties", "linear")
 def compile_genome(
     data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places
 ) -> dict[str, Any]:
-    """Return the recipe of mergekit that each of its trials is, with the genotype's numbers marked.
+    """Return the mergekit recipe of the genome's trials, with the genotype's numbers marked.
 
-    Their numbers are anything, of which they take |x|; here a weight is between 0 and 1, or -1 and 1.
+    mergekit's numbers are unbounded and used as |x|; here a weight is in [0, 1], or in [-1, 1].
     """
     whole = Part(data, (), origin, log)
     whole.check_keys((GENOME, *_SCORING))
@@ -93,7 +93,7 @@ def compile_genome(
 
 
 class _Values:
-    """The marked parameters of a model."""
+    """The marked parameters of one model."""
 
     def __init__(self, method: str, given: Mapping[str, Any]) -> None:
         self._names = _SEARCHED[method]
@@ -126,7 +126,7 @@ def _models(genome: Part) -> Iterator[Part]:
 
 
 def _groups(genome: Part, places: Places) -> int:
-    """How many groups of layers have numbers of their own."""
+    """Return the number of groups of layers that have separate numbers."""
     step = genome.data.get("layer_granularity", 0)
     if not isinstance(step, int) or isinstance(step, bool):
         genome.refuse(

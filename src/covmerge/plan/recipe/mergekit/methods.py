@@ -1,4 +1,4 @@
-"""What mergekit's methods are here: their parameters, ours, and what each needs."""
+"""mergekit's methods in covmerge's terms: the method, its parameters, and what it needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from covmerge.plan.recipe.mergekit.reading import Part, as_number, as_switch, as
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of theirs.
+    """A parameter of a mergekit method.
 
     Attributes:
-        ours: what it is called here; None: it changes nothing, and is taken.
-        default: what mergekit takes where nothing is said; `REQUIRED`: it must be said.
+        ours: its name in covmerge; None: it is accepted, but changes nothing.
+        default: mergekit's default; `REQUIRED`: the recipe must give a value.
     """
 
     ours: str | None
     default: Any
 
     def read(self, value: object) -> Any:
-        """Return one value of it."""
+        """Return one value of the parameter, read from the file."""
         if isinstance(self.default, bool):
             return as_switch(value)
         return as_whole(value) if isinstance(self.default, int) else as_number(value)
@@ -41,14 +41,14 @@ class TheirMethod:
     """A method of mergekit 0.1.5.
 
     Attributes:
-        ours: the method that it is here.
-        base: whether it needs a base, may have one, or takes it as one more model.
+        ours: the corresponding method of covmerge.
+        base: whether it needs a base, may have one, or merges the base as one more model.
         shared: parameters with one value for all models.
-        each: parameters with a value for each model but the base.
-        fixed: parameters of ours that make it this method.
-        experts: the fewest and the most models beside the base.
-        around: whether a base that is there is the origin of its angles.
-        ordered: whether its random numbers follow mergekit's one stream.
+        each: parameters with a value for each model except the base.
+        fixed: values of covmerge's parameters that make the method behave like mergekit's.
+        experts: the fewest and the most models besides the base.
+        around: whether angles are measured from the base, if there is one.
+        ordered: whether it draws random numbers from one stream, as mergekit does.
     """
 
     ours: str
@@ -61,7 +61,7 @@ class TheirMethod:
     ordered: bool = False
 
     def __post_init__(self) -> None:
-        """Take what recipes give to every method, and what changes no number under any."""
+        """Add the parameters that recipes give to every method and that change no number."""
         object.__setattr__(self, "shared", {**_INT8, **self.shared})
 
 

@@ -1,4 +1,4 @@
-"""A file of mergekit-moe's as a recipe of covmerge."""
+"""Compiling a mergekit-moe file to a covmerge recipe."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _KEYS = (
 _EXPERT_KEYS = ("source_model", "positive_prompts", "negative_prompts", "residual_scale")
 _MODES = {
     **{mode: mode for mode in ("random", "uniform_random", "cheap_embed", "hidden", "hidden_avg")},
-    "hidden_last": "hidden",  # one and the same in mergekit
+    "hidden_last": "hidden",  # both are the same in mergekit
 }
 
 
 @dataclass(frozen=True)
 class _Theirs:
-    """An output of mergekit-moe's, and what makes the same model here.
+    """An output format of mergekit-moe, and the covmerge architectures that make the same model.
 
     Attributes:
-        alone: without a shared expert; None: it needs one.
-        beside: with one; None: it has none.
-        gated: whether the shared one has a gate.
+        alone: the architecture without a shared expert; None: the format needs one.
+        beside: the architecture with a shared expert; None: the format has none.
+        gated: whether the shared expert has a gate.
     """
 
     alone: str | None
@@ -37,8 +37,8 @@ class _Theirs:
     gated: bool = False
 
 
-# In the order in which mergekit takes the first that a file fits. Its DeepSeek is the first DeepSeek-MoE,
-# which transformers has not.
+# mergekit uses the first format that a file fits, in this order. Its DeepSeek is the first
+# DeepSeek-MoE, which transformers does not have.
 _OUTPUTS: Mapping[str, _Theirs] = {
     "mixtral": _Theirs("mixtral"),
     "deepseek moe": _Theirs("mixtral", "qwen2_moe"),
@@ -48,16 +48,16 @@ _OUTPUTS: Mapping[str, _Theirs] = {
 
 
 def is_mergekit_moe(data: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is a file of mergekit-moe's, which no recipe of mergekit looks like."""
+    """Return whether a mapping is a mergekit-moe file; no mergekit recipe has these keys."""
     return "base_model" in data and "experts" in data and "merge_method" not in data
 
 
 def compile_moe(
     data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
 ) -> dict[str, Any]:
-    """Return the recipe that makes what mergekit-moe makes of its file.
+    """Return the recipe that makes the same model as mergekit-moe makes from its file.
 
-    Attention, norms and embeddings are the base's.
+    Attention, norms and embeddings come from the base.
     """
     part = Part(data, (), origin, log)
     places = places or Places()
@@ -93,7 +93,7 @@ def compile_moe(
         moe = {
             "architecture": theirs.beside,
             "shared": {"expert": name, "gated": theirs.gated},
-            "residual_scale": dict.fromkeys(named, 1.0),  # which is mergekit's default
+            "residual_scale": dict.fromkeys(named, 1.0),  # mergekit's default
         }
     scales = {
         name: own.data["residual_scale"]
@@ -125,7 +125,7 @@ def compile_moe(
 
 
 def _output(part: Part, shared: Sequence[Part], mode: str) -> _Theirs:
-    """Return the output that mergekit-moe would write."""
+    """Return the output format that mergekit-moe would choose."""
     given = str(part.data.get("architecture") or "").lower().replace("_", " ")
     named = {name: own for name, own in _OUTPUTS.items() if name.startswith(given)}
     if not named:

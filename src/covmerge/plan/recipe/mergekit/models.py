@@ -1,4 +1,4 @@
-"""References to models, as mergekit writes them, and names for them."""
+"""mergekit's references to models, and names for the models."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, and an adapter of it if there is one.
+    """A model, with an adapter of it or without one.
 
     Attributes:
-        model: path, or org/name@revision.
-        lora: the same of the adapter.
+        model: a path, or org/name@revision.
+        lora: the adapter's path, or org/name@revision.
     """
 
     model: str
     lora: str | None = None
 
     def __str__(self) -> str:
-        """As mergekit writes it."""
+        """Return the reference in mergekit's notation."""
         return self.model if self.lora is None else f"{self.model}+{self.lora}"
 
 
 def reference(part: Part, key: str) -> Reference:
-    """Return the model that is named under a key: a text, or a mapping.
+    """Return the model under a key, given as text or as a mapping.
 
     Raises:
-        InputError: it is an address with something in it that may be secret; recipes are printed and kept.
+        InputError: the reference is an address that may contain a secret; recipes are printed and
+            stored.
     """
     found = _reference(part, key)
     for path in (found.model, found.lora):
@@ -71,7 +72,7 @@ def _reference(part: Part, key: str) -> Reference:
 
 
 def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dict[Reference, str]:
-    """Return a name for each model: the last part of its path, with a number where that is taken.
+    """Return a name for each model: the last part of its path, with a number if that name is taken.
 
     Example:
         >>> list(names_of([Reference("a/x@v1"), Reference("b/x"), Reference("m", "./lora")]).values())
@@ -93,18 +94,18 @@ def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dic
 
 @dataclass(frozen=True)
 class Places:
-    """Where models are looked for.
+    """The places where models are searched.
 
     Attributes:
-        beside: the recipe's folder, for paths that the working directory does not have; None: nowhere.
-        stages: what the file's other recipes make, by their names.
+        beside: the recipe's folder, for paths missing in the working directory; None: no folder.
+        stages: the outputs of the file's other recipes, by their names.
     """
 
     beside: Path | None = None
     stages: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def located(self, source: str) -> str:
-        """Return a source as covmerge reads it: a stage, or a path that is there, and never the Hub's.
+        """Return a source for covmerge: a stage, or an existing path, which is not looked up on the Hub.
 
         Paths are looked for in the working directory, as mergekit does, and then beside the recipe.
         """
@@ -128,8 +129,8 @@ def _of_text(part: Part, key: str, text: str) -> Reference:
 
 
 def _existing(text: str, folder: Path) -> Path | None:
-    """The path of what is there; None: nothing is."""
-    with suppress(OSError, RuntimeError, ValueError):  # too long, a home that nobody has, a NUL
+    """Return the path if something exists there, else None."""
+    with suppress(OSError, RuntimeError, ValueError):  # too long, an unknown home folder, a NUL
         path = folder / Path(text).expanduser()
         if path.exists():
             return path
@@ -150,39 +151,39 @@ def _path(part: Part, key: str) -> str:
     return path if revision is None else f"{path}@{revision}"
 
 
-# mergekit's tokenizers and chat templates, as rules of ours.
+# mergekit's tokenizers and chat templates as covmerge's rules.
 
 KEYS = ("tokenizer_source", "tokenizer", "chat_template")
-# Names that a model cannot have where they mean something else.
+# Names that no model may have where they have another meaning.
 RESERVED = (AUTO, BASE, UNION, ZERO, *TEMPLATES)
 
 
 @dataclass(frozen=True)
 class Named:
-    """What our recipe calls the models of theirs."""
+    """The names that covmerge's recipe gives to a mergekit recipe's models."""
 
     models: Mapping[Reference, str]
     base: Reference | None
 
     def called(self, model: Reference) -> str | None:
-        """The name of a model, whose tokens an adapter of it has; None: it is not merged."""
+        """Return the name of a model, or of an adapter's model for its tokens; None: it is not merged."""
         if self.base is not None and model.model == self.base.model:
             return BASE
         return self.models.get(model)
 
     @property
     def first(self) -> str:
-        """The name of their base; of the first model where there is none."""
+        """The name of mergekit's base, or of the first model if there is no base."""
         return self.called(self.base or next(iter(self.models))) or BASE
 
 
 def asks_for_tokens(part: Part) -> bool:
-    """Whether a recipe has any of these keys."""
+    """Return whether a recipe has any of these keys."""
     return any(part.data.get(key) is not None for key in KEYS)
 
 
 def tokens_of(part: Part, named: Named) -> dict[str, Any]:
-    """Return `tokenizer` and `chat_template` of our recipe, as far as theirs has them."""
+    """Return `tokenizer` and `chat_template` for covmerge's recipe, if mergekit's recipe has them."""
     found: dict[str, Any] = {}
     if part.data.get("tokenizer") is not None:
         if part.data.get("tokenizer_source") is not None:
@@ -244,7 +245,7 @@ def _model(part: Part, key: str, named: Named) -> str:
 
 
 def _row(part: Part, named: Named) -> dict[str, Any]:
-    """Whose row a token gets."""
+    """Return the rule for a token's row."""
     part.check_keys(("source", "force"))
     force = {"force": True} if part.data.get("force") else {}
     given: object = part.data.get("source")

@@ -1,4 +1,4 @@
-"""A mergekit recipe's parameters as those of the method that it is here."""
+"""Parameters of a mergekit recipe as parameters of the corresponding covmerge method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs
 from covmerge.plan.recipe.mergekit.reading import Part, as_finite, as_number
 from covmerge.plan.recipe.varied import BY_DEPTH, BY_NAME, containing
 
-# mergekit's settings of a parameter, from the nearest place outwards, as one value of ours.
+# mergekit's values of a parameter, from the nearest place outwards, as one value of covmerge.
 
 Read = Callable[[object], Any]
 
@@ -30,17 +30,17 @@ def setting(
     *,
     of_model: bool = False,
 ) -> Any:
-    """Return a parameter's value: a plain one, or one by depth or by name.
+    """Return a parameter's value: one value, or values by depth or by name.
 
-    A filter is for names that contain it, and where none of a place's fits the next place decides.
+    A filter selects names that contain it. If no filter of a place matches, the next place decides.
 
     Args:
-        parameter: mergekit's name of it.
+        parameter: mergekit's name of the parameter.
         places: the `parameters` of model, slice and recipe, in this order.
-        default: what holds where nothing is said; `REQUIRED`: that is an error.
-        whose: what it is the parameter of, for errors.
-        read: makes one value of it of what stands in the file; raises ValueError with what it should be.
-        of_model: whether each model may have its own.
+        default: the value if the recipe gives none; `REQUIRED`: that is an error.
+        whose: the method or model that has the parameter, for errors.
+        read: function that converts the file's value; raises ValueError that says what it should be.
+        of_model: whether each model may have its own value.
     """
     entries: list[dict[str, Any]] = []
     for part in places:
@@ -65,7 +65,7 @@ def setting(
 
 
 def filters(part: Part, parameter: str) -> Iterator[str]:
-    """Return the texts that a parameter's filters look for."""
+    """Yield the texts of a parameter's filters."""
     for entry in _listed(part.data.get(parameter)):
         if isinstance(entry, Mapping):
             mapping = cast("Mapping[str, object]", entry)
@@ -78,7 +78,7 @@ def _by_name(entries: Sequence[dict[str, Any]], otherwise: Any) -> Any:
 
 
 def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | None, Any]]:
-    """Patterns with their values; None: whatever the name."""
+    """Yield patterns with their values; the pattern None matches every name."""
     given = part.data[parameter]
     entries = _listed(given)
     if not any(isinstance(entry, Mapping) for entry in entries):
@@ -107,7 +107,7 @@ def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | 
 
 
 def _value(part: Part, key: str, parameter: str, read: Read) -> Any:
-    """One value, or a list of numbers or truth values by depth; None where nothing is said."""
+    """Return one value, or a list of numbers or truth values by depth; None: there is no value."""
     given: object = part.data[key]
     if given is None:
         return None
@@ -139,14 +139,14 @@ def _listed(value: object) -> Sequence[object]:
     return cast("Sequence[object]", value) if isinstance(value, list) else [value]
 
 
-_OF_A_LAYER = re.compile(r"(^|\.)\d")  # as in "layers.1" and "1.mlp", and not in "ln_1"
+_OF_A_LAYER = re.compile(r"(^|\.)\d")  # matches in "layers.1" and "1.mlp", but not in "ln_1"
 
 
 def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
-    """Return the method's parameters in a piece, all of them.
+    """Return all of the method's parameters for a piece.
 
     Raises:
-        RecipeError: one that the method has not, or not where it stands, or that must be said.
+        RecipeError: a parameter is unknown to the method, is in the wrong place, or is missing.
     """
     around = theirs.around(piece)
     if not theirs.is_theirs:
@@ -177,16 +177,16 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
 
 
 def _one(method: TheirMethod, parameter: Parameter, value: object) -> Any:
-    """Return one value of a parameter, if it is one that our method can have."""
+    """Return one value of a parameter, checked against covmerge's method."""
     found = parameter.read(value)
     ours = registry.get(method.ours)
-    if parameter.ours is not None and ours.has(parameter.ours):  # NuSLERP's are one word here
+    if parameter.ours is not None and ours.has(parameter.ours):  # NuSLERP's are one parameter here
         ours.check(parameter.ours, found)
     return found
 
 
 def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
-    """Return a model's weight, for methods of covmerge's that have no parameter of this name; or None."""
+    """Return a model's weight for covmerge methods without a `weight` parameter, or None."""
     if theirs.is_theirs or registry.get(theirs.method.ours).has("weight"):
         return None
     around = theirs.around(piece)
@@ -198,7 +198,7 @@ def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
 
 
 def _of_ours(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> dict[str, Any]:
-    """The parameters of a method of covmerge's; what belongs to mergekit's methods is left out."""
+    """Return parameters of a covmerge method; parameters of mergekit's methods are left out with a note."""
     method = registry.get(theirs.method.ours)
     of_mergekit = {name for m in METHODS.values() for name in (*m.shared, *m.each)}
     found: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def _of_ours(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> dict[str, 
 
 
 def _for_each(theirs: Theirs, values: Mapping[str, Any]) -> Any:
-    """One value if all models have the same, else a list with one of each model of the recipe."""
+    """Return the models' common value, or a list with one value for each model of the recipe."""
     first = next(iter(values.values()))
     if all(value == first for value in values.values()):
         return first
@@ -232,7 +232,7 @@ def _for_each(theirs: Theirs, values: Mapping[str, Any]) -> Any:
 
 
 def _check(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> None:
-    """Refuse parameters that the method has not, or not where they stand."""
+    """Raise if the method does not have a parameter, or does not have it in that place."""
     shared, each = theirs.method.shared, theirs.method.each
     for part in around:
         for key in part.data:
@@ -260,14 +260,14 @@ def _check(theirs: Theirs, piece: Piece, around: Sequence[Part]) -> None:
 
 
 def _say_no_weight(theirs: Theirs) -> None:
-    """Weights stay in a recipe whose method is changed: that one goes without them is no misspelling."""
+    """Note that weights have no effect; this is no error, as they may remain from another method."""
     note = f"a model's `weight` changes nothing: {theirs.name} has none"
     if note not in theirs.part.log.notes:
         theirs.part.log.notes.append(note)
 
 
 def _check_filters(part: Part, key: str) -> None:
-    """Refuse filters by the number of a layer of the source: here names are the output's."""
+    """Raise if a filter has a layer number of the source, because names here are the output's."""
     for text in filters(part, key):
         if _OF_A_LAYER.search(text):
             part.refuse(
@@ -278,7 +278,7 @@ def _check_filters(part: Part, key: str) -> None:
 
 
 def _joined_switches(method: TheirMethod, part: Part, found: dict[str, Any]) -> dict[str, Any]:
-    """NuSLERP's two switches as the one word that they are here."""
+    """Return the parameters with NuSLERP's two switches as covmerge's one parameter."""
     if method.ours != "nuslerp":
         return found
     whole, rows = found.pop("nuslerp_flatten"), found.pop("nuslerp_row_wise")

@@ -1,4 +1,4 @@
-"""What a mergekit recipe merges: its models, or its slices, each with its sources."""
+"""The models of a mergekit recipe, or its slices or modules, each with its sources."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from covmerge.plan.recipe.mergekit.reading import Part
 from covmerge.plan.recipe.strict_yaml import unquoted
 from covmerge.plan.recipe.varied import BY_NAME, is_varied
 
-# mergekit's `modules`: parts of a composite model that are merged from models of their own.
+# mergekit's `modules`: parts of a composite model that are merged from separate lists of models.
 
-WHOLE = "default"  # what mergekit calls the one module of a model that is not composite
-# What is in none of the others of its model: names of it have nothing else in common.
+WHOLE = "default"  # mergekit's name for the only module of a model that is not composite
+# Modules with all the tensors of a model that no other module has; their names share no pattern.
 _REST = ("text_decoder", "shared", WHOLE)
-_VISION = ("*vision_tower.*", "*vision_model.*", "*visual.*")  # a model has one of them
-# By what the names of a module's tensors are known; what stands first has the first word.
+_VISION = ("*vision_tower.*", "*vision_model.*", "*visual.*")  # a model has only one of these
+# Patterns of the tensor names of each module; earlier modules have precedence.
 _PATTERNS: Mapping[str, Sequence[str]] = {
     "multi_modal_projector": (
         *("*multi_modal_projector.*", "*visual.merger.*"),
@@ -40,7 +40,7 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
     "encoder": ("encoder.*", "model.encoder.*"),
     "decoder": ("decoder.*", "model.decoder.*"),
 }
-# Modules to distinguish from a module, where the recipe leaves them out.
+# Modules whose tensors must be excluded from another module, even if the recipe omits them.
 _BESIDE = {
     "text_decoder": ("multi_modal_projector", "vision_tower"),
     "vision_tower": ("multi_modal_projector",),
@@ -50,15 +50,15 @@ _BESIDE = {
 
 
 def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
-    """Return values of modules as one: a plain one where all have it, else one by name.
+    """Return modules' values as one value: a plain one if all are equal, else one by name.
 
     Args:
         part: the recipe, for errors.
-        values: by module; a list has one value of each model.
-        elsewhere: the value for tensors of modules that the recipe leaves out; None: whatever it is.
+        values: values by module; a list has one value for each model.
+        elsewhere: the value for tensors of modules that the recipe omits; None: any value will do.
 
     Raises:
-        RecipeError: a value that goes by name already.
+        RecipeError: a value already depends on names.
     """
     of_each = {
         name: cast("list[Any]", value) for name, value in values.items() if isinstance(value, list)
@@ -96,7 +96,7 @@ def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
 
 
 def _patterns(name: str) -> list[str]:
-    """Patterns of a module's names; mergekit calls one that it found by itself by their first part."""
+    """Return the patterns of a module's names; unknown modules are named by the first part of names."""
     return list(_PATTERNS.get(name, (f"{name}*",)))
 
 
@@ -107,7 +107,7 @@ def _order(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Source:
-    """A model in a slice, or in all of the output: its layers are then None."""
+    """A model in a slice; without slices, `layers` is None."""
 
     model: Reference
     part: Part
@@ -116,14 +116,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is merged from the same models; `part` is the recipe's, where it has no slices.
+    """Models that are merged together; without slices, `part` is empty.
 
     Attributes:
         part: the slice.
         sources: its models.
-        start: the first of its layers in the output.
-        module: the one that it is of; None: there are no modules, or one alone.
-        outer: what stands between it and the recipe.
+        start: number of its first layer in the output.
+        module: its module; None: there are no modules, or only one.
+        outer: the parts between the slice and the recipe.
     """
 
     part: Part
@@ -140,14 +140,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Theirs:
-    """A recipe of mergekit's, read: its method, its base and its pieces.
+    """A mergekit recipe after reading: its method, its base and its pieces.
 
     Attributes:
-        part: all of it.
-        method: what its method is here.
-        places: where models are looked for.
-        base: `base_model`.
-        pieces: the slices; of a recipe with `models`, one without layers.
+        part: the whole recipe.
+        method: the corresponding method.
+        places: the places where models are searched.
+        base: the recipe's `base_model`.
+        pieces: the slices; for a recipe with `models`, one piece without layers.
     """
 
     part: Part
@@ -158,7 +158,7 @@ class Theirs:
 
     @property
     def name(self) -> str:
-        """What mergekit calls the method."""
+        """Name of the method in mergekit."""
         return str(self.part.data["merge_method"])
 
     @property
@@ -168,7 +168,7 @@ class Theirs:
 
     @property
     def sliced(self) -> bool:
-        """Whether it has slices."""
+        """Whether the recipe has slices."""
         return self.pieces[0].sources[0].layers is not None
 
     @property
@@ -177,12 +177,12 @@ class Theirs:
         return self.pieces[0].module is not None
 
     def merged(self, piece: Piece) -> list[Source]:
-        """The models that are merged: without the base, where that is what they are differences to."""
+        """Return the models that are merged, without the base if updates are differences from it."""
         one_more = self.method.base == "one_more"
         return [source for source in piece.sources if one_more or source.model != self.base]
 
     def around(self, piece: Piece) -> list[Part]:
-        """The `parameters` that a piece's models have in common, from the nearest place outwards."""
+        """Return the `parameters` shared by a piece's models, from the nearest place outwards."""
         return [part.part("parameters") for part in (piece.part, *piece.outer, self.part)]
 
     @cached_property
@@ -193,7 +193,7 @@ class Theirs:
         return names_of(every, RESERVED if asks_for_tokens(self.part) else ())
 
     def _in_order(self, merged: Sequence[Sequence[Reference]]) -> list[Reference]:
-        """One order of the models of all modules: sums are rounded in it, and random numbers drawn."""
+        """Return an order that fits all modules; it affects rounding and the random numbers drawn."""
         after: dict[Reference, set[Reference]] = {}
         for one in merged:
             for place, model in enumerate(one):
@@ -208,10 +208,10 @@ class Theirs:
 
     @cached_property
     def start(self) -> Reference | None:
-        """The base of ours: theirs, or what adapters are of.
+        """The base of covmerge's recipe: mergekit's base, or else the model that adapters belong to.
 
         Raises:
-            RecipeError: adapters of several models, or a base with one.
+            RecipeError: adapters belong to several models, or the base has an adapter.
         """
         adapted = {model.model for model in self.models if model.lora is not None}
         if self.base is not None:
@@ -232,12 +232,12 @@ class Theirs:
 
     @property
     def base_path(self) -> str | None:
-        """Where the base of ours is."""
+        """Path or address of the base of covmerge's recipe."""
         return None if self.start is None else self.places.located(self.start.model)
 
 
 def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
-    """Read models or slices, and check how many there are of what the method needs."""
+    """Read models, slices or modules, and check their number against what the method needs."""
     way = _way(part, "models", "slices", "modules")
     base = _base(part, way)
     pieces = _modules(part, base) if way == "modules" else _pieces(part, base, way)
@@ -248,10 +248,10 @@ def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
 
 
 def _base(part: Part, way: str) -> Reference | None:
-    """The base of the recipe, which its slices may name in its place, or once more.
+    """Return the recipe's base, which slices may repeat, or name if the recipe does not.
 
     Raises:
-        RecipeError: slices with several bases, or some with one and some without.
+        RecipeError: slices have different bases, or only some of them have one.
     """
     said = None if part.data.get("base_model") is None else reference(part, "base_model")
     modules = part.part("modules")
@@ -286,7 +286,7 @@ def _pieces(part: Part, base: Reference | None, way: str) -> list[Piece]:
 
 
 def _modules(part: Part, base: Reference | None) -> list[Piece]:
-    """The pieces of all modules; one that is the whole model is as if its keys stood in the recipe."""
+    """Return the pieces of all modules; a module that is the whole model counts as the recipe itself."""
     modules = part.part("modules")
     if not modules.data:
         part.refuse("`modules` has no module; each is a name with `models` or `slices`", "modules")

@@ -1,4 +1,4 @@
-"""The keys of a mergekit recipe, checked."""
+"""The keys of a mergekit recipe, read and checked."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import shown
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin, unquoted
 
-_MARKS = ("merge_method", "models", "modules", "base_model")  # covmerge's recipes have none of them
+_MARKS = ("merge_method", "models", "modules", "base_model")  # no recipe of covmerge has them
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def is_mergekit(keys: Collection[str]) -> bool:
-    """Return whether these are the keys of a mergekit recipe."""
+    """Return whether these are keys of a mergekit recipe."""
     return any(key in keys for key in _MARKS)
 
 
 @dataclass(frozen=True)
 class ImportLog:
-    """How strictly a recipe is read, and what there is to say of it.
+    """How strictly a recipe is read, and messages about it.
 
     Attributes:
-        lenient: whether unknown keys and parameters are left out with a warning, as mergekit leaves
+        lenient: whether unknown keys and parameters are left out with a warning; mergekit leaves
             them out without one.
-        warnings: what was left out.
-        notes: what a reader should know beside.
+        warnings: messages about what was left out.
+        notes: other notes for the reader.
     """
 
     lenient: bool = False
@@ -40,7 +40,7 @@ class ImportLog:
 
 @dataclass(frozen=True)
 class Part:
-    """A mapping of the recipe, where it lies in the file, and how it is read."""
+    """A mapping in a recipe, with its place in the file and the settings for reading."""
 
     data: Mapping[str, Any]
     path: KeyPath
@@ -48,11 +48,11 @@ class Part:
     log: ImportLog
 
     def refuse(self, problem: str, *keys: str | int) -> NoReturn:
-        """Raise a RecipeError for this place, or for one below it."""
+        """Raise a RecipeError about this place, or about one below it."""
         raise RecipeError(f"{self.origin.where((*self.path, *keys))}: {problem}")
 
     def leave_out(self, problem: str, *keys: str | int) -> None:
-        """Refuse something that mergekit passes over, or warn of it if that is wanted."""
+        """Refuse something that mergekit ignores, or warn about it if `lenient` is set."""
         if not self.log.lenient:
             self.refuse(
                 f"{problem} mergekit passes over it; {Hint('lenient')} does, with a warning", *keys
@@ -62,13 +62,13 @@ class Part:
         )
 
     def check_keys(self, known: Collection[str]) -> None:
-        """Refuse keys that are not known."""
+        """Refuse or leave out unknown keys."""
         for key in self.data:
             if key not in known:
                 self.leave_out(f"unknown key {key!r}.{did_you_mean(key, known)}", key)
 
     def part(self, key: str) -> Part:
-        """Return the mapping under a key; an empty one where there is none."""
+        """Return the mapping under a key, or an empty one."""
         return self._below(self.data.get(key), key)
 
     def parts(self, key: str) -> list[Part]:
@@ -83,7 +83,7 @@ class Part:
         return [self._below(entry, key, number) for number, entry in enumerate(entries)]
 
     def dtype(self, key: str) -> str | None:
-        """Return the name of the dtype under a key; None: it has none."""
+        """Return the name of the dtype under a key, or None."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -100,16 +100,16 @@ class Part:
         return Part(cast("Mapping[str, Any]", value), (*self.path, *keys), self.origin, self.log)
 
 
-# What mergekit takes for a number, and for a truth value.
+# The values that mergekit accepts as numbers and as truth values.
 
 _TRUE, _FALSE = ("true", "yes", "on", "t", "y"), ("false", "no", "off", "f", "n")
 
 
 def as_number(value: object) -> int | float:
-    """Return a number, quoted or not.
+    """Return a number, which may be in quotes.
 
     Raises:
-        ValueError: it is none, or not a finite one.
+        ValueError: it is no number, or not finite.
 
     Example:
         >>> as_number("1e-1")
@@ -122,10 +122,10 @@ def as_number(value: object) -> int | float:
 
 
 def as_whole(value: object) -> int:
-    """Return a whole number; one with a point too, if there is nothing behind it.
+    """Return a whole number; 10.0 counts as 10.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no whole number.
 
     Example:
         >>> as_whole(10.0), as_whole("3")
@@ -138,10 +138,10 @@ def as_whole(value: object) -> int:
 
 
 def as_switch(value: object) -> bool:
-    """Return a truth value: true or false, or one of the words and numbers that mergekit takes for it.
+    """Return a truth value, given as true or false or as a word or number that mergekit accepts.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no truth value.
 
     Example:
         >>> as_switch(True), as_switch("off"), as_switch(1)
@@ -157,7 +157,7 @@ def as_switch(value: object) -> bool:
 
 
 def as_finite(value: object) -> object:
-    """Return a value without its quotes, if it would be a number or a truth value without them.
+    """Return a value without its quotes, if it is then a number or a truth value.
 
     Raises:
         ValueError: it is a number that is not finite.
@@ -168,7 +168,7 @@ def as_finite(value: object) -> object:
     """
     found = unquoted(value)
     try:
-        number = float(found) if isinstance(found, float | str) else 0.0  # "nan" is one to Python
+        number = float(found) if isinstance(found, float | str) else 0.0  # Python accepts "nan"
     except ValueError:
         return found
     if not math.isfinite(number):
