@@ -190,10 +190,10 @@ def compare(
 ) -> Comparison:
     """Merge by many methods while reading the inputs once, and report how the results differ.
 
-    Every task vector is read once for all methods; see `merge` for the arguments that both have. A `score`
-    may also be a function of a model's folder. It returns a number, or for each task a number or a list with
-    one number for each example. Scores are kept in `out`, except those of a function. A model that cannot be
-    scored is in `scores.failed`, with a Python warning.
+    Every task vector is read once for all methods; see `merge` for the arguments that both have.
+    A `score` may also be a function of a model's folder. It returns a number, or for each task a number
+    or a list with one number for each example. Scores are kept in `out`, except those of a function. A
+    model that cannot be scored is in `scores.failed`, with a Python warning.
 
     Args:
         base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or

@@ -115,7 +115,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
 
 @contextmanager
 def quiet(transformers: Any) -> Generator[None]:
-    """Hide transformers' progress bars and its advice on training and loading, which does not apply here."""
+    """Hide transformers' progress bars and advice, which do not apply here."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
