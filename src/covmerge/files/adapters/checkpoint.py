@@ -144,10 +144,9 @@ class AdapterCheckpoint(View):
         return (update and update.written) or name
 
     def keeps_ties(self, name: str) -> bool:
-        """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
+        """Whether what is tied to a tensor that it changes stays tied to it, as its library loads it."""
         layer = self._contents.folded.get(name)
-        factors = layer is not None or name in self._contents.updates
-        of_all = self._config is not None and self._config.keeps_ties and factors
+        of_all = self._config is not None and self._config.keeps_ties
         return of_all or (layer is not None and layer.kind.keeps_ties)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

@@ -140,7 +140,7 @@ class AdapterConfig:
         where: the adapter, for errors.
         fields: as they are written.
         architecture: whose names it has, where these are llama.cpp's.
-        keeps_ties: whether what is tied to an embedding that has factors stays tied to it, as in mlx-lm.
+        keeps_ties: whether what is tied to a tensor that it changes stays tied to it, as in mlx-lm.
     """
 
     where: str

@@ -167,6 +167,11 @@ class Kind(Protocol):
         del name
         return True
 
+    def keeps_ties(self, name: str) -> bool:
+        """Whether what is tied to a tensor that an adapter changes stays tied to it."""
+        del name
+        return False
+
     def held(self, name: str, elements: int) -> int:
         """Return how many elements are held while so many of a tensor in `headers` are read."""
         del name
