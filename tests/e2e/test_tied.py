@@ -300,6 +300,16 @@ def test_what_stays_tied_beside_an_expert_that_unties(kind, other, tmp_path):
     assert command("verify", tmp_path / "out-both", "--deep").code == 0
 
 
+def test_a_tied_head_that_peft_runs_without_its_bias(tmp_path):
+    """PEFT 0.21.2's layer of trained rows passes over the bias of the linear layer in it."""
+    base = built("bert")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("bert", "", ""), "trainable_token_indices": {"word_embeddings": [3, 1]}}
+    wanted = trained(base, tmp_path / "lora", **how) + base.cls.predictions.bias.detach()
+    covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out", "bert"), wanted)
+
+
 def test_a_model_that_is_another_when_untied(tmp_path):
     """T5 scales what its head is given by the key that says that it is tied; the advice is followed."""
     base = built("t5")
