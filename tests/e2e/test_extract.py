@@ -192,6 +192,27 @@ def test_a_base_tensor_completes_a_module_that_is_held_whole(pair):
     peft.PeftModel.from_pretrained(base_of(pair), pair / "lora")
 
 
+def test_a_parametrised_weight_is_left_out(tmp_path):
+    """PEFT replaces no list of modules, which torch keeps the parts of a normalised weight in."""
+    config = transformers.Wav2Vec2Config(
+        **{"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "conv_dim": (8,), "conv_stride": (2,), "conv_kernel": (4,)},
+        **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+    )
+    base = transformers.Wav2Vec2ForCTC(config)
+    base.save_pretrained(tmp_path / "base")
+    fine_tuned(base, seed=1).save_pretrained(tmp_path / "expert")
+    result = covmerge.extract(
+        tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=16, whole=True
+    )
+    assert any("parametrizations.weight.original0" in note for note in result.notes)
+    own = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "lora").merge_and_unload()
+    found = own.state_dict()
+    for name, wanted in load_file(tmp_path / "expert" / "model.safetensors").items():
+        if "parametrizations" not in name and not name.endswith("masked_spec_embed"):
+            torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_larger_vocabulary(tmp_path):
     base = build("llama")
     base.save_pretrained(tmp_path / "base")

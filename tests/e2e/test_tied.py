@@ -268,6 +268,48 @@ def test_trained_rows_beside_factors_of_a_tied_head(tmp_path):
     assert_computes(loaded(tmp_path / "out"), wanted)
 
 
+@pytest.mark.parametrize("other", [("h", ""), ("e", ""), ("", "e")], ids=str)
+@pytest.mark.parametrize("kind", ["rows", "factors", "whole"])
+def test_what_stays_tied_beside_an_expert_that_unties(kind, other, tmp_path):
+    """Rows that PEFT trains, and embeddings that mlx-lm does, change the head as they do alone."""
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    start = load_file(tmp_path / "base" / "model.safetensors")[EMBED]
+    if kind == "rows":
+        how = {**targets("llama", "", ""), "trainable_token_indices": [3, 1]}
+        trained(base, tmp_path / "kept", **how)
+    else:
+        (tmp_path / "kept").mkdir()
+        down, up = torch.randn(40, 2), torch.randn(2, 16)
+        of_mlx = {f"{EMBED.removesuffix('.weight')}.lora_a": down}
+        of_mlx[f"{EMBED.removesuffix('.weight')}.lora_b"] = up
+        of_mlx = of_mlx if kind == "factors" else {EMBED: start + down @ up}
+        save_file(of_mlx, tmp_path / "kept" / "adapters.safetensors")
+        fields = {"fine_tune_type": {"factors": "lora", "whole": "full"}[kind]}
+        fields["lora_parameters"] = {"rank": 2, "scale": 1.0, "dropout": 0.0}
+        (tmp_path / "kept" / "adapter_config.json").write_text(json.dumps(fields), "utf-8")
+    trained(base, tmp_path / "other", seed=2, **targets("llama", *other))
+    merged, experts = {}, {name: tmp_path / name for name in ("kept", "other")}
+    for name, which in {**{n: {n: e} for n, e in experts.items()}, "both": experts}.items():
+        covmerge.merge(tmp_path / "base", which, "average", tmp_path / f"out-{name}")
+        held = load_file(tmp_path / f"out-{name}" / "model.safetensors")
+        merged[name] = [(held[n] if n in held else held[EMBED]) - start for n in (EMBED, HEAD)]
+    assert is_tied(tmp_path / "out-kept") and not is_tied(tmp_path / "out-both")
+    for of_kept, of_other, of_both in zip(*merged.values(), strict=True):
+        torch.testing.assert_close(of_both, (of_kept + of_other) / 2, rtol=0, atol=1e-6)
+    assert command("verify", tmp_path / "out-both", "--deep").code == 0
+
+
+def test_a_tied_head_that_peft_runs_without_its_bias(tmp_path):
+    """PEFT 0.21.2's layer of trained rows passes over the bias of the linear layer in it."""
+    base = built("bert")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("bert", "", ""), "trainable_token_indices": {"word_embeddings": [3, 1]}}
+    wanted = trained(base, tmp_path / "lora", **how) + base.cls.predictions.bias.detach()
+    covmerge.merge(tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out")
+    assert_computes(loaded(tmp_path / "out", "bert"), wanted)
+
+
 def test_a_model_that_is_another_when_untied(tmp_path):
     """T5 scales what its head is given by the key that says that it is tied; the advice is followed."""
     base = built("t5")

@@ -140,7 +140,7 @@ class AdapterConfig:
         where: the adapter, for errors.
         fields: the fields as written in the file.
         architecture: the architecture by whose names llama.cpp calls the tensors; None: other names.
-        keeps_ties: whether tensors tied to an embedding with factors stay tied to it, as in mlx-lm.
+        keeps_ties: whether tensors tied to a changed tensor stay tied to it, as in mlx-lm.
     """
 
     where: str

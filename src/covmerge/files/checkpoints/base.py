@@ -169,6 +169,11 @@ class Kind(Protocol):
         del name
         return True
 
+    def keeps_ties(self, name: str) -> bool:
+        """Whether what is tied to a tensor that an adapter changes stays tied to it."""
+        del name
+        return False
+
     def held(self, name: str, elements: int) -> int:
         """Return how many elements are held in memory while `elements` elements of a tensor are read."""
         del name

@@ -406,8 +406,13 @@ class _Whole:
         )
 
     def _can_be_replaced(self, module: str) -> bool:
-        alone = all(p.rpartition(".")[0] == module for p, _ in self._inside[module])
-        return alone and self._naming.module(module) not in self._adapted
+        held = [parameter.rpartition(".") for parameter, _ in self._inside[module]]
+        alone = all(owner == module for owner, _, _ in held)
+        # PEFT replaces no lists: of numbered parameters, or what torch keeps of a parametrised weight.
+        numbered = any(leaf.isdecimal() for _, _, leaf in held)
+        parametrised = module.split(".")[-2:-1] == ["parametrizations"]
+        listed = numbered or parametrised
+        return alone and not listed and self._naming.module(module) not in self._adapted
 
 
 def _modules_around(parameter: str) -> Iterator[str]:

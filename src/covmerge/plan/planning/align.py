@@ -275,6 +275,10 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.checkpoint.low_rank.items()},
     }
     known = names_in_base(base, shapes)
+    # Another expert may have untied the base; what this one keeps tied it changes with the other.
+    for name, target in (base.checkpoint.untied or {}).items():
+        if name not in known and target in known and adapter.checkpoint.keeps_ties(known[target]):
+            known[name] = known[target]
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         found = known.get(name)
