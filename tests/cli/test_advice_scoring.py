@@ -71,7 +71,8 @@ def test_an_interrupted_run(asked, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Command, "score", stop)
         ran = covmerge(*asked, "--score", HALF, code=130)
-    assert re.search(advice("run again with --resume, which takes the scores"), words(ran.stderr))
+    assert re.search(advice("run again with --resume, which {}"), words(ran.stderr))
+    assert "which takes the scores that are known" in words(ran.stderr)
     check(*asked, "--resume")
 
 

@@ -152,7 +152,7 @@ class AdapterCheckpoint(View):
         return (update and update.written) or name
 
     def keeps_ties(self, name: str) -> bool:
-        """Return whether tensors tied to this changed tensor stay tied to it when its library loads them."""
+        """Return whether tensors tied to this changed tensor stay tied to it as its library loads them."""
         layer = self._contents.folded.get(name)
         of_all = self._config is not None and self._config.keeps_ties
         return of_all or (layer is not None and layer.kind.keeps_ties)
