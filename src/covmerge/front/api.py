@@ -447,7 +447,7 @@ def _as_keywords(given: Mapping[str, Any], there: str) -> RecipeError:
 
 
 def _fields_of(job: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What keywords say of the fields of a job."""
+    """Return the values that keywords give to the fields of a job."""
     return {each.name: options[each.name] for each in fields(job) if each.name in options}
 
 

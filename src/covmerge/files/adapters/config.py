@@ -263,7 +263,7 @@ class AdapterConfig:
 
     @property
     def _is_of_old_unsloth(self) -> bool:
-        """Whether an Unsloth wrote the file that packed experts by expert without saying so."""
+        """Whether an old Unsloth wrote the file, which packed by expert and did not say so."""
         mapping = _object(self.fields.get("auto_mapping"))
         parts = str(mapping.get("parent_library")).split(".")
         library = [part.removeprefix("unsloth_compiled_module_") for part in parts]

@@ -1,10 +1,8 @@
 """Folders of torch.distributed.checkpoint (DCP), as FSDP and similar libraries save them.
 
-    .metadata           a pickle: every tensor's dtype and shape, its chunks, and the place of each
-    chunk
+    .metadata           a pickle: every tensor's dtype and shape, its chunks, and their places
     __0_0.distcp        one file for each writer: tensors as `torch.save` writes them, one after
-    another,
-                        or all of them as one safetensors file
+                        another, or all of them as one safetensors file
 
 The pickle is read as records (`unpickler.py`), so that no class in it is created and no function
 called. A tensor is composed of its chunks; only the wanted rows are read.

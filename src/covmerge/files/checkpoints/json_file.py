@@ -30,6 +30,7 @@ def dumps(value: Json, *, what: str, indent: int | None = None) -> str:
 
     Raises:
         InputError: a number is not finite, a key is not a string, or a value is of another type;
+            the message has the path to it.
 
     Example:
         >>> dumps({"b": [1, 2.5], "a": None}, what="stats")

@@ -251,7 +251,7 @@ MASKS_FOLDER = "masks"
 
 
 def packed_header(header: TensorHeader) -> TensorHeader:
-    """Return the header of a tensor's packed mask, with 8 elements of the last axis in each byte."""
+    """Return the header of a tensor's packed mask: 8 elements of a row per byte, of a vector one."""
     shape = header.shape
     if len(shape) > 1:
         shape = (*shape[:-1], -(-shape[-1] // 8))

@@ -111,7 +111,10 @@ def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[s
 
 
 def _modules(header: TensorHeader) -> set[str]:
-    """Return the modules whose codes a tensor may scale: `a.fc` for `a.fc.s`, `a.fc.q._scale`, `a.fc_s`."""
+    """Return the modules whose codes a tensor may scale.
+
+    It is `a.fc` for `a.fc.s`, `a.fc.q._scale` and `a.fc_scale`.
+    """
     wide = header.dtype.itemsize > 1 or "e8m0" in str(
         header.dtype
     )  # no scale is float8 but an exponent

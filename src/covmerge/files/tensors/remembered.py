@@ -72,7 +72,7 @@ def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Pat
 
 @cache
 def _release() -> str | None:
-    """Return transformers' release, cached per process: the lookup takes as long as a small model's."""
+    """Return transformers' release, cached: a lookup takes as long as reading a small model."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("transformers")
     return None

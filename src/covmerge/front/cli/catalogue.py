@@ -96,7 +96,7 @@ def step_page(step: Step) -> dict[str, Any]:
 
 
 def _declared(declared: Method | Step, registry: Registry[Any]) -> dict[str, Any]:
-    """What a method and a step both have."""
+    """Return the fields that the pages of a method and of a step share."""
     reference, origin = declared.reference, registry.origin(declared.name)
     return {
         "name": declared.name,

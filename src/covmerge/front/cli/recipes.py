@@ -28,7 +28,7 @@ def plan(
 
     covmerge plan recipe.yml
 
-    Of flags in place of a recipe:
+    With flags instead of a recipe:
 
     covmerge merge --base B --expert code=./code --dry-run
     """

@@ -157,7 +157,7 @@ def _part(name: str) -> str:
 
 
 def _colours() -> str:
-    """The report's colours, of light and dark paper."""
+    """Return CSS with the report's colours, for light and dark backgrounds."""
     light = " ".join(f"--{name}: {colour.light};" for name, colour in COLOURS.items())
     dark = " ".join(f"--{name}: {colour.dark};" for name, colour in COLOURS.items())
     return (

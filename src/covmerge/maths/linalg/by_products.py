@@ -124,7 +124,7 @@ class Projector:
     bound: float
 
     def filled(self, symmetric: Tensor) -> Tensor:
-        """Return A + s(I − P), s an upper bound of A's eigenvalues: it can be inverted also outside of P.
+        """Return A + s(I − P), s an upper bound of A's eigenvalues: it is invertible outside P's range too.
 
         Example:
             >>> a = torch.diag(torch.tensor([3.0, 0.0])).double()

@@ -50,7 +50,7 @@ class Spectrum:
         return float(squares[: leading(len(squares))].sum() / squares.sum().clamp_min(1e-300))
 
     def rank(self, floor: float) -> int:
-        """Number of singular values above a floor: the numerical rank."""
+        """Return the number of singular values above a floor: the numerical rank."""
         return int((self.sigma > floor).sum())
 
     def overlap(self, other: Spectrum) -> float:

@@ -60,7 +60,7 @@ _CLEAR = 1e-2
 
 
 def ridge_share(covariances: Sequence[Covariance], energies: Sequence[float], d_in: int) -> float:
-    """Return the largest share of the ridge in an expert's covariance: ε d_in / Tr Δ̃_tᵀΔ̃_t, by `energies`.
+    """Return the largest share of the ridge in an expert's covariance: ε d_in / Tr Δ̃_tᵀΔ̃_t.
 
     From about 1 on, ACE follows the ridge instead of that expert.
     """

@@ -116,7 +116,7 @@ class Laws:
     """The promises of a method; `covmerge.testing` checks each of them.
 
     All methods promise that zero updates give the base, and that transposed storage gives the transposed
-    result. In the attributes below None is no promise and is not checked; True and False both are.
+    result. In the attributes below None is no promise and is not checked; True and False are.
 
     Attributes:
         order_invariant: permuting the experts changes nothing beyond rounding.

@@ -148,7 +148,7 @@ def _mean(pairs: list[tuple[Tensor, float]]) -> Tensor:
 
 
 def _mean_cosine(pairs: list[tuple[Tensor, float]], least: float = -1.0) -> float:
-    """The mean over i < j, weighted by w_i w_j, of max(cosine, `least`); 1 for a single pair."""
+    """The mean over i < j, weighted by w_i w_j, of max(cosine, `least`); 1 for one tensor."""
     two = list(combinations(pairs, 2))
     found = [
         (max(least, float((a * b).sum()) / (length(a) * length(b))), v * w)

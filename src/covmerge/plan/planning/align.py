@@ -92,7 +92,7 @@ class Model:
 
     @property
     def prefixes(self) -> list[str]:
-        """What names may have before them, or lack."""
+        """Prefixes that names may have or lack."""
         return [self.description.prefix] if self.description.prefix else []
 
     def dtype(self, name: str) -> torch.dtype:

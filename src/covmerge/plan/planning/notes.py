@@ -115,7 +115,7 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
 
 
 def _rule_meant(rule: Rule, tensors: Collection[tuple[str, Role]]) -> str:
-    """What a rule that applies to no tensor may have meant."""
+    """Return advice for a rule that applies to no tensor."""
     names = list(dict.fromkeys(name for name, _ in tensors))
     if rule.match is not None and not any(fnmatchcase(name, rule.match) for name in names):
         return pattern_meant(rule.match, names)

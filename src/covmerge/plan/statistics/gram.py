@@ -186,7 +186,7 @@ class Weights(Protocol):
 
     @property
     def relative(self) -> bool:
-        """Whether the weights are used unchanged, or else scaled to mean 1."""
+        """Whether the weights are used unchanged; otherwise they are scaled to mean 1."""
         ...
 
     def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:

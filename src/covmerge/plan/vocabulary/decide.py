@@ -286,7 +286,7 @@ def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabu
 
 
 def _folded(name: str) -> str:
-    """What to do with an adapter that has tokens of its own."""
+    """Return advice for an adapter that has tokens of its own."""
     return (
         f"fold it into its base first (`covmerge merge --base BASE --expert {name}=ADAPTER OUT`), and copy "
         "its tokenizer's files into OUT if it has some"

@@ -61,9 +61,9 @@ def _fourierft_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _drawn_places(layer: Layer, count: int) -> Tensor:
-    """So many places among the entries of a layer, drawn from the seed."""
+    """Return `count` places among a layer's entries, drawn from the seed."""
     generator = torch.Generator().manual_seed(layer.integer("random_loc_seed", 777))
-    # A copy, so that the order of all entries is let go.
+    # A copy, so that the memory of the order of all entries is freed.
     return torch.randperm(layer.d_out * layer.d_in, generator=generator)[:count].clone()
 
 
