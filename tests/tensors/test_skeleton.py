@@ -8,7 +8,7 @@ import transformers
 
 from covmerge.base.types import Role
 from covmerge.files.tensors.describe import describe
-from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton
+from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton, quiet
 from tests.tensors.models import headers_of, saved
 
 
@@ -101,3 +101,19 @@ def test_a_model_of_200_layers_is_built_even_where_little_is_stored():
     skeleton = build_skeleton(model.headers, {**model.config, "num_hidden_layers": 200})
     assert skeleton.architecture == "BertModel"
     assert skeleton.places.keys() == model.headers.keys()
+
+
+def test_progress_bars_that_were_hidden_stay_hidden():
+    hub = importlib.import_module("huggingface_hub.utils")
+    before = hub.are_progress_bars_disabled()
+    try:
+        hub.disable_progress_bars()
+        with quiet(transformers):
+            assert hub.are_progress_bars_disabled()
+        assert hub.are_progress_bars_disabled()
+        hub.enable_progress_bars()
+        with quiet(transformers):
+            assert hub.are_progress_bars_disabled()
+        assert not hub.are_progress_bars_disabled()
+    finally:
+        (hub.disable_progress_bars if before else hub.enable_progress_bars)()

@@ -18,7 +18,12 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.base.types import LinearGroup, Merged, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.manifest import MANIFEST_NAME, as_merged, read_manifest, recorded_in
+from covmerge.files.checkpoints.manifest import (
+    MANIFEST_NAME,
+    pinned_source,
+    read_manifest,
+    recorded_in,
+)
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.remote import store_at
 from covmerge.files.tensors.views import matrix_shapes
@@ -65,11 +70,11 @@ def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
     """The recipe with sources of the Hub at the commits that were merged."""
     experts = {
         name: expert.model_copy(
-            update={"source": as_merged(manifest, f"expert {name}", expert.source)}
+            update={"source": pinned_source(manifest, f"expert {name}", expert.source)}
         )
         for name, expert in recipe.experts.items()
     }
-    base = None if recipe.base is None else as_merged(manifest, "base", recipe.base)
+    base = None if recipe.base is None else pinned_source(manifest, "base", recipe.base)
     return recipe.model_copy(update={"base": base, "experts": experts})
 
 

@@ -258,7 +258,7 @@ def _read(store: Store) -> dict[str, Any]:
     return manifest
 
 
-def as_merged(manifest: Mapping[str, Any], key: str, source: str) -> str:
+def pinned_source(manifest: Mapping[str, Any], key: str, source: str) -> str:
     """Return a source; on the Hub, where a branch moves on, at the commit that was merged."""
     commit = manifest.get("sources", {}).get(key, {}).get("content", {}).get("revision")
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"

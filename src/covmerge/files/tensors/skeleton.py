@@ -101,7 +101,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
             "transformers is not installed (pip install 'covmerge[transformers]')"
         ) from None
     try:
-        with _without_warnings(transformers):
+        with _without_advice(transformers), _without_warnings():
             return _skeleton(transformers, headers, config)
     except SkeletonUnavailable:
         raise
@@ -116,22 +116,35 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
 @contextmanager
 def quiet(transformers: Any) -> Generator[None]:
     """Hide transformers' progress bars and advice, which do not apply here."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    logging, hub = transformers.utils.logging, importlib.import_module("huggingface_hub.utils")
+    bars, hidden = logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    with _without_advice(transformers):
+        # transformers switches the bars of the Hub's client too, which warns if a variable decides them.
+        with _without_warnings():
+            logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            with _without_warnings():
+                if bars:
+                    logging.enable_progress_bar()
+                if hidden:
+                    hub.disable_progress_bars()
 
 
 @contextmanager
-def _without_warnings(transformers: Any) -> Generator[None]:
-    """Hide transformers' messages and warnings while a model is built: they are about its use."""
-    with quiet(transformers), warnings.catch_warnings():
+def _without_advice(transformers: Any) -> Generator[None]:
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _without_warnings() -> Generator[None]:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -184,7 +197,7 @@ class _NotFarBeyond(TorchFunctionMode):
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model of a config on the meta device, and notes; `stored`: its count of stored tensors."""
     transformers: Any = importlib.import_module("transformers")
-    with _without_warnings(transformers):
+    with _without_advice(transformers), _without_warnings():
         return _build(transformers, config, stored)
 
 
@@ -192,7 +205,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with transformers' defaults filled in; unchanged if these are unknown."""
     try:
         transformers: Any = importlib.import_module("transformers")
-        with _without_warnings(transformers):
+        with _without_advice(transformers), _without_warnings():
             return _configured(transformers, config).to_dict()
     except Exception:  # a stranger's config may fail in any way
         return config

@@ -17,7 +17,7 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
-from covmerge.files.checkpoints.manifest import NOT_KNOWN, as_merged, read_manifest
+from covmerge.files.checkpoints.manifest import NOT_KNOWN, pinned_source, read_manifest
 from covmerge.files.checkpoints.open import Source, open_checkpoint, open_store
 from covmerge.files.quantised.gguf_file import GGUF
 from covmerge.files.quantised.packed import Packed
@@ -184,7 +184,7 @@ def examine(
             base, missing = None, _NO_BASE
         elif base is None:
             try:
-                opened = open_plain(as_merged(manifest, "base", manifest["recipe"]["base"]))
+                opened = open_plain(pinned_source(manifest, "base", manifest["recipe"]["base"]))
                 opened.materialize()
                 if _is_another(opened, manifest):  # the path may hold it by now
                     missing = f"the base at {opened.source} is another than was merged"
