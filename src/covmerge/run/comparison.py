@@ -1,4 +1,4 @@
-"""Many methods on the same experts, in one reading pass."""
+"""Compare several methods on the same experts, reading each tensor once."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification.files import check_files, hash_files
 from covmerge.run.work import Work
 
-# Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
-# and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
-# upper bound, in copies of what is read for the layer.
+# Methods that run together share intermediate results of a layer (`LinearGroup.once`): the spectrum of the
+# sum of the updates, each update's leading singular triplets, their polar factors, and the experts' Gram
+# matrices for the retention. This is an upper bound on their memory, in copies of the layer's inputs.
 SHARED_COPIES = 5
-_LABEL = re.compile(r"[\w.=+-]{1,150}")  # what a folder can be called anywhere
+_LABEL = re.compile(r"[\w.=+-]{1,150}")  # a folder name that is valid on every system
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,20 @@ class Row:
     """One method's line in the comparison.
 
     Attributes:
-        label: what it is called here, and its folder: the method's name, and the parameters beside it.
-        method: its name.
-        parameters: all of its parameters; those of the recipe's rules are in the manifest.
+        label: name of the row and of its folder: the method's name, then the parameters given with it.
+        method: name of the method.
+        parameters: all parameters of the method; those of the recipe's rules are in the manifest.
         norm: ‖W̄ − W_0‖_F over all merged tensors.
-        cosines: cosine between the merged update and each expert's, over all merged tensors.
-        stable_rank: ‖M‖²_F/σ₁² of the merged update's matrices, mean; None if there are none.
-        retention: by expert, the share of its contribution that is predicted to survive
+        cosines: cosine between the merged update and each expert's update, over all merged tensors.
+        stable_rank: mean of ‖M‖²_F/σ₁² over the merged update's matrices; None if there are none.
+        retention: by expert, the predicted share of the expert's contribution that survives
             (`covmerge.maths.measures.retention`).
-        retention_by_layer: the same of every matrix; None where the expert did not change it, or has no
-            part in it.
-        seconds: its own mathematics; reading, global passes and writing serve all.
-        workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
-        folder: its model; None if none was written.
+        retention_by_layer: retention by matrix and expert; None where the expert did not change the
+            matrix, or has no part in it.
+        seconds: time of the method's mathematics; all methods share reading, global passes and writing.
+        workspace: the most bytes that the method needs beside a tensor's inputs and result, by its cost
+            model.
+        folder: folder of the merged model; None if none was written.
     """
 
     label: str
@@ -94,18 +95,18 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         path: the folder with a model per method; None if none were written.
-        rows: one per method, in the order they were given.
+        rows: one per method, in the order in which the methods were given.
         update_norms: ‖Δ_t‖_F by expert, over all merged tensors.
-        left_out: methods that were asked for by `all` and cannot run here, and why.
-        run: seconds and memory of the whole.
-        notes: what a reader should know.
-        warnings: what may make the results worse, and what to do.
-        adapters: those of the experts that are adapters, of which predictions do not agree with accuracy.
-        scores: what a scorer found; None where none was asked for.
+        left_out: methods that `all` includes but that cannot run here, each with the reason.
+        run: seconds and memory of the whole comparison.
+        notes: facts that a reader should know.
+        warnings: problems that may make the results worse, and what to do about them.
+        adapters: names of the experts that are adapters; their predictions do not agree with accuracy.
+        scores: scores of the models; None if no scorer was given.
     """
 
     path: Path | None
@@ -120,9 +121,9 @@ class Comparison(Tabular):
 
     @property
     def recommended(self) -> str | None:
-        """The entry with the highest score, in the mean over tasks; None without scores.
+        """The label of the row with the highest mean score over tasks; None without scores.
 
-        Nothing is recommended by a prediction: on sets like yours nobody has shown that it ranks methods.
+        Predictions recommend no method: nobody has shown that they rank methods on sets like yours.
         """
         if self.scores is None or not self.scores.columns:
             return None
@@ -135,7 +136,7 @@ class Comparison(Tabular):
         return f"<Comparison: {labels} of {some(self.update_norms)}{where}{advice}>"
 
     def table(self) -> Table:
-        """One row for each entry: parameters, size, cost, and by expert cosine and retention."""
+        """Return one row per entry: parameters, norm, cost, and each expert's cosine and retention."""
         experts = list(self.update_norms)
         columns = ("label", "method", "parameters", "norm", "stable_rank", "seconds", "workspace")
         by_expert = [f"{what} {name}" for what in ("cosine", "retention") for name in experts]
@@ -158,7 +159,7 @@ class Comparison(Tabular):
         )
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         said = [("warning", text) for text in self.warnings]
         said += [(f"no {name}", why) for name, why in self.left_out.items()]
         table = self.table()
@@ -175,7 +176,7 @@ class Comparison(Tabular):
         )
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the comparison as plain JSON."""
         return {
             "path": None if self.path is None else str(self.path),
             "methods": [asdict(row) for row in self.rows],
@@ -192,12 +193,12 @@ class Comparison(Tabular):
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a comparison to be.
+    """A method with parameters that a comparison will run.
 
     Attributes:
         method: registered name.
-        parameters: those that are not at their defaults.
-        label: what its row and its folder are called: the method, and the parameters that stand beside it.
+        parameters: the given parameters; all others keep their defaults.
+        label: name of its row and its folder: the method's name, then the parameters given with it.
     """
 
     method: str
@@ -205,7 +206,7 @@ class Entry:
     label: str
 
 
-# A method as it is named anywhere, or with parameters of its own: several entries may be of one method.
+# A method alone, or a method with its own parameters. Several entries may name one method.
 Wanted = str | Kernel | tuple[str | Kernel, Mapping[str, Any]]
 
 
@@ -215,11 +216,11 @@ def choose_methods(
     statistics: Mapping[str, StatisticsFile],
     experts: int,
 ) -> tuple[tuple[Entry, ...], dict[str, str]]:
-    """Return what is compared, and the methods of `all` that cannot run, with the reason.
+    """Return the entries to compare, and the methods of `all` that cannot run, each with the reason.
 
     Raises:
-        RecipeError: an unknown method, an entry that is named twice, or parameters of a method that
-            is not compared.
+        RecipeError: a method is unknown, an entry is named twice, or parameters are given for a method
+            that is not compared.
     """
     left_out: dict[str, str] = {}
     if wanted == "all":
@@ -252,7 +253,7 @@ def choose_methods(
 
 
 def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
-    """Return the name of a method, the parameters that stand beside it, and what was given for it."""
+    """Return a method's name, the parameters given with it, and the name or function that was given."""
     nothing: object = {}
     pair = cast("tuple[object, ...]", wanted) if isinstance(wanted, tuple) else (wanted, nothing)
     what, values = pair if len(pair) == 2 else (None, None)
@@ -269,7 +270,7 @@ def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
 
 
 def _check_distinct(asked: Sequence[tuple[str, Mapping[str, Any], object]]) -> None:
-    """Refuse two functions of one name."""
+    """Raise if two different functions have the same name."""
     functions: dict[str, object] = {}
     for name, _, what in asked:
         if callable(what) and functions.setdefault(name, what) is not what:
@@ -286,12 +287,12 @@ def _no_method(wanted: object) -> RecipeError:
 def _entry(
     name: str, given: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Any]], *, alone: bool
 ) -> Entry:
-    """Resolve an entry; `alone`: its method has no other."""
+    """Resolve an entry; `alone` says that its method has no other entry."""
     method = registry.get(name)
     values = {**parameters.get(method.name, {}), **given}
     resolved = method.resolve(values)
     label = "-".join([method.name, *(f"{key}={resolved[key]}" for key in given)])
-    if alone and not _LABEL.fullmatch(label):  # such as a list of numbers
+    if alone and not _LABEL.fullmatch(label):  # a list of numbers, for example
         label = method.name
     if not _LABEL.fullmatch(label):
         raise RecipeError(
@@ -318,7 +319,7 @@ def _cannot_run(
 
 @dataclass(frozen=True)
 class CompareJob:
-    """A recipe and the methods that take its method's place, as `covmerge.compare` has them."""
+    """A comparison as `covmerge.compare` runs it: a recipe, and the methods that replace its method."""
 
     recipe: Recipe
     methods: str | Sequence[Wanted] = "all"
@@ -333,10 +334,10 @@ class CompareJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> Comparison:
-        """Merge by every method, and score the models where a scorer is given.
+        """Merge by every method, and score the models if a scorer is given.
 
         Raises:
-            InputError: anything wrong with the inputs; nothing is left behind.
+            InputError: an input is wrong; no output is left behind.
             CheckFailed: one of the models failed its verification.
         """
         entries, left_out = choose_methods(
@@ -368,7 +369,7 @@ class CompareJob:
     def _merged(
         self, entries: Sequence[Entry], left_out: Mapping[str, str], checkpoints: OpenCheckpoints
     ) -> Comparison:
-        """Merge, unless the models are there and the run is to go on with them."""
+        """Merge, or read the models of an earlier run if the options say to resume."""
         if self.out is None:
             self.options.check_in_memory()
         recipes = [
@@ -411,7 +412,7 @@ class CompareJob:
         )
         if not self.options.overwrite:
             room_for(plans, out).check()
-        # Without a journal a comparison that is interrupted leaves nothing.
+        # A comparison has no journal, so an interrupted one leaves no output.
         with Staging(out, overwrite=self.options.overwrite) as staging:
             checkpoints.materialize()
             models: list[OutputFiles] = []
@@ -424,7 +425,7 @@ class CompareJob:
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
             for name, model, model_result in zip(labels, models, done, strict=True):
-                # To give the base is a failure of one merge; of a comparison it is a result.
+                # A single merge fails if its output equals the base; a comparison reports this as a result.
                 result = model.finish(
                     model_result,
                     sources,
@@ -485,10 +486,11 @@ def stored(
     checkpoints: OpenCheckpoints,
     plans: Sequence[Plan],
 ) -> Comparison:
-    """Read the comparison that lies in a folder, if it is of these experts and methods.
+    """Read the comparison in a folder, if it has these experts and methods.
 
     Raises:
-        InputError: it is of others, a file of them changed since, or the folder holds something else.
+        InputError: the comparison has other experts or methods, a source or a model file changed since it
+            was written, or the folder holds something else.
     """
     manifest = read_comparison(out)
     asked = [json.loads(json.dumps(asdict(entry))) for entry in entries]
@@ -518,7 +520,7 @@ def stored(
 
 
 def _check_code(out: Path, entries: Sequence[Entry], plans: Sequence[Plan]) -> None:
-    """Refuse models of methods whose code changed since."""
+    """Raise if the code of a method changed after its model was merged."""
     for entry, plan in zip(entries, plans, strict=True):
         before = read_manifest(LocalFolder(out / entry.label)).get("extensions", [])
         if before != [origin.as_json() for origin in plan.origins]:
@@ -534,7 +536,7 @@ def _check_unchanged(
     entries: Sequence[Entry],
     checkpoints: OpenCheckpoints,
 ) -> None:
-    """Refuse models that are not as they were written, and those of sources that changed since."""
+    """Raise if a source changed after the merge, or a model's files after they were written."""
     for key in checkpoints.changed(recorded):
         raise InputError(
             f"{key} changed since the models in {out} were merged: pass {Hint('overwrite')} to merge anew"
@@ -583,7 +585,7 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
 def _retention_by_layer(
     plan: Plan, done: Sequence[Mapping[str, Json]]
 ) -> dict[str, Mapping[str, float | None]]:
-    """What every matrix retains of each expert; of a tensor that holds several, each with its place."""
+    """Return each expert's retention by matrix; matrices of a stacked tensor get an index, `name[0]`."""
     found: dict[str, list[Mapping[str, float | None]]] = {}
     for item, stats in zip(plan.items, done, strict=True):
         if "retention" in stats:
@@ -597,7 +599,7 @@ def _retention_by_layer(
 
 
 def _norms(items: Sequence[Mapping[str, Json]]) -> dict[str, float]:
-    """‖Δ_t‖_F by expert over all items."""
+    """Return ‖Δ_t‖_F by expert over all items."""
     squares: dict[str, float] = {}
     for item in items:
         for expert, square in cast("Mapping[str, float]", item.get("updates", {})).items():

@@ -1,4 +1,4 @@
-"""Experts that are one model under several names, and those whose tokenizers have other tokens."""
+"""Find experts that are the same model, and experts whose tokenizer differs from the base's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.plan.planning.operations import expert_key
 
-# Experts that are one model under several names: by mistake, or to weigh it more. It is said.
+# The same model may be given under several names by mistake, or to increase its weight. A note reports it.
 
 
 def alike_by_place(experts: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """Say which experts lie at one place. That copies are alike is known once they are hashed."""
+    """Yield notes on experts with the same path or address; copies are found later, by their hashes."""
     return _alike({name: _found_at(checkpoint) for name, checkpoint in experts.items()})
 
 
 def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
-    """Say which experts have the same files, whatever these are called.
+    """Yield notes on experts whose files have the same hashes, whatever the names of the files.
 
     Example:
         >>> content = {"model.safetensors": "sha256:1f"}
@@ -42,7 +42,7 @@ def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _found_at(checkpoint: Checkpoint) -> Hashable | None:
-    """What tells a place from others, whatever it is called; None of what lies nowhere."""
+    """Return the address or resolved path of a checkpoint; None if it has neither."""
     if "://" in checkpoint.source:
         return checkpoint.hub or checkpoint.source
     path = Path(checkpoint.source).expanduser()
@@ -50,7 +50,7 @@ def _found_at(checkpoint: Checkpoint) -> Hashable | None:
 
 
 def _hashes(content: Mapping[str, str]) -> Hashable | None:
-    """Hashes of files; what a server calls a version is none."""
+    """Return the SHA-256 hashes of the files; None if a value is only a server's version of a file."""
     hashes = sorted(content.values())
     return tuple(hashes) if all(value.startswith("sha256:") for value in hashes) else None
 
@@ -69,10 +69,10 @@ def _alike(known: Mapping[str, Hashable | None]) -> Iterator[str]:
             )
 
 
-# Whether the experts' tokenizers have the base's tokens, whose rows are merged with theirs.
+# Rows of embeddings are merged by token number, so the experts' tokenizers should have the base's tokens.
 
 _TOKENIZER = "tokenizer.json"
-# Files that hold a vocabulary, where there is no tokenizer.json.
+# Files that hold the vocabulary if there is no tokenizer.json.
 _VOCABULARIES = (
     "tokenizer.model",
     "spiece.model",
@@ -90,7 +90,7 @@ _LOST_OF_ADAPTER = "An adapter is merged by the base's: what it learnt of the ot
 def check_tokenizers(
     base: Path | None, experts: Mapping[str, Path | None], adapters: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Hold the experts' tokenizers against the base's; `adapters` are those that no token is merged of."""
+    """Yield a warning per expert whose tokenizer differs; `adapters` names the adapters among them."""
     if base is None:
         return
     vocabulary = _vocabulary(base)
@@ -104,7 +104,7 @@ def check_tokenizers(
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | str | None:
-    """Token -> number, or a hash of the file that holds them; None where there is none."""
+    """Return {token: number}, the vocabulary file's hash or read error, or None if there is no file."""
     path = folder / _TOKENIZER
     if path.is_file():
         try:
@@ -124,7 +124,7 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     if isinstance(found, dict):
         tokens.update(cast("dict[str, int]", found))
-    elif isinstance(found, list):  # unigram: pairs of token and score
+    elif isinstance(found, list):  # a unigram model stores pairs of token and score
         for number, pair in enumerate(cast("list[Any]", found)):
             if isinstance(pair, list) and pair:
                 tokens[str(cast("list[Any]", pair)[0])] = number

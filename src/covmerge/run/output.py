@@ -1,4 +1,4 @@
-"""The files that one merged model becomes, or an adapter."""
+"""Write and check the output files of one merge: a model or an adapter."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ from covmerge.run.result import MergedFolder, RunFigures, Stats
 from covmerge.run.sources import OpenCheckpoints
 from covmerge.run.verification import DIFFERS, Check, Verification, examine
 
-# Merged updates that were blown up: a message with what to do about it.
+# Report merged updates that are much too long, and what to do about them.
 
-_BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more than worth knowing
+_BLOWN_UP = 2.0  # above this ratio to the sum of the experts' norms, a warning replaces the note
 
 
 def account_of_lengths(
     entries: Mapping[str, Mapping[str, Any]], diagnostics: Sequence[TensorDiagnostics] = ()
 ) -> MergeSummary:
-    """How many times as long as all of its experts' together an update is at most, in words.
+    """Return a note or a warning on merged updates that are longer than the experts' updates together.
 
     Args:
-        entries: of the tensors, as in covmerge.json.
-        diagnostics: the methods', of them; one that goes by the lengths of outputs is taken at that.
+        entries: by tensor, as in covmerge.json.
+        diagnostics: the method's diagnostics. Where they give the length in the outputs and it is not too
+            long, the tensor is reported as harmless.
     """
     outputs = {
         one.tensor: max(lengths)
@@ -106,22 +107,22 @@ def _longest(ratios: Mapping[str, float]) -> str:
 
 
 class OutputFiles:
-    """The files of one merged model, or of an adapter, written while the engine runs."""
+    """The output files of one merged model or adapter, written while the engine runs."""
 
     def __init__(self, store: WritableStore, plan: Plan, checkpoints: OpenCheckpoints) -> None:
-        """Reserve the space of all files of weights, and copy what is not merged.
+        """Reserve disk space for all files of weights, and copy the base's companion files.
 
-        Of an earlier run only the files of weights are kept.
+        Of an earlier run's files, only the files of weights are kept; all others are removed.
 
         Raises:
             ResourceError: the disk is full.
-            CheckpointError: a companion file of the base changed since the merge was planned, or a
-                config cannot be made of what a GGUF file says.
+            CheckpointError: a companion file of the base changed after the merge was planned, or a GGUF
+                file does not say enough to make a config.
         """
         self._store = store
         self._plan = plan
         self._checkpoints = checkpoints
-        self._parents = checkpoints.parents  # before the work, while the Hub is there
+        self._parents = checkpoints.parents  # read now, as the Hub may be out of reach at the end
         self._layouts = plan_parts(plan)
         self._files = files_of(self._layouts)
         self._removed = remove_others(store, self._files)
@@ -129,7 +130,7 @@ class OutputFiles:
         self._linked = (f"merged anew, as a link lay there: {some(linked)}",) if linked else ()
         self.output = open_output(store, self._layouts)
         self._copied = Companions()
-        if not self._is_adapter:  # which is loaded over a base that has them
+        if not self._is_adapter:  # an adapter is loaded over a base that has companion files
             base = checkpoints.base
             changes = ConfigChanges(
                 _config_dtype(plan),
@@ -143,7 +144,7 @@ class OutputFiles:
             self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
             if (
                 base.config is not None and CONFIG not in self._copied.copied
-            ):  # it is in a GGUF file, or in memory
+            ):  # the config was in a GGUF file, or in memory
                 if plan.gguf is None:
                     check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
@@ -163,10 +164,10 @@ class OutputFiles:
         compared: bool = True,
         read: ReadFiles = read_files,
     ) -> MergedFolder:
-        """Write all that belongs to the output beside its weights, and check it."""
+        """Write config, indices, model card and manifest beside the weights, and check the output."""
         plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()
-        # What was laid in meanwhile may be a link, through which something else would be written.
+        # A file added meanwhile may be a link; writing through it would change a file elsewhere.
         self._removed += remove_others(store, self._files)
         stats, account = merge_stats(plan, done.items)
         beside = self._write_config() if self._is_adapter else self._write_beside(stats)
@@ -215,7 +216,7 @@ class OutputFiles:
         return self._plan.recipe.output.format == "adapter"
 
     def _base_changes(self) -> dict[str, Json]:
-        """The vocabulary and the untied tensors of the merged base, as covmerge.json records them."""
+        """Return the merged vocabulary and the untied tensors, as covmerge.json records them."""
         decided = self._checkpoints.text.vocabulary
         ties = self._checkpoints.base.untied
         return {
@@ -224,14 +225,14 @@ class OutputFiles:
         }
 
     def _write_beside(self, stats: Stats) -> list[str]:
-        """Write the indices of what lies in several files, and the factors beside masks."""
+        """Write the index of each sharded model, and the rescaling factors that belong to masks."""
         factors = stats.get("rescalers")
         indices = write_indices(self._layouts, self._store)
         rescalers = None if factors is None else write_rescalers(self._store, factors)
         return [*indices, *([] if rescalers is None else [rescalers])]
 
     def _write_config(self) -> list[str]:
-        """Write what PEFT needs to know of an adapter; other forms say all in their file."""
+        """Write the adapter config that PEFT needs; other adapter formats need no separate config."""
         if self._plan.recipe.output.names != PEFT_FORM:
             return []
         forms = [tensor.form for tensor in self._plan.tensors]
@@ -266,7 +267,7 @@ def manifest(
     warnings: Sequence[str],
     stats: Mapping[str, Json],
 ) -> dict[str, Json]:
-    """What covmerge.json says of a merge."""
+    """Return the content of covmerge.json, without the hashes of the output files."""
     return {
         "covmerge": __version__,
         "torch": torch.__version__,
@@ -292,20 +293,20 @@ def seal(
     removed: Sequence[str] = (),
     read: ReadFiles = read_files,
 ) -> tuple[Verification, tuple[str, ...]]:
-    """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
+    """Check the output in one reading, and write covmerge.json with the hashes of all its files.
 
     Args:
         store: where the output was written.
-        record: what covmerge.json says beside the hashes.
-        files: what was written, as paths in the store; what else lies there is removed.
-        out: where the output appears, for the report.
-        base: what the output is compared with.
-        may_equal_base: an output that equals the base is no failure.
-        removed: what was removed already, for the notes.
-        read: reads the files of weights, here or wherever they were merged.
+        record: content of covmerge.json, without the hashes.
+        files: the written files, as paths in the store; all other files in the store are removed.
+        out: final place of the output, for the report.
+        base: the checkpoint that the output is compared with.
+        may_equal_base: whether an output that equals the base passes.
+        removed: files that were removed before, for the notes.
+        read: reads the files of weights, on the machine that merged them.
 
     Returns:
-        What the checks found, and notes.
+        The result of the checks, and notes.
 
     Raises:
         CheckFailed: the output failed its verification.
@@ -324,7 +325,7 @@ def seal(
 
 
 def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
-    """A note on what was removed from unfinished work, but for what is of the merge itself."""
+    """Return a note on removed files that do not belong to this merge."""
     strange = sorted({*removed} - {*files, MANIFEST_NAME})
     if not strange:
         return ()
@@ -335,13 +336,13 @@ def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
 
 
 def _config_dtype(plan: Plan) -> torch.dtype | None:
-    """The dtype config.json must state, None if the weights keep the base's."""
+    """Return the dtype that config.json must state; None if the weights keep the base's dtype."""
     stored = plan.recipe.output.dtype
     return None if stored == "base" else getattr(torch, stored)
 
 
 def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, MergeSummary]:
-    """What covmerge.json says of a finished merge: totals, heads, each tensor; and that as text."""
+    """Return the statistics of a finished merge for covmerge.json, and their summary as text."""
     entries = tensor_entries(plan, done)
     rows = diagnostics_in(plan, entries)
     account = summarise(rows, always=COMMON_SUMMARIES) + account_of_lengths(entries, rows)
@@ -356,7 +357,7 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, 
 
 
 def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
-    """Seconds of mathematics by tensor; those that an earlier run merged are left out."""
+    """Return seconds of mathematics by tensor, without tensors that an earlier run merged."""
     found: dict[str, float] = {}
     for item, seconds in zip(plan.items, done.item_seconds, strict=True):
         if seconds is not None:
@@ -365,7 +366,7 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
 
 
 def run_figures(done: RunResult, memory: MemoryPlan) -> RunFigures:
-    """Seconds and memory of a run."""
+    """Return seconds, memory and work counts of a run."""
     figures: RunFigures = {
         **done.times,
         "resumed_items": done.resumed_items,

@@ -1,4 +1,4 @@
-"""What a merge gave: its tensors or its folder, and what was counted and measured on the way."""
+"""The result of a merge: its tensors or its folder, with counts and measurements."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class RunFigures(Figures):
     """Seconds and memory of one merge.
 
     Attributes:
-        resumed_items: pieces of work that an earlier run had done.
-        items: pieces of work in all.
-        workers: processes that shared it.
-        workers_because: why so many, where covmerge chose.
-        own_items: of this process, where it is a rank that does not publish; it has no times.
+        resumed_items: number of work items that an earlier run finished.
+        items: number of all work items.
+        workers: number of processes that shared the work.
+        workers_because: reason for the number of workers, if covmerge chose it.
+        own_items: number of work items of this process, if it is a rank that does not publish the output;
+            such a rank reports no times.
     """
 
     resumed_items: int
@@ -40,12 +41,12 @@ class RunFigures(Figures):
 
 
 class Stats(TypedDict):
-    """What became of the tensors, as in covmerge.json.
+    """Statistics of the merged tensors, as in covmerge.json.
 
     Attributes:
-        totals: counts by rule, the method's diagnostics, norms and what storing loses, over all tensors.
-        heads: by expert, the names of its task head.
-        rescalers: by expert, the factor beside its masks, of EMR-Merging alone.
+        totals: counts by rule, the method's diagnostics, norms and rounding losses, over all tensors.
+        heads: by expert, the names of its task head's tensors.
+        rescalers: by expert, the rescaling factor of its masks; only for EMR-Merging.
         tensors: by tensor: role, rule, dtype, shape, norms, and the method's diagnostics.
     """
 
@@ -57,22 +58,22 @@ class Stats(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergeResult(Tabular):
-    """What a merge gave; `MergedTensors` or `MergedFolder`, by where it went.
+    """The result of a merge: `MergedTensors` in memory, or `MergedFolder` on disk.
 
     Attributes:
-        path: the output folder; None for an output in memory, of tensors or of files.
+        path: the output folder; None if the output, tensors or files, is in memory.
         tensors: merged weights by name; None for a merge to disk.
-        masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
-            disk, which has them as files. The factors are `stats["rescalers"]`.
-        heads: per expert, its own task head; empty for a merge to disk, which has them as files.
-        recipe: what was carried out, its method named.
-        stats: per tensor and in total, as in `covmerge.json`.
+        masks: per expert, the masks of EMR-Merging; empty for every other method, and for a merge to
+            disk, which writes them as files. The rescaling factors are in `stats["rescalers"]`.
+        heads: per expert, its own task head; empty for a merge to disk, which writes them as files.
+        recipe: the recipe that was carried out, with the method resolved to a name.
+        stats: statistics per tensor and in total, as in `covmerge.json`.
         run: seconds and memory of this run.
-        seconds: of mathematics by tensor, of those that this run merged.
+        seconds: seconds of mathematics by tensor, for the tensors that this run merged.
         timeline: when this run counted, read, computed and wrote.
-        diagnostics: the method's diagnostics, as text: labels and what stands beside them.
-        notes: what the plan and the run want a reader to know.
-        warnings: what may make the result worse, and what to do.
+        diagnostics: the method's diagnostics, as pairs of a label and a text.
+        notes: facts from the plan and the run that a reader should know.
+        warnings: problems that may make the result worse, and what to do about them.
         verification: result of re-reading the output, for a merge to disk.
     """
 
@@ -106,7 +107,7 @@ class MergeResult(Tabular):
         )
 
     def table(self) -> Table:
-        """One row for each tensor of the output, with its norms where it was merged."""
+        """Return one row per tensor of the output, with norms if the tensor was merged."""
         entries = self.stats["tensors"]
         experts = list(
             dict.fromkeys(e for entry in entries.values() for e in entry.get("update_norm", ()))
@@ -129,7 +130,7 @@ class MergeResult(Tabular):
         )
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         said = [*self.diagnostics, *(("warning", warning) for warning in self.warnings)]
         table = self.table()
         drawn = {name for name in table.columns if "norm" in name}
@@ -143,20 +144,21 @@ class MergeResult(Tabular):
 
 
 class Saves(Protocol):
-    """Writes the result of a merge in memory."""
+    """A function that writes the result of a merge in memory to a folder."""
 
     def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
-        """Write it as a merge to disk would have written it."""
+        """Write the result as a merge to disk would write it."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergedTensors(MergeResult):
-    """A merge in memory: it has `tensors`, and no `path`.
+    """The result of a merge in memory: it has `tensors`, and no `path`.
 
     Attributes:
-        tensors: by name; where the base is in memory, tied ones too, which are one tensor.
-        saver: what `save` calls.
+        tensors: merged weights by name. If the base is in memory, tied names are included and share one
+            tensor.
+        saver: the function that `save` calls.
     """
 
     path: None = None
@@ -165,14 +167,14 @@ class MergedTensors(MergeResult):
     saver: Saves | None = field(default=None, compare=False)
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> MergedFolder:
-        """Write a folder, as the same merge with `out` writes it: weights, config, tokenizer, manifest.
+        """Write the folder that the same merge with `out` writes: weights, config, tokenizer, manifest.
 
         Args:
-            out: folder to write, also `s3://` or `gs://`.
-            overwrite: replace an earlier output of covmerge.
+            out: folder to write, by path or by `s3://` or `gs://` address.
+            overwrite: whether to replace an earlier output of covmerge.
 
         Raises:
-            InputError: the folder may not be written, or a source or a tensor changed since the merge.
+            InputError: the folder may not be written, or a source or a tensor changed after the merge.
             CheckFailed: the output failed its verification.
         """
         if self.saver is None:
@@ -180,15 +182,15 @@ class MergedTensors(MergeResult):
         return self.saver(output_path(out), overwrite=overwrite)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles do without the sources."""
+        """Leave `saver` out of copies and pickles, as it refers to the sources."""
         return {**self.__dict__, "saver": None}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergedFolder(MergeResult):
-    """A merge to disk: it has no `tensors`; its `path` is None where it went to an address.
+    """The result of a merge to disk: it has no `tensors`; its `path` is None if it went to an address.
 
-    Of several ranks one alone has its `verification`.
+    With several ranks, only one rank has the `verification`.
     """
 
     tensors: None = None
