@@ -1,1 +1,1 @@
-"""What carries a plan out, and what judges, compares and verifies models."""
+"""Carry out plans, and judge, compare, score, search and verify models."""

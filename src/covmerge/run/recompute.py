@@ -1,4 +1,4 @@
-"""Tensors of a merged model computed again from its sources: `covmerge verify --deep`."""
+"""Recompute tensors of a merged model from its sources: `covmerge verify --deep`."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from covmerge.run.engine.worker import work
 from covmerge.run.sources import OpenCheckpoints, open_recipe
 from covmerge.run.verification import Check
 
-# The sources of a finished merge: opened as they were given, and only if they are the same.
+# The sources of a finished merge are opened from the recorded paths, and must be unchanged.
 
 
 @contextmanager
 def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
-    """Open base and experts as they were given to the merge."""
+    """Open base and experts from the paths that were given to the merge."""
     given = [recipe.base, *(expert.source for expert in recipe.experts.values())]
     with ExitStack() as stack:
         try:
             checkpoints = stack.enter_context(open_recipe(recipe))
         except InputError as error:
-            # A state dict has no place: "<state dict>".
+            # A state dict has no path; its source is recorded as "<state dict>".
             if all(s is None or s.startswith("<") or Path(s).is_absolute() for s in given):
                 raise
             raise InputError(
@@ -67,7 +67,7 @@ def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
 
 
 def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
-    """The recipe with sources of the Hub at the commits that were merged."""
+    """Return the recipe with each source from the Hub pinned to the commit that was merged."""
     experts = {
         name: expert.model_copy(
             update={"source": pinned_source(manifest, f"expert {name}", expert.source)}
@@ -79,7 +79,7 @@ def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
 
 
 def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:
-    """Refuse sources that are not those of the merge."""
+    """Raise if a source's content or the tokenizers changed after the merge."""
     decided = checkpoints.text.vocabulary
     if decided is not None and manifest.get("vocabulary") != decided.as_json():
         raise InputError(
@@ -93,11 +93,11 @@ def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> 
         )
 
 
-# Which tensors of a merged model are computed again, and which by a reference implementation.
+# Choose the tensors to recompute, and decide which of them a reference implementation can compute.
 
-# A reference implementation forms a d × d matrix of every expert, d the longer side, and multiplies
-# updates with it: so many float64 numbers (a few of 0.8 GB are alive at once), so many
-# multiplications (minutes).
+# A reference implementation forms a d × d matrix for every expert, where d is the longer side, and
+# multiplies updates with it. These limits bound its float64 numbers (0.8 GB; a few such arrays exist
+# at once) and its multiplications (minutes).
 _MOST_NUMBERS = 10**8
 _MOST_PRODUCTS = 5 * 10**10
 
@@ -105,10 +105,10 @@ _T = TypeVar("_T")
 
 
 def by_reference(name: str) -> Method:
-    """A registered method, carried out by its reference implementation on dense updates."""
+    """Return a registered method whose kernel is its reference implementation on dense updates."""
     method = registry.get(name)
 
-    @wraps(method.kernel)  # with its parameters
+    @wraps(method.kernel)  # keeps the kernel's signature, from which the parameters are read
     def kernel(group: LinearGroup, **parameters: Any) -> Merged:
         return Merged(REFERENCES[name](group, **parameters))
 
@@ -116,12 +116,13 @@ def by_reference(name: str) -> Method:
 
 
 def choose(plan: Plan, count: int) -> dict[str, str]:
-    """Take so many of the merged tensors, evenly, first those that a reference implementation can do.
+    """Choose `count` merged tensors, evenly, first those that a reference implementation can compute.
 
-    A method of which no tensor is within its reference implementation's reach is not passed over.
+    If a method's reference implementation can compute none of its tensors, these tensors are among the
+    first too, so that every method is checked.
 
     Returns:
-        By name, why it is not for a reference implementation; "" where it is.
+        By tensor name, why no reference implementation computes the tensor; "" if one does.
     """
     reasons = {t.name: _beyond_a_reference(t, t.merge) for t in plan.tensors if t.merge is not None}
     methods = {t.name: t.merge.method for t in plan.tensors if t.merge is not None}
@@ -133,7 +134,7 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
 
 
 def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
-    """Why no reference implementation computes a tensor; "" where one does."""
+    """Return why no reference implementation computes a tensor; "" if one does."""
     if merge.method not in REFERENCES:
         return f"'{merge.method}' has no reference implementation"
     unit = registry.get(merge.method).unit_for(merge.parameters)
@@ -152,23 +153,23 @@ def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
 
 
 def _evenly(names: Sequence[_T], count: int) -> list[_T]:
-    """Take so many, from the first to the last."""
+    """Return `count` evenly spaced names, including the first and the last."""
     count = max(0, min(count, len(names)))
     steps = max(1, count - 1)
     return [names[place * (len(names) - 1) // steps] for place in range(count)]
 
 
-# Of the norm of a merged update: what a merge in float32 may be off by.
+# Allowed error of a merge in float32, relative to the norm of the merged update.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class _Element:
-    """The element of a tensor that is farthest from the one computed again.
+    """The element of a tensor that is farthest from its recomputed value.
 
     Attributes:
-        beyond: by how much, beside what storing it may change.
-        place: where.
+        beyond: its distance, less what storing the element may change.
+        place: its index in the tensor.
     """
 
     beyond: float = 0.0
@@ -177,12 +178,12 @@ class _Element:
 
 @dataclass(frozen=True)
 class _Distance:
-    """How far the stored rows of a tensor are from those computed again, in squared norms."""
+    """The distance between stored and recomputed rows of a tensor, in squared norms."""
 
     error: float = 0.0
     update: float = 0.0
     weights: float = 0.0
-    rounding: float | None = None  # to a quantised format
+    rounding: float | None = None  # error of rounding to a quantised format; None for plain dtypes
     element: _Element = field(default_factory=_Element)
 
     def __add__(self, other: _Distance) -> _Distance:
@@ -196,17 +197,17 @@ class _Distance:
         )
 
     def computed(self, compute_eps: float) -> float:
-        """What the computation may be off by, e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖."""
+        """Return the allowed error of the computation, e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖."""
         return TOLERANCE * sqrt(self.update) + 4 * compute_eps * sqrt(self.weights)
 
     def share(self, stored: torch.dtype, compute_eps: float) -> float:
-        """How much of what it may be off by a tensor is off by.
+        """Return the tensor's error relative to its allowed error; above 1 the tensor is wrong.
 
-        Its computation may be off by e (`computed`). Storage rounds both results. Where e moves an
-        element over the middle of two numbers, the difference is the distance of these: together
-        √(e · eps' ‖W‖) on average, in a quantised format √(e · √12 ‖Q(W) − W‖), and as much again as
-        its scales move. A single element is not off by more than the whole matrix: by e, beside what
-        storing it changes (`_farthest`).
+        The computation may be off by e (`computed`). Storage rounds both results. Where e moves an
+        element over the midpoint of two neighbouring numbers, the stored results differ by the distance
+        of these numbers. Over the tensor this adds √(e · eps' ‖W‖) on average. A quantised format adds
+        √(e · √12 ‖Q(W) − W‖), and as much again because its scales move. A single element may be off by
+        no more than the whole matrix: by e, beside what storing it changes (`_farthest`).
         """
         weights, error = sqrt(self.weights), self.computed(compute_eps)
         if self.rounding is None:
@@ -228,7 +229,7 @@ def _share(found: float, allowed: float) -> float:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor computed again; `instead`: why not by a reference implementation, "" where it was."""
+    """A recomputed tensor; `instead` is why no reference implementation computed it, "" if one did."""
 
     name: str
     distance: _Distance
@@ -236,22 +237,22 @@ class _Tensor:
 
 
 def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
-    """Compute some tensors of a merged model again, from its sources, and compare.
+    """Recompute some tensors of a merged model from its sources, and compare them with the output.
 
-    The sources must be those of the merge, by their hashes. Their plan is made anew from the
-    recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
-    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with what
-    merged them. Where there is none, or the tensor is too large for it, the method's own code is run in
-    float64.
+    The sources must have the hashes that the merge recorded. The plan is made again from the
+    recorded recipe, and thresholds over the whole model are computed again. Then the tensors are merged
+    by the methods' reference implementations (`covmerge.maths.reference`), which share no code with the
+    kernels that merged them. If a method has no reference implementation, or the tensor is too large for
+    it, the method's own kernel runs in float64.
 
     Args:
         folder: the output, by path or address.
-        tensors: how many are taken, evenly, of those that were merged; first those that a
-            reference implementation can do.
+        tensors: number of merged tensors to recompute, evenly spaced; first those that a
+            reference implementation can compute.
 
     Returns:
-        A check that names the tensors that are not what the sources give, and those that
-        no reference implementation did.
+        A check that names the tensors that differ from what the sources give, and the tensors that
+        no reference implementation computed.
 
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
@@ -281,7 +282,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 
 
 def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
-    """What was found, and how."""
+    """Return the text of the check: which tensors are right or wrong, and how they were recomputed."""
     by_kernels = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
     kernels = f"covmerge's own kernels in float64: {some(by_kernels, 5, between='; ')}"
     if not by_kernels:
@@ -299,7 +300,7 @@ def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) ->
 def _compare(
     plan: Plan, checkpoints: OpenCheckpoints, output: Checkpoint, chosen: Mapping[str, str]
 ) -> list[_Tensor]:
-    """Compute the chosen tensors, by their reference implementations but for those that say why not."""
+    """Recompute the chosen tensors, by a reference implementation unless `chosen` gives a reason."""
     sources = checkpoints.sources()
     context = Context(plan.compute_dtype, torch.device("cpu"))
     executor = Threads(in_flight=2 * max(item.read_bytes for item in plan.items), lanes=1)
@@ -324,7 +325,8 @@ def _compare(
             (result,) = work([item], read_inputs([item], sources), of_method)
             merged: Any = result.stats["merged"]
             exact = result.tensors[0]
-            form = forms[name] if merged else ModelTensor()  # what is the base's has its bytes
+            # Without an update the tensor has the base's bytes.
+            form = forms[name] if merged else ModelTensor()
             rounded = form.read_back(exact, stored.dtype, item.rows).double()
             lost = square_norm(rounded - exact) if form.format else None
             farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
@@ -352,12 +354,13 @@ def _compare(
 def _farthest(
     stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, *, packed: bool
 ) -> _Element:
-    """Find the element that is farthest from the exact one, beside what storing it may change.
+    """Return the element that is farthest from its exact value, less what storing it may change.
 
-    Storing a number changes it by half of the distance to the next one, at most. Where each operation of
-    the method rounds to a dtype, an operation may have rounded the other way, by the whole distance there.
-    In a quantised format the numbers are as far apart as the scale of a block says, which may be another
-    one: there it is twice the most that rounding the exact rows changes.
+    Storing a number changes it by at most half the distance to the next number of the dtype. If each
+    operation of the method rounds to a dtype (`arithmetic`), an operation may round the other way, which
+    adds the whole distance in that dtype. In a quantised format the distance depends on the scale of the
+    block, and the stored block may have another scale. There the allowance is twice the largest change
+    from rounding the exact rows.
     """
     if not stored.numel():
         return _Element()
@@ -379,7 +382,7 @@ def _farthest(
 
 
 def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from each number to the next one in a dtype."""
+    """Return the distance from each number to the next larger one in a dtype."""
     info = torch.finfo(dtype)
     size = values.double().abs().clamp_min(info.tiny)
     exponent = torch.frexp(size).exponent - 1
@@ -387,9 +390,9 @@ def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unrounded(item: WorkItem) -> WorkItem:
-    """The item with a result in float64."""
+    """Return the work item with its result in float64."""
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
     unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
-    # A reference implementation knows no tensor pass: it sees the whole.
+    # A reference implementation has no tensor pass: it needs the whole tensor at once.
     return replace(unrounded, tensor_pass=False, at_once=None) if item.tensor_pass else unrounded

@@ -1,4 +1,4 @@
-"""The checkpoints of a merge: opened, planned over, and described for other processes."""
+"""Open the checkpoints of a merge, plan merges of them, and describe them to other processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from covmerge.run.export.parents import Parents, read_parents
 
 @dataclass(frozen=True)
 class Views:
-    """How the sources of a recipe are seen: in other layers, under other tokens, as what kind of model."""
+    """The views of a recipe's sources: layer slices, tokens, chat template, kind of output, MoE."""
 
     slices: Sequence[Slice] = ()
     tokenizer: TokenizerRules | None = None
@@ -53,7 +53,7 @@ class Views:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Views:
-        """Return how a recipe sees its sources."""
+        """Return the views that a recipe asks for."""
         form = recipe.output.format
         return cls(recipe.slices, recipe.tokenizer, recipe.chat_template, form, recipe.moe)
 
@@ -63,16 +63,17 @@ _BY_TOKEN = Hint("tokenizer", "union")
 
 @dataclass(frozen=True)
 class OpenCheckpoints:
-    """The checkpoints of a recipe, and the statistics files of its experts where it names them.
+    """The open checkpoints of a recipe, and the statistics files that it names.
 
     Attributes:
-        base: what the experts were fine-tuned from.
-        experts: by name.
-        statistics: files by expert.
-        views: how they are seen.
-        text: tokens and chat template of the output, where they are not the base's.
-        adapters: those of the experts that are adapters.
-        adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
+        base: the checkpoint that the experts were fine-tuned from.
+        experts: checkpoints by name.
+        statistics: statistics files by expert.
+        views: the views that were applied to base and experts.
+        text: tokens and chat template of the output, if they are not the base's.
+        adapters: the experts that are adapters, by name.
+        adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
+            (`AdaptedBase`).
     """
 
     base: Checkpoint
@@ -84,24 +85,24 @@ class OpenCheckpoints:
     adapted: bool = False
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
-        """The base if there is one, then the experts, each with its key in reports."""
+        """Yield the base, if there is one, then the experts, each with its key in reports."""
         if self.base.is_source:
             yield BASE, self.base
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
 
     def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
-        """Plan one merge of them; see `plans`."""
+        """Plan one merge of these checkpoints; see `plans`."""
         (plan,), checkpoints = self.plans([recipe])
         return plan, checkpoints
 
     def plans(
         self, recipes: Sequence[Recipe], *, whole: bool = False
     ) -> tuple[list[Plan], OpenCheckpoints]:
-        """Plan merges of them, and return what the merges read.
+        """Plan merges of these checkpoints, and return the plans and the checkpoints that they read.
 
-        An adapter that is made of adapters needs no weights of their base, which may then be stored
-        quantised, and are not fetched or hashed.
+        A merge of adapters into an adapter needs no weights of the base. The base may then be stored
+        quantised, and its weights are neither fetched nor hashed.
         """
         adapted = recipes[0].output.format == "adapter" and len(self.adapters) == len(self.experts)
         base = AdaptedBase(self.base, self.experts.values()) if adapted else self.base
@@ -118,7 +119,7 @@ class OpenCheckpoints:
 
     @cached_property
     def _on_tokens(self) -> tuple[str, ...]:
-        """Which experts have other tokens than the base, whose rows are merged by number."""
+        """Notes on experts whose tokens differ from the base's but whose rows are merged by number."""
         by_token = self.text.vocabulary is not None
         folders = {n: e.folder for n, e in self.experts.items() if not by_token or e.is_adapter}
         folded = (
@@ -133,10 +134,10 @@ class OpenCheckpoints:
         )
 
     def materialize(self, *, leads: bool = True) -> None:
-        """Fetch what planning did not need, and check statistics files, which are read once for it.
+        """Fetch the files that planning did not need, and check statistics files by reading them once.
 
         Args:
-            leads: False: another process of the same merge checks the statistics.
+            leads: whether this process checks the statistics; False if another process of the merge does.
 
         Raises:
             InputError: the tensors of a statistics file have another hash than it states.
@@ -147,22 +148,25 @@ class OpenCheckpoints:
             file.check_content()
 
     def paths(self) -> list[Path]:
-        """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
+        """Return the paths of all sources, to check that no output overwrites them.
+
+        The path of a source that is not a local file does not exist.
+        """
         files = [file.path for file in self.statistics.values()]
         return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
 
     @cached_property
     def parents(self) -> Parents:
-        """Who they are, as the model card tells it; the cards of repositories are fetched."""
+        """The merged models and their licences, for the model card; cards of repositories are fetched."""
         return read_parents(self.all())
 
     @cached_property
     def companions(self) -> Mapping[str, str]:
-        """Hashes of the base's companion files when they were first asked for."""
+        """Hashes of the base's companion files, taken at the first access of this property."""
         return hash_companions(self.base.folder)
 
     def identity(self) -> dict[str, Json]:
-        """What tells these sources from others, for the digest of a plan."""
+        """Return facts that identify the sources, for the digest of a plan."""
         return {
             **{key: checkpoint.identity() for key, checkpoint in self.all()},
             **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
@@ -175,10 +179,10 @@ class OpenCheckpoints:
         }
 
     def check_resumable(self) -> None:
-        """Refuse sources of which nothing tells whether they are what an earlier run read.
+        """Check that every source shows whether it changed since an earlier run.
 
         Raises:
-            InputError: a server has no versions of their files.
+            InputError: a server gives no versions of its files.
         """
         for key, checkpoint in self.all():
             files = cast("dict[str, dict[str, int]]", checkpoint.identity().get("files", {}))
@@ -190,16 +194,16 @@ class OpenCheckpoints:
                 )
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
-        """The same for the engine, and a merged model that is inspected."""
+        """Return the sources for the engine, with the merged model if one is inspected."""
         found = {BASE: self.base, **dict(self.all())}
         return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
 
     def contents(self) -> Contents:
-        """What is hashed of each source."""
+        """Return the contents to hash, by source."""
         return {key: checkpoint.contents() for key, checkpoint in self.all()}
 
     def recorded(self, hashes: Hashes) -> dict[str, Json]:
-        """What covmerge.json says of them."""
+        """Return the record of the sources for covmerge.json: where each was read from, and its hashes."""
         found: dict[str, Json] = {
             key: {"source": checkpoint.source, "content": hashes[key]}
             for key, checkpoint in self.all()
@@ -209,16 +213,16 @@ class OpenCheckpoints:
         return found
 
     def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-        """Yield the keys of sources whose contents are not those that a manifest records."""
+        """Return the keys of sources whose contents differ from those in a manifest."""
         now: dict[str, Json] = {key: fingerprint(one) for key, one in self.all()}
         now |= {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
         return (key for key in now if recorded.get(key, {}).get("content") != now[key])
 
     def opener(self, plans: Sequence[Plan]) -> Opener:
-        """Return what opens the same sources in another process, which carries plans out.
+        """Return a function that opens the same sources in a worker process.
 
         Raises:
-            InputError: a source is a state dict, or a method a function, that no other process has.
+            InputError: a source is a state dict, or a method is a function, that other processes lack.
         """
         for origin in (origin for plan in plans for origin in plan.origins):
             if origin.is_typed or (origin.kind == "method" and registry.is_passed(origin.name)):
@@ -236,13 +240,14 @@ class OpenCheckpoints:
         self.check_versions()
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self.statistics.items()}
-        text = replace(self.text, files=None)  # which only the writer of the folder needs
+        # Only the process that writes the folder needs the tokenizer's files.
+        text = replace(self.text, files=None)
         described = Description(places, files, self.adapted, replace(self.views, text=text), {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
     def check_versions(self) -> None:
-        """Check that other processes could see a source change."""
+        """Raise if a source is on a server that lets no other process see whether the source changes."""
         for key, checkpoint in self.all():
             identity = checkpoint.identity()
             files: Any = identity["files"] if identity["kind"] == "remote" else {}
@@ -255,11 +260,11 @@ class OpenCheckpoints:
                 )
 
     def check_ties(self, plan: Plan) -> None:
-        """Check that tied tensors that are stored twice agree; not of a base that is not read.
+        """Check that tied tensors that are stored twice are equal. A base that is not read is skipped.
 
         Raises:
-            TensorError: two of them differ, so the config is wrong: one alone goes into the output, and
-                to drop the other would change the model.
+            TensorError: two tied tensors differ, so the config is wrong. The output has only one of them,
+                and without the other it would be a different model.
         """
         ties = [(expert, plan.tied[name]) for name, expert in self.experts.items()]
         of_base = [(self.base, plan.tied[None])] if self.base.decides else []
@@ -298,7 +303,7 @@ def open_checkpoints(
             except CheckpointError:
                 if not (adapters and is_quantised(stored)):
                     raise
-                return stored  # an adapter made of adapters may not need its weights
+                return stored  # a merge of adapters into an adapter may not need the base's weights
 
         def measured(path: str | Path) -> StatisticsFile:
             file = StatisticsFile.open(path)
@@ -350,9 +355,9 @@ def open_recipe(
     """Open the sources of a recipe.
 
     Args:
-        recipe: names them.
-        base: itself, where the recipe has a label in its place, as that of a state dict.
-        experts: themselves, likewise.
+        recipe: names the sources.
+        base: the base itself, if the recipe has only a label for it, such as that of a state dict.
+        experts: the experts themselves, if the recipe has only labels for them.
     """
     named = {name: expert.source for name, expert in recipe.experts.items()}
     with open_checkpoints(
@@ -365,21 +370,22 @@ def open_recipe(
 
 
 def statistics_of(recipe: Recipe) -> dict[str, str]:
-    """The statistics files that a recipe names, by expert."""
+    """Return the statistics files that a recipe names, by expert."""
     named = {name: expert.statistics for name, expert in recipe.experts.items()}
     return {name: file for name, file in named.items() if file is not None}
 
 
 @dataclass(frozen=True)
 class Description:
-    """What another process needs to open the same sources for itself.
+    """A description of sources, from which another process can open them.
 
     Attributes:
-        places: where each of them lies, by key.
-        statistics: files by expert.
-        adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
-        views: how they are seen.
-        identity: what tells them from others.
+        places: path, address or Hub name of each checkpoint, by key.
+        statistics: statistics files by expert.
+        adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
+            (`AdaptedBase`).
+        views: the views that are applied to the checkpoints.
+        identity: facts that identify the sources, to see whether one changed.
     """
 
     places: Mapping[str, str]
@@ -390,7 +396,7 @@ class Description:
 
     @contextmanager
     def __call__(self) -> Generator[Sources]:
-        """Open them."""
+        """Open the sources; raise if one changed after the description was made."""
         with self.open() as opened:
             if opened.identity() != self.identity:
                 raise CheckpointError(
@@ -401,7 +407,7 @@ class Description:
 
     @contextmanager
     def open(self) -> Generator[OpenCheckpoints]:
-        """Open them, whatever they are by now."""
+        """Open the sources without a check whether they changed."""
         prefix = expert_key("")
         experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
         base = self.places.get(BASE)
@@ -412,7 +418,7 @@ class Description:
 
 
 def _place(checkpoint: Checkpoint) -> str:
-    """Where a checkpoint lies, or what it is called on the Hub where it was not fetched."""
+    """Return the path or address of a checkpoint, or its name on the Hub if it was not fetched."""
     kind = checkpoint.identity()["kind"]
     if kind == "remote" or (kind == "hub" and checkpoint.folder is None):
         return checkpoint.source

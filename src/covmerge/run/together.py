@@ -1,4 +1,4 @@
-"""Several merges of the same checkpoints, so many in one reading as the memory holds."""
+"""Run several merges of the same checkpoints, as many in one reading as fit into memory."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from covmerge.run.work import Work
 
 @dataclass
 class Together:
-    """Merges of the same checkpoints."""
+    """A runner of several merges of the same checkpoints."""
 
     checkpoints: OpenCheckpoints
     options: RunOptions
     _recorded: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def check(self, recipe: Recipe) -> None:
-        """Plan a merge, and refuse one that the memory cannot hold."""
+        """Plan a merge, and raise if it does not fit into memory."""
         plan, _ = self.checkpoints.plan(recipe)
         self.options.memory([plan])
 
     def write(self, work: Sequence[tuple[Recipe, Path]]) -> dict[Path, MergeResult]:
-        """Merge each recipe to its folder; so many in one reading as the memory holds.
+        """Merge each recipe to its folder, as many in one reading as fit into memory.
 
         Raises:
-            InputError: as a merge. Folders that were begun are left.
+            InputError: for the reasons of a single merge. Unfinished folders are not removed.
             CheckFailed: a model failed its verification.
         """
         plans, checkpoints = self.checkpoints.plans([recipe for recipe, _ in work])
@@ -52,7 +52,7 @@ class Together:
         if len(alike) == 1:
             folders = (folder for _, folder in work)
             return self._write(list(zip(plans, folders, strict=True)), checkpoints)
-        # A weight of 0 leaves an expert out of what is read.
+        # Plans can read different tensors, as an expert of weight 0 is not read.
         recipes = {folder: recipe for recipe, folder in work}
         parts = [[(recipes[folder], folder) for _, folder in part] for part in alike.values()]
         return {folder: found for part in parts for folder, found in self.write(part).items()}
@@ -75,7 +75,7 @@ class Together:
         checkpoints.materialize()
         files = [OutputFiles(LocalFolder(folder), plan, checkpoints) for plan, folder in work]
         outputs = [file.output for file in files]
-        # The sources are hashed in the first reading.
+        # The sources are hashed only once, in the first reading.
         contents: Contents = {} if self._recorded else checkpoints.contents()
         together = Work(plans, checkpoints, memory, self.options)
         with closing(together.executor()) as executor:
@@ -101,7 +101,7 @@ def _weights(recipe: Recipe) -> list[Any]:
 
 
 def _read_of(plan: Plan) -> tuple[object, ...]:
-    """What a plan reads of the experts: plans that share a reading read the same."""
+    """Return the tensors and rows that a plan reads; only plans that read the same share a reading."""
     return tuple(
         tuple((o.source, o.tensor, o.rows) for o in tensor.operands.values())
         for tensor in plan.tensors

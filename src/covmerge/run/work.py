@@ -1,4 +1,4 @@
-"""Plans over open checkpoints with the memory that they get, and how they are carried out."""
+"""Carry out plans over open checkpoints, with a memory plan and the options of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covmerge.run.sources import OpenCheckpoints
 
 @dataclass(frozen=True)
 class Work:
-    """What is settled before the first tensor is read."""
+    """Everything that a run needs before the first tensor is read: plans, checkpoints, memory, options."""
 
     plans: Sequence[Plan]
     checkpoints: OpenCheckpoints
@@ -31,17 +31,17 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        """The only plan."""
+        """The plan of a run that has only one."""
         (plan,) = self.plans
         return plan
 
     @property
     def context(self) -> Context:
-        """What all items need to know."""
+        """The settings that all work items share."""
         return Context(self.plans[0].compute_dtype, self.options.torch_device)
 
     def executor(self) -> Executor:
-        """Return what carries the plans out; it is to be closed."""
+        """Return the executor that carries out the plans; the caller closes it."""
         return self.options.executor(self.memory, partial(self.checkpoints.opener, self.plans))
 
     def run(
@@ -53,7 +53,7 @@ class Work:
         journal: Journal | None = None,
         compare: bool = False,
     ) -> tuple[list[RunResult], Hashes]:
-        """Carry the plans out in one reading, and hash the sources meanwhile."""
+        """Carry out the plans in one reading, and hash the sources at the same time."""
         self.checkpoints.check_ties(self.plans[0])
         with (
             naming_lost(self.checkpoints.experts),
