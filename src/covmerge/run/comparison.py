@@ -61,7 +61,7 @@ _LABEL = re.compile(r"[\w.=+-]{1,150}")  # a folder name that is valid on every 
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line in the comparison.
+    """One method's row in the comparison.
 
     Attributes:
         label: name of the row and of its folder: the method's name, then the parameters given with it.

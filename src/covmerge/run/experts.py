@@ -42,7 +42,7 @@ def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _found_at(checkpoint: Checkpoint) -> Hashable | None:
-    """Return the address or resolved path of a checkpoint; None if it has neither."""
+    """Return the Hub name, address or resolved path of a checkpoint; None if it has none of them."""
     if "://" in checkpoint.source:
         return checkpoint.hub or checkpoint.source
     path = Path(checkpoint.source).expanduser()

@@ -382,7 +382,7 @@ def _farthest(
 
 
 def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance from each number to the next larger one in a dtype."""
+    """Return the distance from each number to the next one of larger magnitude in a dtype."""
     info = torch.finfo(dtype)
     size = values.double().abs().clamp_min(info.tiny)
     exponent = torch.frexp(size).exponent - 1

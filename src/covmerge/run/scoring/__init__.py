@@ -1,8 +1,8 @@
-"""How good models are, by a scorer that the caller names.
+"""Score models with a scorer that the caller names.
 
-scorer     what a scorer is; scorers by name, and a command that is run on each model
-lm_eval, sentences, texts   evaluators of other libraries, by name; `files` reads their examples
-values     what a scorer returned, checked; intervals by the paired bootstrap over examples
-table      methods by tasks, as text, CSV and LaTeX
-job        score several models; scores that were taken before, in scores.json
+scorer     the protocol of a scorer; named scorers, and commands that run on each model
+lm_eval, sentences, texts   named scorers that use other libraries; `files` reads their examples
+values     scores, checked; intervals by the paired bootstrap over examples
+table      scores of methods by task, as text, CSV and LaTeX
+job        score several models; reuse the scores of earlier runs from scores.json
 """

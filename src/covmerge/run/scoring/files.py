@@ -1,4 +1,4 @@
-"""Models scored on the examples of files, by a library: CSV with a head line, or JSON lines."""
+"""Score models on the examples of files (CSV with a header line, or JSON lines) with a library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_BYTES = 2**30
 
 
 class FilesScorer:
-    """A scorer of files, by a library that has its name.
+    """A scorer on the examples of files, named after the library that it uses.
 
     Args:
-        library: its name.
-        wanted: the files.
-        check: refuses a file that cannot be read.
-        score: gives a model's scores on the files.
+        library: name of the library.
+        wanted: paths of the files.
+        check: raises for a file that cannot be read.
+        score: returns a model's scores on the files.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FilesScorer:
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Return a hash of the content of some files."""
+    """Return a hash of the contents of some files."""
     found = hashlib.sha256()
     for path in paths:
         found.update(hashlib.sha256(read_regular(path, _MOST_BYTES)).digest())
@@ -67,8 +67,8 @@ def read_columns(path: Path, choices: Collection[tuple[str, ...]]) -> dict[str, 
     """Return the columns that a scorer needs.
 
     Args:
-        path: `.csv`, or `.jsonl` with one object a line.
-        choices: sets of columns; the first one that the file has is read.
+        path: a `.jsonl` or `.ndjson` file with one object a line; any other file is read as CSV.
+        choices: sets of columns; the first set that the file has is read.
     """
     try:
         text = read_regular(path, _MOST_BYTES).decode()

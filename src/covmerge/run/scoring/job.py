@@ -1,4 +1,4 @@
-"""Score several models, and keep the scores."""
+"""Score several models, and save the scores."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from covmerge.run.scoring.scorer import Command, Scorer
 from covmerge.run.scoring.table import CSV_NAME, LATEX_NAME, SCORES_NAME, Scored, ScoreTable
 from covmerge.run.scoring.values import Scores, score_of
 
-# What comes of a scorer, on one model or on several at once.
+# Run a scorer on one model, or on several models at once.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of scoring a model."""
+    """The scores of a model, or why it has none."""
 
     scores: Scores | None
     failed: str | None
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def check_scorers(scorer: Scorer, scorers: int) -> None:
-    """Refuse a number of models that cannot be scored at once."""
+    """Raise if the scorer cannot score so many models at once."""
     if scorers < 1:
         raise InputError(f"{Hint('scorers', scorers)}: give 1 or more")
     if scorers > 1 and not isinstance(scorer, Command):
@@ -50,7 +50,7 @@ def check_scorers(scorer: Scorer, scorers: int) -> None:
 
 
 def outcomes(scorer: Scorer, folders: Sequence[Path], scorers: int) -> Iterator[Outcome]:
-    """Score models, so many at once, and return what came of each, in their order."""
+    """Score models, `scorers` of them at once, and yield the outcome of each in order."""
     if scorers == 1:
         yield from map(partial(_outcome, scorer.score), folders)
         return
@@ -69,9 +69,7 @@ def outcomes(scorer: Scorer, folders: Sequence[Path], scorers: int) -> Iterator[
     with ThreadPoolExecutor(scorers) as pool:
         try:
             yield from pool.map(score, folders)
-        except (
-            BaseException
-        ):  # the pool waits for its threads, one of which may be starting a command
+        except BaseException:  # the pool waits for its threads, and one may be starting a command
             stopped.set()
             scorer.stop()
             raise
@@ -83,14 +81,14 @@ def _outcome(score: Callable[[Path], Scores], folder: Path) -> Outcome:
         scores = score(folder)
     except CovmergeError as error:
         failed = str(error)
-    except Exception as error:  # evaluators and functions of others may raise anything
+    except Exception as error:  # code of evaluators and callers may raise anything
         failed = f"{type(error).__name__}: {error}"
     return Outcome(scores, failed, time.perf_counter() - started)
 
 
-# Scores that were taken before, saved in a file beside the models.
+# Scores of earlier runs, saved in a file beside the models.
 
-# One of which the folder of a whole model has.
+# The folder of a whole model has at least one of these files.
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _MOST_VALUES = 30_000_000
 
@@ -100,10 +98,10 @@ class Candidate:
     """A model to be scored.
 
     Attributes:
-        label: what it is called in the table.
-        folder: where it is.
-        hash: of all its bytes; None where nobody knows it, and no score is saved.
-        bound: whether it is the base or an expert.
+        label: name of the model in the table.
+        folder: folder of the model.
+        hash: a hash that covers all bytes of the model; None if unknown, and then no score is saved.
+        bound: whether the model is the base or an expert.
     """
 
     label: str
@@ -113,7 +111,7 @@ class Candidate:
 
     @classmethod
     def merged(cls, label: str, folder: Path) -> Candidate:
-        """An output of covmerge, whose manifest has the hash of every file."""
+        """Return an output of covmerge, with the hash of its manifest, which has the hash of every file."""
         content = read_regular(folder / MANIFEST_NAME, MAX_BYTES)
         return cls(label, folder, hashlib.sha256(content).hexdigest())
 
@@ -121,12 +119,12 @@ class Candidate:
 def candidates(
     out: Path, labels: Sequence[str], *, bounds: bool
 ) -> tuple[list[Candidate], list[str]]:
-    """Return the models of a comparison, and what is not scored and why.
+    """Return the models of a comparison to score, and notes on sources that cannot be scored.
 
     Args:
-        out: its folder.
-        labels: of its models.
-        bounds: take the base and the experts too, which come first.
+        out: folder of the comparison.
+        labels: labels of the merged models.
+        bounds: whether to include the base and the experts, which then come first.
     """
     found: list[Candidate] = []
     left_out: list[str] = []
@@ -153,14 +151,14 @@ def _digest(content: object) -> str:
 
 
 class SavedScores:
-    """Scores by what they depend on: the model's hash and the scorer's key."""
+    """Saved scores, by the model's hash and the scorer's key."""
 
     def __init__(self, entries: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._entries = dict(entries or {})
 
     @classmethod
     def read(cls, path: Path) -> SavedScores:
-        """Read a file of scores; none where there is no file."""
+        """Read a file of scores; without a file, there are no saved scores."""
         if not path.is_file():
             return cls()
         try:
@@ -175,7 +173,7 @@ class SavedScores:
         return cls(entries)
 
     def find(self, model: Candidate, key: str | None) -> tuple[Scores, float] | None:
-        """Return the scores of a model and the seconds that they took, if they are saved."""
+        """Return a model's saved scores and the seconds that scoring took; None if none are saved."""
         entry = self._entries.get(_of(model, key) or "")
         if entry is None:
             return None
@@ -185,7 +183,7 @@ class SavedScores:
     def add(
         self, model: Candidate, key: str | None, scorer: str, scores: Scores, seconds: float
     ) -> None:
-        """Keep the scores of a model, where it is known what they depend on."""
+        """Add the scores of a model, if its hash and the scorer's key are known."""
         place = _of(model, key)
         if place is not None:
             self._entries[place] = {
@@ -196,7 +194,7 @@ class SavedScores:
             }
 
     def write(self, path: Path) -> None:
-        """Write the file, whole."""
+        """Replace the file of scores."""
         content: dict[str, Any] = {"covmerge": __version__, "scores": self._entries}
         replace_file(path, dumps(content, what=path.name) + "\n")
 
@@ -211,20 +209,20 @@ class ScoreProgress(Protocol):
     """Receives the progress of scoring."""
 
     def start(self, total: int | None) -> None:
-        """So many models are to be scored."""
+        """Report how many models will be scored."""
 
     def begin(self, label: str) -> None:
-        """A model is being scored."""
+        """Report that scoring of a model begins."""
 
     def advance(self) -> None:
-        """It is scored, or could not be."""
+        """Report that a model was scored, or failed."""
 
     def finish(self) -> None:
-        """All are."""
+        """Report that scoring has ended."""
 
 
 class _Unseen(ScoreProgress):
-    """Progress for callers that want none."""
+    """A progress receiver that shows nothing."""
 
 
 UNSEEN = _Unseen()
@@ -238,18 +236,18 @@ def score_models(
     scorers: int = 1,
     progress: ScoreProgress = UNSEEN,
 ) -> ScoreTable:
-    """Score the models that have no saved score, and write the table as CSV and LaTeX.
+    """Score the models that have no saved scores, and write the table as CSV and LaTeX.
 
-    A model whose scoring fails is named in the table, and the others are scored. Tables of an earlier
-    run are removed first: they are of other scores.
+    If scoring of a model fails, the table lists the failure and the other models are still scored.
+    Tables of an earlier run are removed first, as they have other scores.
 
     Args:
-        models: in the order of the table.
-        scorer: what scores them.
-        folder: of the table and of scores.json.
-        saved: scores that were taken before.
-        scorers: how many models are scored at once.
-        progress: receives how far it is.
+        models: the models, in the order of the table.
+        scorer: the scorer.
+        folder: folder of the tables and of scores.json.
+        saved: scores of earlier runs.
+        scorers: number of models that are scored at once.
+        progress: receives the progress of scoring.
     """
     for name in (CSV_NAME, LATEX_NAME):
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""lm-eval as a scorer: `lm-eval:arc_easy,gsm8k`, or with a folder of own tasks, `lm-eval:./tasks,mine`."""
+"""Score with lm-eval: `lm-eval:arc_easy,gsm8k`, or `lm-eval:./tasks,mine` with a folder of own tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covmerge.run.scoring.values import Score, Scores
 
 
 def open_scorer(wanted: Sequence[str]) -> Scorer:
-    """Return the scorer of some tasks; a folder among them has definitions of further tasks."""
+    """Return a scorer on lm-eval tasks; a folder among the names holds definitions of own tasks."""
     folders = [part for part in wanted if Path(part).is_dir()]
     tasks = [part for part in wanted if part not in folders]
     if len(folders) > 1 or not tasks:
@@ -60,12 +60,12 @@ def evaluate(
     device: str | None = None,
     samples: bool = False,
 ) -> Any:
-    """Return what `lm_eval.simple_evaluate` finds of a model, or of an adapter of its base.
+    """Return the result of `lm_eval.simple_evaluate` for a model, or for an adapter on its base.
 
     Raises:
-        InputError: a folder or a task is not there, or what they need cannot be fetched.
+        InputError: a folder or a task does not exist, or a file that they need cannot be fetched.
     """
-    # Not at the head: it is optional, and takes seconds. Its annotations are partial.
+    # Imported here: lm-eval is optional, and its import takes seconds. Its annotations are partial.
     lm_eval: Any = importlib.import_module("lm_eval")
     arguments = _model_arguments(folder)
     manager = task_manager(tasks, include_path)
@@ -83,15 +83,17 @@ def evaluate(
     except OSError as error:
         if error.errno is not None:
             raise
-        # transformers' and datasets' own, for what is neither on the disk nor to be fetched.
+        # transformers and datasets raise OSError without errno for missing files that cannot be fetched.
         raise InputError(f"{folder} cannot be evaluated on {', '.join(tasks)}: {error}") from error
 
 
 def task_manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
-    """Return lm-eval's index, with its own 14 000 definitions, which take it tens of seconds, if needed.
+    """Return lm-eval's index of tasks; its own 14 000 definitions are loaded only if needed.
+
+    Loading them takes tens of seconds.
 
     Raises:
-        InputError: there is no such folder, or no such task.
+        InputError: the folder or a task does not exist.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise InputError(f"{include_path} is no folder: name one that holds definitions of tasks")
@@ -110,7 +112,7 @@ def task_manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
 
 
 def _near(task: str, known: Sequence[str]) -> str:
-    """Return the nearest name; all of them are too many to list."""
+    """Return a hint with the nearest task name, as lm-eval has too many tasks to list."""
     near = did_you_mean(task, known)
     if near.startswith(" Did"):
         return near
@@ -128,7 +130,7 @@ def _model_arguments(folder: Path) -> dict[str, Any]:
 
 
 def _scores(found: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[str, Score]]:
-    """The first metric of each task; of a tag, which has none of its own, those of its members."""
+    """Yield the first metric of each task. A tag has no metric, so its member tasks are used."""
     results: Mapping[str, Mapping[str, Any]] = found["results"]
     tasks = [task for task in wanted if task in results and _first(results[task])]
     if not tasks:
@@ -149,7 +151,7 @@ def _scores(found: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[s
 
 
 def _first(entries: Mapping[str, Any]) -> str | None:
-    """The first number among lm-eval's `{"alias": ..., "acc,none": 0.5, "acc_stderr,none": 0.1}`."""
+    """Return the key of the first metric in `{"alias": ..., "acc,none": 0.5, "acc_stderr,none": 0.1}`."""
     for key, value in entries.items():
         metric, comma, _ = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):

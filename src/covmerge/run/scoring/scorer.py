@@ -1,4 +1,4 @@
-"""What a scorer is, and how one is named."""
+"""The protocol of a scorer, the scorers by name, and commands as scorers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import printable
 from covmerge.run.scoring.values import Scores, printed_scores, scores_of
 
-# A scorer that is a command: run once for each model, without a shell.
+# A command as a scorer: it runs once for each model, without a shell.
 
-MODEL = "{model}"  # where the model's folder goes
-NUMBER = (
-    "COVMERGE_SCORER"  # environment variable: which of the commands that run at once it is, from 0
-)
-_LINES, _WIDTH = 10, 300  # of a failed command's output that are shown
-_MOST_BYTES = 2**26  # of a command's output; of a file whose content tells one scorer from another
+MODEL = "{model}"  # placeholder of the model's folder
+# Environment variable with the number of a command, from 0, among the commands that run at once.
+NUMBER = "COVMERGE_SCORER"
+_LINES, _WIDTH = 10, 300  # limits of the shown output of a failed command
+_MOST_BYTES = 2**26  # of a command's output, and of a file that is hashed into the key
 _SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "fish"})
 _BY_SHELL = '\'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
@@ -39,15 +38,15 @@ _BY_SHELL = '\'sh -c "python eval.py \\"$1\\" | tail -n 1" sh {model}\''
 class Command:
     """A command in which `{model}` stands for the model's folder.
 
-    The command is split into words as a shell does it, and then the folder is put into them: whatever
-    its name holds, it stays part of one word. Nothing else is interpreted.
+    The command is split into words as a shell does it, and then the folder replaces `{model}`. The
+    folder stays part of one word, whatever characters it has. Nothing else is interpreted.
 
     Args:
         text: the command.
-        known: scorers that could be meant where it is none.
+        known: names of scorers, which the error lists if the text has no `{model}`.
 
     Raises:
-        InputError: it is no command, has no `{model}`, or needs a shell.
+        InputError: the text cannot be split into words, has no `{model}`, or needs a shell.
 
     Example:
         >>> Command("python eval.py --model {model}").words(Path("a b"))
@@ -81,10 +80,10 @@ class Command:
 
     @property
     def key(self) -> str:
-        """The command, and the content of the files that it names."""
+        """A hash of the command and of the contents of the files that it names."""
         found = hashlib.sha256(self.name.encode())
         for word in self._words:
-            for name in (word, word.partition("=")[2]):  # and of `--data=FILE`
+            for name in (word, word.partition("=")[2]):  # the second is FILE in `--data=FILE`
                 if name and MODEL not in name and _is_small_file(name):
                     found.update(hashlib.sha256(Path(name).read_bytes()).digest())
         return found.hexdigest()
@@ -101,9 +100,9 @@ class Command:
         return [word.replace(MODEL, str(model)) for word in self._words]
 
     def score(self, model: Path, number: int = 0, stopped: Event | None = None) -> Scores:
-        """Run the command on a model; `number` tells those apart that run at once.
+        """Run the command on a model; `number` is its place among the commands that run at once.
 
-        It is ended as soon as it has begun where `stopped` is set.
+        If `stopped` is set, the command is killed as soon as it has started.
         """
         command = self.words(model)
         shown = printable(shlex.join(command))
@@ -149,7 +148,7 @@ class Command:
                 self._running.discard(process)
 
     def stop(self) -> None:
-        """End what runs in other threads."""
+        """Kill the commands that run in all threads."""
         for process in list(self._running):
             process.kill()
 
@@ -157,13 +156,13 @@ class Command:
 def _is_small_file(word: str) -> bool:
     try:
         found = Path(word).stat()
-    except (OSError, ValueError):  # such as a script that is too long for a name
+    except (OSError, ValueError):  # for example, a script is too long for a file name
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
 
 
 def _in_script(command: Sequence[str]) -> bool:
-    """Whether the folder's name would be part of what a shell interprets."""
+    """Return whether the folder's name would be part of a script that a shell interprets."""
     if Path(command[0]).name not in _SHELLS:
         return False
     return any(
@@ -173,7 +172,7 @@ def _in_script(command: Sequence[str]) -> bool:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """The last lines of what a command wrote."""
+    """Return the last lines of a command's output."""
     size = file.seek(0, 2)
     file.seek(max(0, size - _LINES * 10 * _WIDTH))
     lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
@@ -183,44 +182,44 @@ def _tail(file: IO[bytes]) -> str:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Says how good a model is."""
+    """An object that scores models."""
 
     @property
     def name(self) -> str:
-        """What people call it: the command, or a name with its tasks."""
+        """The shown name of the scorer: the command, or a name with its tasks."""
         ...
 
     @property
     def key(self) -> str | None:
-        """What a score depends on beside the model; None: nobody knows, and no score is saved."""
+        """A key of all that a score depends on beside the model; None if unknown: no score is saved."""
         ...
 
     def check(self) -> None:
-        """Refuse, before anything is merged, what cannot be run."""
+        """Raise, before any merge begins, if the scorer cannot run."""
         ...
 
     def score(self, model: Path) -> Scores:
         """Score a model.
 
         Raises:
-            CovmergeError: it failed; the message says how.
+            CovmergeError: scoring failed; the message says how.
         """
         ...
 
 
-# What a caller may pass: a command, a name, an object, or a function of a folder.
+# A caller may pass a command, a name, a scorer object, or a function that takes a folder.
 AnyScorer = str | Scorer | Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
 class Named:
-    """A scorer that has a name.
+    """A scorer that has a name, followed by a colon and arguments.
 
     Attributes:
-        module: of this folder, whose `open_scorer` makes it of what follows the name.
-        package: that it needs.
-        install: how that is installed.
-        example: of what follows the name.
+        module: a module of this folder; its `open_scorer` makes the scorer from the arguments.
+        package: the package that the scorer needs.
+        install: argument of `pip install` for the package.
+        example: example of the arguments.
     """
 
     module: str
@@ -239,7 +238,7 @@ NAMED: Mapping[str, Named] = {
 
 
 def scorer_of(given: AnyScorer) -> Scorer:
-    """Return the scorer that a caller named."""
+    """Return the scorer for a command, a name, an object or a function."""
     if isinstance(given, str):
         name, colon, arguments = given.partition(":")
         if colon and name in NAMED:
@@ -261,7 +260,7 @@ def _named(name: str, arguments: str) -> Scorer:
 
 
 class _Function:
-    """A caller's function of a folder; no score of it is saved, as nobody knows what it depends on."""
+    """A caller's function of a folder. Its dependencies are unknown, so its scores are not saved."""
 
     key = None
 

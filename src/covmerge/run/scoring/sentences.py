@@ -1,4 +1,4 @@
-"""sentence-transformers' evaluators as a scorer: `sentence-transformers:sts.csv,triplets.csv`."""
+"""Score with evaluators of sentence-transformers: `sentence-transformers:sts.csv,triplets.csv`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covmerge.run.scoring.files import FilesScorer, read_columns
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores
 
-# By the columns of a file: the evaluator that takes them in this order.
+# The evaluator for each set of columns, which it takes in this order.
 _EVALUATORS: dict[tuple[str, ...], str] = {
     ("sentence1", "sentence2", "score"): "EmbeddingSimilarityEvaluator",
     ("sentence1", "sentence2", "label"): "BinaryClassificationEvaluator",
@@ -21,7 +21,7 @@ _EVALUATORS: dict[tuple[str, ...], str] = {
 
 
 def open_scorer(wanted: Sequence[str]) -> Scorer:
-    """Return the scorer of some files; their columns say by which evaluator."""
+    """Return a scorer on some files; the columns of a file decide its evaluator."""
     return FilesScorer("sentence-transformers", wanted, _evaluator, _scores)
 
 

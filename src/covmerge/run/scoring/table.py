@@ -1,4 +1,4 @@
-"""Methods by tasks, with intervals where there are examples."""
+"""The table of scores: models by tasks, with intervals if scores of examples are known."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Scored:
     """One row: a model and its scores.
 
     Attributes:
-        label: what the model is called.
-        scores: by task.
-        seconds: that scoring it took.
-        kept: whether the scores were taken by an earlier run.
-        bound: whether it is the base or an expert, and no merge.
+        label: name of the model.
+        scores: scores by task.
+        seconds: seconds that scoring took.
+        kept: whether the scores are from an earlier run.
+        bound: whether the model is the base or an expert, and no merge.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Scored:
 
 @dataclass(frozen=True, repr=False)
 class ScoreTable(Tabular):
-    """What a scorer found."""
+    """The scores of several models by one scorer."""
 
     scorer: str
     rows: tuple[Scored, ...]
@@ -51,36 +51,36 @@ class ScoreTable(Tabular):
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
-        """All tasks, in the order in which they came."""
+        """All tasks, in the order of their first appearance."""
         return tuple(dict.fromkeys(task for row in self.rows for task in row.scores))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The tasks, and their mean where there are several."""
+        """The tasks, and the column of their mean if there are several tasks."""
         return (*self.tasks, self._free_name(MEAN)) if len(self.tasks) > 1 else self.tasks
 
     def value(self, row: Scored, column: str) -> float | None:
-        """Return a score, or the mean over the tasks; None where the model has no score of one."""
+        """Return a score, or the mean over the tasks; None if the model lacks a score for it."""
         wanted = self._of(column)
         if any(task not in row.scores for task in wanted):
             return None
         return fmean(row.scores[task].value for task in wanted)
 
     def interval(self, row: Scored, column: str) -> Interval | None:
-        """Return the 95 % interval over the examples; None where examples are not known."""
+        """Return the 95 % interval over the examples; None if scores of examples are not known."""
         found = self._examples(row, column)
         sampled = self._resamples(column)
         return None if found is None or sampled is None else sampled.mean(found)
 
     def best(self, column: str, among: Collection[str] | None = None) -> str | None:
-        """Return the model with the highest score, of some or of all; None where no number is finite."""
+        """Return the label with the highest score, of `among` or of all; None if no score is finite."""
         rows = [row for row in self.rows if among is None or row.label in among]
         known = {row.label: v for row in rows if (v := self.value(row, column)) is not None}
         finite = {label: value for label, value in known.items() if isfinite(value)}
         return max(finite, key=finite.__getitem__) if finite else None
 
     def lead(self, label: str, other: str, column: str) -> Interval | None:
-        """Return how far one model is above another, on the same examples."""
+        """Return one model's lead over another on the same examples; None if examples are not known."""
         rows = {row.label: row for row in self.rows}
         one, two = (self._examples(rows[name], column) for name in (label, other))
         sampled = self._resamples(column)
@@ -89,7 +89,7 @@ class ScoreTable(Tabular):
         return sampled.difference(one, two)
 
     def notes(self) -> list[str]:
-        """Say where scores, or intervals, are missing, and which scores are not of this run."""
+        """Return notes on missing scores and intervals, and on scores of an earlier run."""
         lacking = [
             f"{row.label} has no score of {', '.join(lacks)}, and no mean"
             for row in self.rows
@@ -113,7 +113,7 @@ class ScoreTable(Tabular):
         return [*lacking, *infinite, *uneven, *(again if kept else [])]
 
     def table(self) -> Table:
-        """A row for each model: scores, with their intervals where there are examples, and seconds."""
+        """Return one row per model: scores, intervals if scores of examples are known, and seconds."""
         columns = [self._free_name("model")]
         for column in self.columns:
             columns += [column, *(f"{column} {end}" for end in self._ends(column))]
@@ -129,7 +129,7 @@ class ScoreTable(Tabular):
         return Table((*columns, self._free_name("seconds")), tuple(rows))
 
     def latex(self) -> str:
-        """The table for a paper: booktabs, the highest merge of each column in bold."""
+        """Return a LaTeX table with booktabs; the best merge of each column is bold."""
         best = {column: self._highest(column) for column in self.columns}
         head = " & ".join(["Method", *map(_escaped, self.columns)])
         lines = [
@@ -158,12 +158,12 @@ class ScoreTable(Tabular):
         return f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         failed = (paragraph(f"{label}: {why}") for label, why in self.failed.items())
         return "".join([paragraph(repr(self)), *failed, table_html(self.table())])
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the table as plain JSON."""
         return {
             "scorer": self.scorer,
             "failed": dict(self.failed),
@@ -179,7 +179,7 @@ class ScoreTable(Tabular):
         return self.tasks if column == self._free_name(MEAN) and len(self.tasks) > 1 else (column,)
 
     def _free_name(self, name: str) -> str:
-        """The name of a column that is no task's."""
+        """Return a column name that no task has."""
         while name in self.tasks:
             name = f"covmerge's {name}"
         return name
@@ -195,13 +195,13 @@ class ScoreTable(Tabular):
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Examples by task, where every model was scored on as many."""
+        """Number of examples by task, for tasks with the same number for every model."""
         counts = self._counts.items()
         return {t: next(iter(sizes)) for t, sizes in counts if len(sizes) == 1 and sizes != {0}}
 
     @cached_property
     def _counts(self) -> dict[str, set[int]]:
-        """By task on how many examples models were scored; 0 where only a number is known."""
+        """All numbers of examples that models have, by task; 0 stands for a score without examples."""
         return {
             task: {
                 len(row.scores[task].examples or ())
@@ -232,7 +232,7 @@ class ScoreTable(Tabular):
         }
 
     def _highest(self, column: str) -> str:
-        """The highest score of a column as it is written: equal ones are equally good."""
+        """Return a column's highest score as text; scores that round to the same text are equally good."""
         values = [
             v for row in self.rows if not row.bound and (v := self.value(row, column)) is not None
         ]
@@ -250,7 +250,7 @@ class ScoreTable(Tabular):
 
 
 def written(value: float) -> str:
-    """Write a score.
+    """Return a score as text; larger numbers have fewer decimals.
 
     Example:
         >>> written(0.71234), written(1.0), written(81.26), written(-1234.5), written(float("nan"))

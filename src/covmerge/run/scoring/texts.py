@@ -1,7 +1,7 @@
-"""transformers as a scorer: `transformers:test.csv` with `text` and `label`, or with `text` alone.
+"""Score with transformers: `transformers:test.csv`, with columns `text` and `label`, or only `text`.
 
-With labels it is the share of texts that the model classifies right. Without them it is the mean
-log-probability of a token under a causal language model.
+With labels, the score is the share of texts that the model classifies correctly. Without labels, the
+score is the mean log-probability of a token under a causal language model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BATCH = 16
 
 
 def open_scorer(wanted: Sequence[str]) -> Scorer:
-    """Return the scorer of some files."""
+    """Return a scorer on some files."""
     return FilesScorer("transformers", wanted, _columns, _scores)
 
 
@@ -46,10 +46,10 @@ def _score(model: Path, file: Path) -> Score:
 
 
 def _load(model: Path, kind: str) -> tuple[Any, Any]:
-    """Return model and tokenizer.
+    """Load and return a model and its tokenizer.
 
     Raises:
-        CheckFailed: transformers would draw some of the weights at random.
+        CheckFailed: the model cannot be loaded, or lacks weights, which transformers would draw at random.
     """
     transformers: Any = import_module("transformers")
     try:

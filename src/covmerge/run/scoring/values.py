@@ -1,4 +1,4 @@
-"""What a scorer returned: a number, or by task a number or one score for each example."""
+"""Scores: check what a scorer returns, and compute intervals over the examples."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _FORMS = "a number, or {task: number}, or {task: list of one number for each exa
 
 @dataclass(frozen=True)
 class Score:
-    """How a model does on one task.
+    """The score of a model on one task.
 
     Attributes:
-        value: more is better; NaN where it, or an example, is not finite.
-        examples: one number for each example, whose mean is the value; None where only the value is known.
+        value: the score, higher is better; NaN if the score, or that of an example, is not finite.
+        examples: one score per example, whose mean is the value; None if only the value is known.
     """
 
     value: float
     examples: tuple[float, ...] | None = None
 
     def as_json(self) -> Json:
-        """What `score_of` reads."""
+        """Return the JSON that `score_of` reads."""
         if self.examples is not None:
             return list(self.examples)
         return self.value if isfinite(self.value) else None
@@ -46,14 +46,15 @@ Scores = Mapping[str, Score]
 
 
 def scores_of(returned: object, source: str) -> dict[str, Score]:
-    """Check what a scorer returned.
+    """Check the value that a scorer returned, and return scores by task.
 
     Args:
-        returned: a number, or by task a number or a sequence of numbers; arrays and tensors are sequences.
-        source: what returned it, for messages.
+        returned: a number, or a mapping from task to a number or a sequence of numbers, one per example.
+            Arrays and tensors count as sequences.
+        source: name of the scorer, for messages.
 
     Raises:
-        InputError: it is nothing of these.
+        InputError: the value has none of these forms.
 
     Example:
         >>> scores_of({"sts": [1, 0, 1, 1]}, "it")["sts"].value
@@ -68,10 +69,10 @@ def scores_of(returned: object, source: str) -> dict[str, Score]:
 
 
 def printed_scores(text: str, source: str) -> dict[str, Score]:
-    """Read what a command printed: the whole of it is JSON, or its last line that is not empty.
+    """Read scores from a command's output: all of it, or its last non-empty line, is JSON.
 
     Raises:
-        InputError: neither is a score.
+        InputError: neither is JSON, or the JSON holds no valid scores.
     """
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     for part in (text, last):
@@ -87,7 +88,7 @@ def printed_scores(text: str, source: str) -> dict[str, Score]:
 
 
 def score_of(stored: Json) -> Score:
-    """Read `Score.as_json`."""
+    """Return a score from the JSON of `Score.as_json`."""
     return Score(nan) if stored is None else _score(stored, ONE_TASK, "scores.json")
 
 
@@ -115,13 +116,13 @@ def _score(value: object, task: object, source: str) -> Score:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real)  # a bool is one: right or wrong
+    return isinstance(value, Real)  # a bool counts as a number: right or wrong
 
 
 def _finite(value: Any) -> float:
     try:
         number = float(value)
-    except OverflowError:  # of an integer
+    except OverflowError:  # the integer is too large
         return nan
     return number if isfinite(number) else nan
 
@@ -133,11 +134,11 @@ def _mean_of_examples(values: Sequence[float]) -> float:
         return nan
 
 
-# Intervals by the paired bootstrap over examples: every model meets the same resamples.
+# Intervals by the paired bootstrap over examples: all models use the same resamples.
 
 DRAWS = 2000
 LEVEL = 0.95
-_GROUPS = 8000  # that are drawn: 128 MB; of more examples an interval hardly depends on it
+_GROUPS = 8000  # most groups of examples that are drawn (128 MB); more would hardly help
 
 Array = NDArray[np.float64]
 OfSeeds = Mapping[str, Sequence[Sequence[float]]]
@@ -153,15 +154,15 @@ class Interval:
 
     @property
     def clear(self) -> bool:
-        """Whether it leaves 0 out."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 class Resamples:
-    """Draws of each task's test examples.
+    """Bootstrap resamples of each task's test examples.
 
-    The statistic is the mean over tasks of the mean over examples and training seeds. Examples are
-    drawn, seeds are not: an interval says how far the result depends on the examples.
+    The statistic is the mean over tasks of the mean over examples and training seeds. Only examples are
+    resampled, not seeds: an interval shows how much the result depends on the examples.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -169,15 +170,15 @@ class Resamples:
         self._tasks = {task: _Draws(draw, size) for task, size in sizes.items()}
 
     def mean(self, scores: OfSeeds) -> Interval:
-        """Return the mean of a model's scores.
+        """Return the mean of a model's scores, with its interval.
 
         Args:
-            scores: by task, for each seed the score of every example.
+            scores: by task, the scores of all examples for each seed.
         """
         return _interval(self._draws(scores), _mean_over_seeds(scores))
 
     def difference(self, scores: OfSeeds, other: OfSeeds) -> Interval:
-        """Return the mean of a model's scores less that of another's."""
+        """Return the mean of a model's scores minus the mean of another's, with its interval."""
         return _interval(
             self._draws(scores) - self._draws(other),
             _mean_over_seeds(scores) - _mean_over_seeds(other),
@@ -192,7 +193,10 @@ class Resamples:
 
 
 class _Draws:
-    """How often each draw has each example of one task; of many examples, each group of neighbours."""
+    """Counts of one task's examples in each resample.
+
+    With more than 8000 examples, groups of neighbouring examples are drawn instead of single ones.
+    """
 
     def __init__(self, draw: np.random.Generator, size: int) -> None:
         groups = min(size, _GROUPS)
@@ -201,7 +205,7 @@ class _Draws:
         self._drawn = draw.multinomial(groups, np.full(groups, 1 / groups), size=DRAWS)
 
     def means(self, examples: Array) -> Array:
-        """The mean over the examples of every draw."""
+        """Return the mean over the examples of each resample."""
         sums = np.add.reduceat(examples, self._starts)
         return (self._drawn @ sums) / (self._drawn @ self._counts)
 

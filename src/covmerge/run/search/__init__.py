@@ -1,6 +1,6 @@
-"""Values of a recipe that a score chooses.
+"""Search for the values of a recipe that give the best scores.
 
-trials     Optuna: what is tried next, and the record of what was
-result     trials by tasks, the best, the Pareto front, how far a search fits its questions
-job        a search from a recipe with marks to the best recipe and its model, several merges in one reading
+trials     the trials: Optuna chooses the next values, and a file records the finished trials
+result     scores of trials by task, the best trial, the Pareto front, how far a search overfits
+job        the search: from a recipe with marks to the best recipe and its model, several merges per reading
 """

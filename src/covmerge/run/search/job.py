@@ -1,4 +1,4 @@
-"""A search: choose values, merge several at once, score each, and write what was best."""
+"""Run a search: choose values, merge several recipes at once, score each model, write the best one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WORK = ".trials"
 
 @dataclass(frozen=True)
 class SearchJob:
-    """A recipe with marks, what scores its merges, and how it is searched: as `covmerge.search` has it."""
+    """A search as `covmerge.search` runs it: a recipe with marks, a scorer, and the search's options."""
 
     template: Template
     scorer: Scorer
@@ -54,7 +54,7 @@ class SearchJob:
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
-        """Search, and leave the best model in `out`."""
+        """Search, and write the best model to `out`."""
         self._check()
         first = self.template.recipe({mark.name: mark.ends[0] for mark in self.template.marks})
         with open_recipe(first) as checkpoints, self._alone() as work:
@@ -69,7 +69,7 @@ class SearchJob:
                         state.search()
                 except CovmergeError:
                     if new and trials.untuned is None and not trials.finished:
-                        # Nothing was scored: the search can be begun anew, with another scorer too.
+                        # Nothing was scored, so the search can start again, even with another scorer.
                         (self.out / RECORD).unlink()
                     raise
                 return state.written()
@@ -108,7 +108,7 @@ class SearchJob:
 
     @contextmanager
     def _alone(self) -> Generator[Path]:
-        """Work in the folder as the only process, and leave no models of trials there."""
+        """Lock the output folder for this process, and remove the trials' models at the end."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.out / _WORK)
@@ -124,7 +124,7 @@ class SearchJob:
             lock.remove_folder()
 
     def _trials(self, sources: Json) -> Trials:
-        """Open the record, and refuse one of another search."""
+        """Open the record of trials, and raise if it belongs to another search."""
         said: dict[str, Json] = {
             "recipe": _hash(self.template.data),
             "sources": _hash(sources),
@@ -152,7 +152,7 @@ class SearchJob:
         return trials
 
     def _check_ends(self, merges: Together) -> None:
-        """Plan merges at all ends and choices, so that no trial is of values that cannot be."""
+        """Plan merges at the ends and choices of all marks, to find invalid values before any trial."""
         marks, template = self.template.marks, self.template
         lowest = {mark.name: mark.ends[0] for mark in marks}
         try:
@@ -163,7 +163,7 @@ class SearchJob:
         except ResourceError:
             raise
         except InputError:
-            pass  # of which value is found below
+            pass  # the loop below finds the wrong value
         for mark in marks:
             for end in mark.ends:
                 chosen = template.applying(mark, lowest | {mark.name: end})
@@ -175,18 +175,18 @@ class SearchJob:
 
 
 class _State:
-    """A search on its way."""
+    """A running search."""
 
     def __init__(self, job: SearchJob, trials: Trials, merges: Together, work: Path) -> None:
         self._job, self._trials, self._merges, self._work = job, trials, merges, work
         self._notes = list(job.template.notes)
 
     def close(self) -> None:
-        """Take the progress away."""
+        """End the progress display."""
         self._job.scoring.finish()
 
     def search(self) -> None:
-        """Score the merge without a search, then trial after trial."""
+        """Score the untuned merge first, then run the trials."""
         job, trials = self._job, self._trials
         untuned = self._untuned()
         new = untuned is not None and trials.untuned is None
@@ -204,7 +204,7 @@ class _State:
             raise CheckFailed(f"no trial has a score. The first: {trials.finished[0].failed}")
 
     def written(self) -> Search:
-        """Write the table, the best recipe and its model."""
+        """Write the table, and the best recipe with its model or the recipes of the Pareto front."""
         job, found = self._job, self._found()
         replace_file(job.out / CSV_NAME, found.table().csv())
         if found.best is not None:
@@ -230,7 +230,7 @@ class _State:
         return recipe
 
     def _check_objectives(self) -> None:
-        """Refuse tasks that the scorer does not give, as soon as one score is known."""
+        """Raise if an objective is no task of the scorer; this is known after the first score."""
         found = self._found()
         for name in self._job.objectives:
             if found.seen.rows and name not in found.seen.columns:
@@ -246,7 +246,7 @@ class _State:
             self._trials.tell(one, trial, self._found(trial).values(trial))
 
     def _tried(self, work: Sequence[tuple[int | None, Any, Recipe]]) -> Generator[Trial]:
-        """Merge all, then score them."""
+        """Merge all recipes, then score the models and yield a trial for each."""
         started = time.perf_counter()
         folders = [self._work / ("untuned" if n is None else str(n)) for n, _, _ in work]
         failed = self._merged(
@@ -265,7 +265,7 @@ class _State:
             yield replace(trial, scores=one.scores, failed=one.failed, seconds=share + one.seconds)
 
     def _merged(self, work: Sequence[tuple[Recipe, Path]]) -> list[str | None]:
-        """Merge in one reading; where that fails each alone, to know which. Returns why, one for each."""
+        """Merge in one reading, or each alone if that fails; return an error or None for each merge."""
         for _, folder in work:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -287,7 +287,7 @@ class _State:
         return Search(job.out, name, asked, trials, untuned, not job.all_examples, notes)
 
     def _write_best(self, recipe: Recipe) -> None:
-        """Merge the best, unless it lies there."""
+        """Merge the best recipe, unless its model is already in the folder."""
         out = self._job.out / BEST_MODEL
         if out.exists() and read_manifest(out)["recipe"] == dump_recipe(recipe):
             return
@@ -298,7 +298,7 @@ class _State:
 
 
 def _as_file(recipe: Recipe) -> str:
-    """A recipe as a file that can lie anywhere: its local paths are absolute."""
+    """Return a recipe as the text of a file, with absolute paths so that the file can be moved."""
     data: dict[str, Any] = recipe.model_dump(mode="json", exclude_defaults=True)
     if data["base"] is not None:
         data["base"] = _absolute(data["base"])

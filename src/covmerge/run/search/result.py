@@ -1,4 +1,4 @@
-"""What a search found: trials by tasks, the best of them, and how far it fits the examples it saw."""
+"""The result of a search: scores of trials by task, the best trial, and how far it overfits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from covmerge.run.search.trials import Trial
 
 @dataclass(frozen=True, repr=False)
 class Search(Tabular):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        path: its folder.
-        scorer: its name.
-        asked: objectives by name; empty: the mean over the tasks.
-        trials: all, in order.
-        untuned: the merge without a search, by the default method; None where there is none.
-        halving: whether the search sees one half of each task's examples, and the other is held out, where
-            there is a number for each.
-        notes: what a reader should know.
+        path: folder of the search.
+        scorer: name of the scorer.
+        asked: names of the objectives; empty for the mean over the tasks.
+        trials: all trials, in order.
+        untuned: the merge without a search, by the default method; None if it cannot be made.
+        halving: whether the search sees one half of each task's examples and the other half is held out;
+            this needs a score for each example.
+        notes: facts that a reader should know.
     """
 
     path: Path
@@ -41,13 +41,13 @@ class Search(Tabular):
 
     @property
     def first(self) -> Scores:
-        """The scores that were there first, which say what tasks and how many examples there are."""
+        """The first scores, which fix the tasks and their numbers of examples for all trials."""
         scored = (t.scores for t in (self.untuned, *self.trials) if t is not None and t.scores)
         return next(scored, dict[str, Score]())
 
     @property
     def halved(self) -> bool:
-        """Whether examples are held out."""
+        """Whether half of each task's examples are held out."""
         return self.halving and all(len(s.examples or ()) > 1 for s in self.first.values())
 
     @cached_property
@@ -57,16 +57,16 @@ class Search(Tabular):
 
     @cached_property
     def held_out(self) -> ScoreTable | None:
-        """Scores on the examples that it did not see."""
+        """Scores on the held-out examples; None if no examples are held out."""
         return self._scored(held_out=True) if self.halved else None
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """What is searched: columns of the scores."""
+        """The columns of the scores that the search maximises."""
         return self.asked or self.seen.columns[-1:]
 
     def values(self, trial: Trial) -> tuple[float, ...] | None:
-        """Return a trial's objectives; None: it failed, or one of them is not finite."""
+        """Return a trial's objectives; None if it failed, or one of them is not finite."""
         row = next((row for row in self.seen.rows if row.label == trial.label), None)
         if row is None:
             return None
@@ -76,20 +76,20 @@ class Search(Tabular):
 
     @cached_property
     def front(self) -> tuple[Trial, ...]:
-        """The Pareto front: no other trial is better in one objective and as good in all others."""
+        """The Pareto front: no trial beats these in one objective and is at least as good in all others."""
         known = [(t, v) for t in self.trials if (v := self.values(t)) is not None]
         return tuple(t for t, values in known if not any(_better(v, values) for _, v in known))
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the highest score; None of several objectives, or where none has a score."""
+        """The trial with the highest score; None with several objectives, or if no trial has a score."""
         return self.front[0] if self.front and len(self.objectives) == 1 else None
 
     @property
     def gain(self) -> Mapping[str, Interval | float] | None:
-        """How far the best is above the merge without a search: on the examples it saw, and on the others.
+        """The best trial's lead over the untuned merge, on the seen and on the held-out examples.
 
-        None where there is nothing to compare.
+        None if the best trial or the untuned merge has no score.
         """
         best, column = self.best, self.objectives[0] if self.seen.rows else ""
         if best is None or self.untuned is None or self.values(self.untuned) is None:
@@ -102,7 +102,7 @@ class Search(Tabular):
         }
 
     def says(self) -> list[tuple[str, str]]:
-        """The best, what a merge without a search gets, and how far the search fits its examples."""
+        """Return texts with labels: the best trial, its lead over the untuned merge, and its overfit."""
         if not self.front:
             return [("best", "not known: no trial has a finite score")]
         if self.best is None:
@@ -137,7 +137,7 @@ class Search(Tabular):
         return f"{text}; without a search {untuned}: {_lead(gain['held out'])}"
 
     def table(self) -> Table:
-        """A row a trial: its values, the objectives on both halves, its seconds and why it failed."""
+        """Return one row per trial: its values, scores on both halves, seconds, and why it failed."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.chosen))
         tables = [("", self.seen), *([(" held out", self.held_out)] if self.held_out else [])]
         columns = [f"{c}{end}" for end, table in tables for c in table.columns]
@@ -162,7 +162,7 @@ class Search(Tabular):
         return Table(("trial", *names, *columns, "front", "seconds", "failed"), tuple(rows))
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         said = [*self.says(), *(("note", note) for note in self.notes)]
         return "".join(
             [
@@ -173,7 +173,7 @@ class Search(Tabular):
         )
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the result as plain JSON."""
         table = self.table()
         return {
             "path": str(self.path),
@@ -200,7 +200,7 @@ class Search(Tabular):
 
 
 def unlike(scores: Scores, first: Scores) -> str | None:
-    """Say why scores cannot be held against the first ones: other tasks, or other examples."""
+    """Return why scores cannot be compared with the first scores; None if they can."""
     for task in {**first, **scores}:
         if task not in scores or task not in first:
             return f"its scores have the tasks {', '.join(scores)}, and those before {', '.join(first)}"
@@ -213,7 +213,7 @@ def unlike(scores: Scores, first: Scores) -> str | None:
 
 
 def _half(scores: Scores, held_out: bool) -> Scores:
-    """Scores on one half of each task's examples, the same half for every model."""
+    """Return scores on one half of each task's examples, the same half for every model."""
     found: dict[str, Score] = {}
     for task, score in scores.items():
         examples = score.examples or ()
@@ -241,7 +241,7 @@ def _value(table: ScoreTable, trial: Trial, column: str) -> float:
 
 
 def _lead(gain: Interval | float) -> str:
-    """Say how far one is above the other."""
+    """Return a gain as text, with its interval if that is known."""
     if not isinstance(gain, Interval):
         return f"{gain:+.3f}"
     text = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"

@@ -1,8 +1,8 @@
-"""Optuna: what is tried next, and the record of what was.
+"""Choose the next trials by Optuna, and record the finished ones.
 
-The sampler works on a study in memory, and what is finished is added to one in a file. A search that goes
-on tells the sampler the file's trials again, one after the other. So nothing of its state is stored, which
-Optuna would pickle.
+The sampler works on a study in memory. Finished trials are added to a second study, in a file. When a
+search resumes, the sampler is told the file's trials again, one after the other. So the sampler's state,
+which Optuna would pickle, is never stored.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SAID, _UNTUNED, _TOGETHER = "covmerge", "untuned", "asked_together"
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of values, and what came of it.
+    """One choice of values, and its scores.
 
     Attributes:
-        number: from 0; None: the merge without a search.
-        chosen: by the name of each mark.
-        scores: by task; None where it could not be merged or scored.
-        failed: why not.
-        seconds: of the merge and the score, its share of what several had together.
+        number: number of the trial, from 0; None for the untuned merge.
+        chosen: values by the names of the marks.
+        scores: scores by task; None if the trial could not be merged or scored.
+        failed: why the trial has no scores; None if it has.
+        seconds: time of merging and scoring; trials that were merged together share the merge time equally.
     """
 
     number: int | None
@@ -47,11 +47,11 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """The name of the trial in tables."""
         return "no trial" if self.number is None else f"trial {self.number}"
 
     def as_json(self) -> dict[str, Json]:
-        """What `_trial` reads, beside its number and values."""
+        """Return the JSON that `_trial` reads; number and values are stored elsewhere."""
         found = self.scores or {}
         return {
             "scores": {task: score.as_json() for task, score in found.items()},
@@ -62,7 +62,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Asked:
-    """A choice of values that is to be tried."""
+    """A choice of values that the sampler proposed and that has no scores yet."""
 
     number: int
     chosen: Mapping[str, Value]
@@ -71,10 +71,10 @@ class Asked:
 
 
 class Trials:
-    """The trials of a search, and what is tried next.
+    """The trials of a search, and the sampler that proposes the next ones.
 
     Raises:
-        InputError: Optuna is not installed, or the record is none.
+        InputError: Optuna is not installed, or the file is no record of a search.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Trials:
                 study_name=_STUDY, storage=self._storage, directions=directions, load_if_exists=True
             )
             self._record.get_trials()
-        except Exception as error:  # of SQLAlchemy, or of Optuna
+        except Exception as error:  # SQLAlchemy and Optuna raise many kinds
             said = str(error).partition("\n")[0]
             raise InputError(
                 f"{self._file} is no record of a search ({said}): name another folder by {Hint('out')}"
@@ -115,28 +115,28 @@ class Trials:
 
     @property
     def said(self) -> Any:
-        """What the record says of the search; None: it is new."""
+        """The settings of the search in the record; None if the record is new."""
         return self._record.user_attrs.get(_SAID)
 
     def say(self, search: Json) -> None:
-        """Record what is searched."""
+        """Record the settings of the search."""
         self._record.set_user_attr(_SAID, search)
 
     @property
     def untuned(self) -> Trial | None:
-        """The merge without a search, if it was scored."""
+        """The untuned merge (without a search); None if it was not scored."""
         found = self._record.user_attrs.get(_UNTUNED)
         return None if found is None else _trial(None, {}, found)
 
     def add_untuned(self, trial: Trial) -> None:
-        """Record the merge without a search."""
+        """Record the untuned merge."""
         self._record.set_user_attr(_UNTUNED, trial.as_json())
 
     def replay(self) -> None:
-        """Ask and tell the sampler again what the record has, so that it is where it was."""
+        """Repeat the recorded trials with the sampler, so that it has the state it had before."""
         recorded = self._record.get_trials()
         for trial in recorded:
-            # covmerge writes none, and samplers would unpickle what a stranger wrote.
+            # covmerge writes no system attributes; samplers would unpickle those of an untrusted file.
             trial.system_attrs = {}
         while len(self.finished) < len(recorded):
             for asked in self._asked(recorded[len(self.finished)].user_attrs[_TOGETHER]):
@@ -146,18 +146,18 @@ class Trials:
                 found = recorded[len(self.finished)]
                 if _equal(asked.chosen, found.params):
                     self._tell_sampler(asked, found.values)
-                else:  # another version of Optuna, or another machine, would have tried something else
+                else:  # another version of Optuna, or another machine, may choose other values
                     self._tell_sampler(asked, None)
                     self._sampling.add_trial(found)
                 self.finished.append(_trial(found.number, found.params, found.user_attrs))
 
     def ask(self, count: int) -> list[Asked]:
-        """Return choices of values, as many at most; first those that were asked for and never answered."""
+        """Return all unanswered choices of an earlier run; if there are none, `count` new choices."""
         waiting, self._waiting = self._waiting, []
         return waiting or self._asked(count)
 
     def tell(self, asked: Asked, trial: Trial, values: Sequence[float] | None) -> None:
-        """Take the values of the objectives, and record the trial; None: it failed."""
+        """Tell the sampler the objectives' values, None if the trial failed, and record the trial."""
         frozen = self._tell_sampler(asked, values)
         frozen.user_attrs = {**trial.as_json(), _TOGETHER: asked.together}
         frozen.system_attrs = {}
@@ -190,13 +190,13 @@ def _suggested(handle: Any, mark: Mark) -> Value:
 
 
 def _trial(number: int | None, chosen: Mapping[str, Value], said: Mapping[str, Any]) -> Trial:
-    """Read `Trial.as_json`."""
+    """Return a trial from the JSON of `Trial.as_json`."""
     scores = {str(task): score_of(score) for task, score in said["scores"].items()}
     return Trial(number, dict(chosen), scores or None, said["failed"], float(said["seconds"]))
 
 
 def _equal(one: Mapping[str, Value], other: Mapping[str, Value]) -> bool:
-    """Whether two choices are one, but for the rounding of another machine."""
+    """Return whether two choices are equal, up to rounding differences between machines."""
 
     def alike(a: Value, b: Value) -> bool:
         if isinstance(a, float) and isinstance(b, float):
