@@ -39,7 +39,7 @@ from covmerge.run.export.files import write_manifest
 from covmerge.run.judgement import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.scoring.job import (
-    UNSEEN,
+    NO_PROGRESS,
     SavedScores,
     ScoreProgress,
     candidates,
@@ -330,7 +330,7 @@ class CompareJob:
     scorer: Scorer | None = None
     bounds: bool = False
     scorers: int = 1
-    scoring: ScoreProgress = UNSEEN
+    scoring: ScoreProgress = NO_PROGRESS
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> Comparison:

@@ -221,11 +221,11 @@ class ScoreProgress(Protocol):
         """Report that scoring has ended."""
 
 
-class _Unseen(ScoreProgress):
+class _NoProgress(ScoreProgress):
     """A progress receiver that shows nothing."""
 
 
-UNSEEN = _Unseen()
+NO_PROGRESS = _NoProgress()
 
 
 def score_models(
@@ -234,7 +234,7 @@ def score_models(
     folder: Path,
     saved: SavedScores,
     scorers: int = 1,
-    progress: ScoreProgress = UNSEEN,
+    progress: ScoreProgress = NO_PROGRESS,
 ) -> ScoreTable:
     """Score the models that have no saved scores, and write the table as CSV and LaTeX.
 

@@ -25,7 +25,7 @@ from covmerge.files.stores.lock import Lock, TakenError
 from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.plan.recipe.search import Template
 from covmerge.run.engine.options import RunOptions
-from covmerge.run.scoring.job import UNSEEN, Outcome, ScoreProgress, check_scorers, outcomes
+from covmerge.run.scoring.job import NO_PROGRESS, Outcome, ScoreProgress, check_scorers, outcomes
 from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.search.result import Search, unlike
 from covmerge.run.search.trials import RECORD, SAMPLERS, Asked, Trial, Trials
@@ -50,7 +50,7 @@ class SearchJob:
     together: int = 4
     scorers: int = 1
     all_examples: bool = False
-    scoring: ScoreProgress = UNSEEN
+    scoring: ScoreProgress = NO_PROGRESS
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self) -> Search:
