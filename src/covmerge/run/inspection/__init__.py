@@ -1,6 +1,6 @@
-"""An inspection of experts before they are merged, and of what a merge made of them.
+"""Inspection of experts before a merge, and of a merged model beside its experts.
 
-job       one streaming pass over all tensors, and a merged model that is inspected with them
-result    what it measured, by layer
-verdicts  what the numbers give away, and what a reader must not miss
+job       one streaming pass over all tensors of the base, the experts and a merged model
+result    the measurements, by layer
+verdicts  the findings that follow from the measurements
 """

@@ -1,4 +1,4 @@
-"""One pass over base and experts that merges nothing."""
+"""Inspection of base and experts in one pass that merges nothing."""
 
 from __future__ import annotations
 
@@ -48,12 +48,10 @@ from covmerge.run.judgement import changed_integers, judge, other_settings, owne
 from covmerge.run.judgement.layers import by_depth
 from covmerge.run.sources import OpenCheckpoints
 
-# A merged model that is inspected: an output of covmerge, under the names of its base.
-
 
 @contextmanager
 def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
-    """Open an output, and close it at the end."""
+    """Open an output of covmerge under the names of its base, and close it at the end."""
     output = open_plain(folder)
     if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
         output = output.named_as(base.headers)
@@ -64,19 +62,19 @@ def open_merged(folder: Path, base: Checkpoint) -> Generator[Checkpoint]:
 
 
 SpectraOf = Literal["all", "some", "none"]
-# Operations that "some" spectra may take together: minutes on a workstation.
+# Limit on the operations that "some" spectra take in all: minutes on a workstation.
 _SPECTRAL_FLOPS = 1e14
-_LEAST_SPECTRA = 4  # as many as are drawn
+_LEAST_SPECTRA = 4  # the report draws the spectra of this many layers
 
 
 @dataclass(frozen=True)
 class InspectJob:
-    """A recipe to inspect, and the options of one run.
+    """An inspection of a recipe's base and experts, with the options of its run.
 
     Attributes:
-        spectra: as `covmerge.inspect` has it.
-        spectral_flops: of "some" spectra, about; None: what takes a minute or so.
-        quadratics: whether it is measured what any weighted sum of the updates would keep of each expert.
+        spectra: which tensors' singular values are taken, as in `covmerge.inspect`.
+        spectral_flops: about how many operations "some" spectra take; None: 1e14, minutes on a workstation.
+        quadratics: whether to measure how much any weighted sum of the updates would keep of each expert.
     """
 
     recipe: Recipe
@@ -91,12 +89,12 @@ class InspectJob:
         merged: Checkpoint | None = None,
         before: Merge | None = None,
     ) -> Inspection:
-        """Look at the experts, and at a model that they were merged to.
+        """Inspect the experts, and a model that they were merged to if one is given.
 
         Args:
             checkpoints: base and experts.
-            merged: a merged model.
-            before: a merge to do again, to show its spectra beside those of the merged model.
+            merged: the merged model, if there is one.
+            before: a merge to do again; its spectra are shown beside those of the merged model.
         """
         options = self.options
         base = Model.of(checkpoints.base)
@@ -154,7 +152,7 @@ class InspectJob:
         )
 
     def _plan(self, checkpoints: OpenCheckpoints, fitting: Sequence[str]) -> Plan:
-        """Plan to read every tensor that all fitting experts could be merged in."""
+        """Return a plan of merging the fitting experts, which says which tensors are read."""
         experts = {name: _taking_part(self.recipe.experts[name]) for name in fitting}
         sources = {name: checkpoints.experts[name] for name in fitting}
         recipe = lenient(self.recipe).model_copy(update={"experts": experts})
@@ -169,7 +167,7 @@ class InspectJob:
         merged: Checkpoint | None,
         before: Merge | None,
     ) -> Plan:
-        """Return the plan that inspects what a plan merges, and what it was merged to."""
+        """Return the plan that inspects the tensors that `plan` merges, and those of the merged model."""
         result = None if merged is None else Model.of(merged)
         found = {} if result is None else self._operands_of(result, base)
         models = len(plan.recipe.experts) + (merged is not None)
@@ -205,18 +203,18 @@ class InspectJob:
         return replace(plan, items=tuple(items))
 
     def _chosen(self, count: int) -> list[Finding]:
-        """Say by which method they would be merged, if nobody names one."""
+        """Say which method a merge would choose, if the recipe names none."""
         if self.recipe.method != UNNAMED:
             return []
         name, why = choose(count)
         return [Finding(Severity.NOTE, f"a merge that names no method takes {name}, as {why}")]
 
     def _attempt(self, plan: Plan) -> Merge | None:
-        """The merge of which an inspection says what it would do, of several experts."""
+        """Return the merge whose effect the inspection predicts; None for a single expert."""
         return Merge(PREFERRED, {}, None) if len(plan.recipe.experts) > 1 else None
 
     def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
-        """The tensors of a merged model, by the base's names."""
+        """Return the tensors of a merged model, by the base's names."""
         recipe = lenient(self.recipe)
         check_same_architecture(base, MERGED, model)
         rules = Rules(recipe, base.description.family, base.headers)
@@ -224,10 +222,10 @@ class InspectJob:
         return {name: model.operand(MERGED, names.get(name)) for name in base.headers}
 
     def _taken(self, plan: Plan) -> tuple[frozenset[str], list[Finding]]:
-        """Choose the tensors whose singular values are taken; say so where it is not all of them.
+        """Choose the tensors whose singular values are taken; add a note if these are only some.
 
         Raises:
-            InputError: another word than all, some or none.
+            InputError: `spectra` is not all, some or none.
         """
         if self.spectra not in get_args(SpectraOf):
             raise InputError(f"spectra are taken of all, some or none, not of '{self.spectra}'")
@@ -256,7 +254,7 @@ class InspectJob:
         return chosen, [Finding(Severity.NOTE, text)]
 
     def _measured(self, item: WorkItem, *, spectra: bool, models: int) -> WorkItem:
-        """The same item with what it costs to inspect so many models."""
+        """Return the item with the cost of inspecting its rows of this many models."""
         shape = item.shape or (1,)
         itemsize = getattr(torch, self.recipe.dtype).itemsize
         numel = prod(shape)
@@ -284,20 +282,20 @@ class InspectJob:
 
 
 def _taking_part(expert: Expert) -> Expert:
-    """The same expert in all tensors: it is inspected also where its weight is 0."""
+    """Return the expert with weight 1 everywhere: tensors where its weight is 0 are inspected too."""
     return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
 
 
 def _layers(
     plan: Plan, done: RunResult, findings: list[Finding], as_stored: Collection[str]
 ) -> Iterator[LayerView]:
-    """Join the rows of each tensor, and name its matrices; what could not be read is a finding.
+    """Join the rows of each tensor, and name its matrices; add a finding for each tensor with a fault.
 
     Args:
-        plan: what was read.
-        done: what came of it.
-        findings: to which faults are added.
-        as_stored: experts whose weights are read as they are stored, as the base's are.
+        plan: the plan of the inspection.
+        done: the results of its run.
+        findings: the list that faults are added to.
+        as_stored: experts that, like the base, are not quantised: their weights are read as stored.
     """
     rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
     for item, stats in zip(plan.items, done.items, strict=True):
@@ -377,7 +375,7 @@ def _layer(
 def _with_lost(
     view: LayerView, pieces: Sequence[Mapping[str, Any]], as_stored: Collection[str]
 ) -> LayerView:
-    """Add what half precision took; nothing is known of it where weights are stored packed."""
+    """Add the loss by half precision of each expert; for quantised weights the loss is unknown."""
     lost: dict[str, Lost] = {}
     for piece in pieces:
         for expert, found in piece["lost"].items():
@@ -387,12 +385,12 @@ def _with_lost(
 
 
 def _is_packed(*models: Model) -> bool:
-    """Whether one of them is stored packed, and read as what it stands for."""
+    """Return whether any of the models is stored quantised, and read dequantised."""
     return any(model.checkpoint.quantisation is not None for model in models)
 
 
 def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:
-    """Add what the merged model has of a layer; of the sums it is the last."""
+    """Add the measurements of the merged model, which is the last model in the layer's sums."""
     shown = {key: SpectrumView(**piece[key]) for key in ("after", "before") if key in piece}
     cosines = zip(view.experts, view.sums.cosines, strict=False)
     return replace(
@@ -406,6 +404,6 @@ def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:
 
 
 def _in_half(base: Model) -> bool:
-    """Whether a model is stored in half precision, for the most part."""
+    """Return whether more than half of a model's floating-point tensors have at most 2 bytes a number."""
     stored = [header.dtype for header in base.headers.values() if header.dtype.is_floating_point]
     return sum(dtype.itemsize <= 2 for dtype in stored) > len(stored) / 2

@@ -1,4 +1,4 @@
-"""What an inspection found: of every matrix, and as text."""
+"""The result of an inspection: measurements of every matrix, findings, a table and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from covmerge.run.judgement.layers import TABLES
 
 
 class InspectionFigures(TypedDict, total=False):
-    """Seconds and bytes of one inspection; empty where there was nothing to read."""
+    """Seconds and bytes of one inspection; empty if no tensor was read."""
 
     seconds: float
     read_seconds: float
@@ -40,10 +40,10 @@ class SpectrumView:
     Attributes:
         stable_rank: ‖Δ‖²_F / σ₁².
         effective_rank: exp of the entropy of σ/Σσ.
-        rank: singular values above what rounding the stored weights makes.
+        rank: number of singular values above those that rounding of the stored weights causes.
         top_energy: share of Σσ² in the leading 5 % of singular values.
-        places: indices of the values that are kept, from 0.
-        sigma: these values.
+        places: indices of the singular values that are kept, from 0.
+        sigma: the singular values at these indices.
     """
 
     stable_rank: float
@@ -56,33 +56,33 @@ class SpectrumView:
 
 @dataclass(frozen=True)
 class LayerView:
-    """One matrix of all experts, or a whole tensor that holds none.
+    """Measurements of one matrix in all experts, or of a whole tensor that holds no matrix.
 
     Attributes:
-        tensor: its name in the base.
-        name: the same, with the place of the matrix where the tensor holds several.
-        role: what the tensor is.
-        shape: `(d_out, d_in)` of the matrix; of another tensor as it is stored.
-        is_matrix: whether it is a layer that has inputs.
-        experts: their names, in the order of `sums`; the merged model, if there is one, is the last
-            and not among them.
-        sums: over the elements.
-        absent: experts that have no part in it, as in a slice or a mixture; their update is zero here.
-        lost: by expert that is stored in half precision, as the base is, what this took of its update, by
-            estimate.
+        tensor: the tensor's name in the base.
+        name: the tensor's name, with the index of the matrix if the tensor holds several.
+        role: the tensor's role, such as linear or embedding.
+        shape: `(d_out, d_in)` of a matrix; the stored shape of another tensor.
+        is_matrix: whether this is the matrix of a layer that has inputs.
+        experts: names of the experts, in the order of `sums`. The merged model, if there is one, is the
+            last in `sums` and is not named here.
+        sums: sums over the elements.
+        absent: experts that have no part in this layer, as in a slice or a mixture; their update is zero.
+        lost: estimated loss of each expert's update by storing in half precision, for experts that are
+            stored so, as the base is.
         rows: by expert, which rows of an embedding it changed; empty for every other tensor.
-        spectra: by expert; `merged` apart. Empty where none were taken.
+        spectra: spectrum of each expert's update; empty if none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
-        foreseen: what `auto` would do to it, by headings, where spectra were taken
-            and experts are several.
+        foreseen: what `auto` would do to this layer, by heading; empty without spectra, with one
+            expert, or with a merged model.
         merged: spectrum of the merged update.
-        before: the same before spectral refinement, where the method refined it.
-        retention: by expert, the share of its contribution that the merged update keeps; None where
-            it has none.
-        merged_cosines: by expert, between its update and the merged one.
+        before: spectrum of the merged update before spectral refinement, if the method refined it.
+        retention: by expert, the share of its contribution that the merged update keeps; None for an
+            expert without a contribution.
+        merged_cosines: by expert, the cosine between its update and the merged update.
         merged_norm: ‖W̄ − W_0‖_F.
         quadratics: by expert, Q_s `(T, T)` of `covmerge.maths.measures.sums`, in the order of `sums`;
-            None where it has no update. Empty where none were taken.
+            None for an expert without an update. Empty if none were measured.
     """
 
     tensor: str
@@ -111,18 +111,18 @@ class LayerView:
 
     @property
     def norms(self) -> dict[str, float]:
-        """‖Δ_t‖_F."""
+        """Return ‖Δ_t‖_F by expert."""
         return self._by_expert(self.sums.norms)
 
     @property
     def relative(self) -> dict[str, float]:
-        """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
+        """Return ‖Δ_t‖ / ‖W_0‖ by expert; 0 if the base is zero."""
         base = self.sums.base_norm
         return {name: norm / base if base else 0.0 for name, norm in self.norms.items()}
 
     @property
     def along(self) -> dict[str, float]:
-        """What the merged update keeps along each expert's own; of those that changed the layer."""
+        """Return the share kept along each expert's update, for experts that changed the layer."""
         merged = self.merged_norm or 0.0
         return {
             name: along(self.merged_cosines[name] * merged / norm)
@@ -132,22 +132,22 @@ class LayerView:
 
     @property
     def cosines_with_base(self) -> dict[str, float]:
-        """Cosine between W_t and W_0."""
+        """Return the cosine between W_t and W_0 by expert."""
         return self._by_expert(self.sums.cosines_with_base)
 
     @property
     def untouched(self) -> dict[str, float]:
-        """Share of the elements that an expert left as they were."""
+        """Return the share of the elements that each expert left unchanged."""
         return self._by_expert(self.sums.untouched)
 
     @property
     def lost_when_stored(self) -> dict[str, float]:
-        """Of experts in half precision, the share of ‖Δ_t‖ that this took, by estimate."""
+        """Return the estimated share of ‖Δ_t‖ lost to half precision, for experts stored so."""
         return {name: lost.share for name, lost in self.lost.items()}
 
     @property
     def judged(self) -> LayerSums:
-        """What the experts are judged by: those that have a part in it."""
+        """Return the sums that the experts are judged by, without experts absent from this layer."""
         along = self._by_expert(self.sums.along)
         there = [expert for expert in self.experts if expert not in self.absent]
         return LayerSums(
@@ -161,12 +161,12 @@ class LayerView:
         )
 
     def gate(self, statistic: Statistic) -> Gate:
-        """γ of the experts that changed the layer, and whether ACE's gate would fire."""
+        """Return γ of the experts that changed the layer, and whether ACE's gate would fire."""
         norms = [norm for norm in self.norms.values() if norm]
         return gate(norms, tau=DEFAULT_TAU[statistic], statistic=statistic)
 
     def pairs(self, matrix: Sequence[Sequence[float]]) -> dict[tuple[str, str], float]:
-        """What a `(T, T)` matrix of `sums` says of each two experts."""
+        """Return the entry of a `(T, T)` matrix of `sums` for each pair of experts."""
         return {
             (one, other): matrix[i][j]
             for i, one in enumerate(self.experts)
@@ -175,7 +175,7 @@ class LayerView:
         }
 
     def as_json(self) -> dict[str, Json]:
-        """Plain JSON."""
+        """Return the measurements as plain JSON."""
         entry: dict[str, Json] = {
             "tensor": self.tensor,
             "role": self.role,
@@ -195,7 +195,7 @@ class LayerView:
             entry["rows"] = {name: rows.as_json() for name, rows in self.rows.items()}
         if self.is_matrix:
             gates = {"paper": self.gate("paper"), "scale_free": self.gate("scale_free")}
-            # At its pole γ is no number that JSON has.
+            # γ is infinite at its pole, and JSON has no infinity.
             entry["gamma"] = {
                 name: {**vars(gate), "gamma": gate.gamma if isfinite(gate.gamma) else None}
                 for name, gate in gates.items()
@@ -221,16 +221,16 @@ class LayerView:
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Tabular):
-    """What was found of a base and its experts, and of a merged model where there is one.
+    """The result of inspecting a base and its experts, and a merged model if there is one.
 
     Attributes:
         base: the base's source.
-        experts: sources by name; all that were given.
-        adapters: those of them that are adapters, of which predictions do not agree with accuracy.
+        experts: sources of all given experts, by name.
+        adapters: names of the experts that are adapters; their predictions do not agree with accuracy.
         family: model family, which decides ACE's ε.
-        findings: what must not be missed, the worst first.
+        findings: faults, warnings and notes, the worst first.
         layers: every matrix and every other tensor, from input to output.
-        run: seconds and memory.
+        run: seconds and memory of the inspection.
     """
 
     base: str
@@ -243,36 +243,36 @@ class Inspection(Tabular):
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """What a merge would fail on."""
+        """Return the findings that a merge would fail on."""
         return tuple(f for f in self.findings if f.severity is Severity.FAULT)
 
     @property
     def matrices(self) -> tuple[LayerView, ...]:
-        """The layers that have inputs, from input to output."""
+        """Return the layers that have inputs, from input to output."""
         return tuple(layer for layer in self.layers if layer.is_matrix)
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The experts whose tensors were read."""
+        """Return the names of the experts whose tensors were read."""
         return self.layers[0].experts if self.layers else ()
 
     def total(self, layers: Iterable[LayerView] | None = None) -> Sums | None:
-        """The sums over all layers, or some; None where nothing was read."""
+        """Return the sums over all layers, or over `layers`; None if there is no layer."""
         found: Sums | None = None
         for layer in self.layers if layers is None else layers:
             found = layer.sums if found is None else found + layer.sums
         return found
 
     def lost_when_stored(self) -> dict[str, float]:
-        """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
+        """Return the estimated share of ‖Δ_t‖ lost to half precision, for experts wholly stored so."""
         return lost_when_stored(self.layers)
 
     def by_expert(self, value: Callable[[LayerView], Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """Collect what every matrix says of each expert, from input to output."""
+        """Return `value` of every matrix from input to output, by expert; None where it has no value."""
         return {e: [value(layer).get(e) for layer in self.matrices] for e in self.compared}
 
     def retention(self) -> dict[str, float]:
-        """What the merged update is predicted to keep of each expert, over all matrices."""
+        """Return by expert the share that the merged update is predicted to keep, over all matrices."""
         layers = self.by_expert(lambda layer: layer.retention)
         return {e: share for e, of in layers.items() if (share := overall(of)) is not None}
 
@@ -285,10 +285,11 @@ class Inspection(Tabular):
         )
 
     def table(self) -> Table:
-        """One row for each matrix and each other tensor, from input to output.
+        """Return a table with one row for each matrix and each other tensor, from input to output.
 
-        By expert its norm, ‖Δ‖/‖W₀‖ and ranks where they were taken, by pair of experts the cosine of their
-        updates; of a merged model its norm, and by expert what is retained.
+        The columns are, for each expert, the norm of its update, ‖Δ‖/‖W₀‖, and ranks if spectra were taken;
+        for each pair of experts, the cosine of their updates; with a merged model, the norm of the merged
+        update and the retention of each expert.
         """
         experts, merged = self.compared, any(layer.merged_norm is not None for layer in self.layers)
         pairs = [(one, two) for place, one in enumerate(experts) for two in experts[place + 1 :]]
@@ -319,7 +320,7 @@ class Inspection(Tabular):
         return Table(("layer", "role", "shape", "base_norm", *columns, *after), tuple(rows))
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         table = self.table()
         drawn = {
             name for name in table.columns if name.startswith(("relative", "merged", "retention"))
@@ -333,7 +334,7 @@ class Inspection(Tabular):
         return "".join([*parts, table_html(table, drawn=drawn)])
 
     def as_json(self) -> dict[str, Json]:
-        """All of it as plain JSON."""
+        """Return the whole inspection as plain JSON."""
         total = self.total()
         summary: dict[str, Json] = {}
         if total is not None:
@@ -362,7 +363,7 @@ class Inspection(Tabular):
 
 
 def lost_when_stored(layers: Sequence[LayerView]) -> dict[str, float]:
-    """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
+    """Return the estimated share of ‖Δ_t‖ lost to half precision, for experts wholly stored so."""
     found: dict[str, float] = {}
     for name in layers[0].experts if layers else ():
         changed = [layer for layer in layers if layer.norms[name]]
@@ -372,13 +373,13 @@ def lost_when_stored(layers: Sequence[LayerView]) -> dict[str, float]:
 
 
 def root_mean_square(values: Iterable[float]) -> float:
-    """√ of the mean of squares; 0 of none."""
+    """Return the root of the mean of squares; 0 without values."""
     squares = [value**2 for value in values]
     return sqrt(fmean(squares)) if squares else 0.0
 
 
 def _joined(pairs: Mapping[tuple[str, str], float]) -> dict[str, Json]:
-    # No expert's name has a space.
+    # A space separates the names unambiguously: no expert's name has one.
     return {f"{one} {other}": value for (one, other), value in pairs.items()}
 
 

@@ -1,6 +1,6 @@
-"""From numbers to findings: what only an inspection knows of the experts' updates.
+"""Findings that only an inspection makes, from headers, configs and measurements of the updates.
 
-What a merge sees too is judged in `covmerge.run.judgement`.
+Findings that a merge makes too are in `covmerge.run.judgement`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from covmerge.plan.recipe import Recipe
 from covmerge.plan.vocabulary.rows import rows_of
 from covmerge.run.inspection.result import LayerView, lost_when_stored
 
-# Whether experts fit their base, as far as headers and configs tell.
+# Findings from headers and configs: do the experts fit their base?
 
 
 def lenient(recipe: Recipe) -> Recipe:
-    """Return a recipe that merges by no method in particular and lets pass what it can.
+    """Return the recipe with averaging for every method, and with as few refusals as possible.
 
-    Which tensors are left to the base or kept as heads stays as it is.
+    Rules that leave tensors to the base or keep them as heads stay as they are.
     """
     rules = tuple(
         rule
@@ -51,10 +51,10 @@ def lenient(recipe: Recipe) -> Recipe:
 def check_headers(
     recipe: Recipe, base: Model, experts: Mapping[str, Model]
 ) -> tuple[list[Finding], list[str]]:
-    """Hold headers and configs against the base's.
+    """Compare the experts' headers and configs with the base's.
 
     Returns:
-        What was found, and the experts whose tensors can be compared with the base's.
+        The findings, and the names of the experts whose tensors can be compared with the base's.
     """
     rules = Rules(lenient(recipe), base.description.family, base.headers)
     notes = (*base.description.notes, *base.checkpoint.notes)
@@ -122,7 +122,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
 
 
 def _rows_besides(added: int) -> str:
-    """Say that what is counted of a table leaves out the rows that only the expert has."""
+    """Return the sentence that rows that only the expert has are not counted; "" if it has none."""
     return f". Its {counted(added, 'row')} beyond are not counted below" if added > 0 else ""
 
 
@@ -152,10 +152,10 @@ def _dtypes(base: Model, name: str, expert: Model, found: Alignment) -> Iterator
         yield Finding(Severity.NOTE, text, name)
 
 
-TWINS = 0.98  # cosine between two updates from which they are one expert twice
-OPPOSED = -0.2
+TWINS = 0.98  # cosine between two updates above which they are one expert given twice
+OPPOSED = -0.2  # cosine between two updates below which they pull against each other
 THIN = 8  # a numerical rank below 1/8 of the full one is a low-rank update
-LOST = 0.1  # share of the update lost to bfloat16 that is worth a word
+LOST = 0.1  # share of an update lost to half precision above which a finding reports it
 
 
 def findings_of(
@@ -165,7 +165,7 @@ def findings_of(
     *,
     half: bool,
 ) -> Iterator[Finding]:
-    """Say what the sums and spectra of the layers give away."""
+    """Yield the findings that follow from the sums and spectra of the layers."""
     matrices = [layer for layer in layers if layer.is_matrix]
     for expert in experts:
         if expert not in adapters:
@@ -191,7 +191,7 @@ def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
 
 
 def _read(layers: Sequence[LayerView], expert: str) -> Iterator[Finding]:
-    """Say what an expert's embeddings give away of its texts (docs/privacy.md)."""
+    """Say what an expert's embeddings reveal about its training texts (docs/privacy.md)."""
     for layer in layers:
         moved = layer.rows.get(expert)
         if moved is None or not moved.turned:
