@@ -1,9 +1,9 @@
-"""Do experts fit their base? The same judgement before a merge (`inspect`) and in it.
+"""Checks that experts fit their base, the same in an inspection and in a merge.
 
-layers    how long every update is, and whether it goes along the base
-settings  what lies beside the weights of the experts, and is not the base's
-values    tensors of the experts that are not merged, and are not the base's
-judge     from numbers to findings, for an inspection and of a finished run, which it may stop
+layers    the norm of every update, and its cosine with the base
+settings  settings beside the weights of an expert that differ from the output's
+values    tensors that are not merged, and whose values differ from the base's
+judge     the findings of an inspection and of a finished run, which faults may stop
 """
 
 from covmerge.run.judgement.judge import check_fit, judge, owned_by

@@ -1,4 +1,4 @@
-"""Everything that the sums over the updates give away, and what of it stops a merge."""
+"""Findings from the sums over the updates, and the faults among them that stop a merge."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ from covmerge.run.judgement.settings import other_settings
 from covmerge.run.judgement.values import changed_integers, left_for_nan
 from covmerge.run.sources import OpenCheckpoints
 
-# From sums to findings: what lengths and directions of the updates give away.
+# Findings from norms and directions of the updates.
 
-# Cosine between W_t and W_0. Fine-tunes of one base stay above 0.9 in every layer that was measured
-# for this; weights that were trained from another start are near 0.
+# Cosine between W_t and W_0 below which W_t is not trained from W_0. Fine-tunes of one base stayed above
+# 0.9 in every layer that was measured; weights that were trained from another start are near 0.
 STRANGER = 0.5
-# ‖Δ‖ over ‖W_0‖ beyond which the direction says nothing: weights times three go along the base too.
+# ‖Δ‖ / ‖W_0‖ above which the direction tells nothing: weights times three have the base's direction too.
 SCALED = 2.0
-_HALF_DIGIT = 2.0**-24  # what rounding to float32 loses of a number, at most
-_SHOWS = 1e-3  # of an update, from which its loss is worth knowing
-_COMPARED = 2**20  # entries of a weight that tell which base an adapter in memory is on
-UNEVEN = 10.0  # ratio of update norms from which the largest expert decides plain sums
+_HALF_DIGIT = 2.0**-24  # the largest relative error of rounding a number to float32
+_SHOWS = 1e-3  # share of an update from which its loss is reported
+_COMPARED = (
+    2**20
+)  # entries of each weight that are compared to identify the base of an adapter in memory
+UNEVEN = 10.0  # ratio of update norms above which the largest update dominates plain sums
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A layer of an expert that is none of the base's layer."""
+    """A layer of an expert whose weights were not trained from the base's layer."""
 
     expert: str
     tensor: str
@@ -56,7 +58,7 @@ class Foreign:
 
 
 def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
-    """Say that an expert was trained from another base, if it was."""
+    """Return a fault if an expert was trained from another base, else None."""
     known = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
     if not known:
         return None
@@ -75,8 +77,8 @@ def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
 
 
 def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding | None:
-    """Say that an adapter is in a model of other weights than the base's, if it is."""
-    if not base.checkpoint.decides:  # whatever the weights, it is merged to an adapter
+    """Return a fault if the model that has an adapter in memory has other weights than the base."""
+    if not base.checkpoint.decides:  # the result is an adapter, which no weights of the base affect
         return None
     cosines: list[float] = []
     for name, tensor in adapter.under.items():
@@ -99,7 +101,7 @@ def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding 
 
 
 def foreign_layers(matrices: Sequence[LayerSums], expert: str) -> list[Foreign]:
-    """List the layers that are not the base's, of an expert that otherwise is."""
+    """Return the layers not trained from the base's, of an expert that is otherwise a fine-tune of it."""
     return [
         Foreign(expert, matrix.tensor, cosine)
         for matrix in matrices
@@ -108,7 +110,7 @@ def foreign_layers(matrices: Sequence[LayerSums], expert: str) -> list[Foreign]:
 
 
 def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Finding | None:
-    """Say that the rows of embeddings are not the base's: merged, those of other tokens are mixed."""
+    """Return a warning if rows of embeddings are not the base's: a merge would mix different tokens."""
     found = {
         layer.tensor: cosine
         for layer in layers
@@ -130,13 +132,14 @@ def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Finding | None:
 def untouched(
     layers: Sequence[LayerSums], expert: str, own: str | None, notes: Sequence[str]
 ) -> Iterator[Finding]:
-    """Say what an expert left as it is in the base: all of it, whole blocks, or tensors.
+    """Say which tensors an expert left as in the base: all of them, whole blocks, or some.
 
     Args:
-        layers: what is merged.
-        expert: its name.
-        own: what the output has of it beside that, which may be all that was trained; None: nothing.
-        notes: on how it was opened, such as what was not read of it.
+        layers: sums of the merged tensors.
+        expert: name of the expert.
+        own: the expert's own part of the output, as `owned_by` returns it; only this part may have been
+            trained. None if there is no such part.
+        notes: notes from opening the expert, such as which of its tensors were not read.
     """
     own_layers = [layer for layer in layers if expert in layer.squares]
     same = [layer for layer in own_layers if not layer.norm(expert)]
@@ -186,7 +189,7 @@ def untouched(
 
 
 def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | None:
-    """Say that updates are of very different size, if they are."""
+    """Return a warning if the experts' updates have very different norms, else None."""
     norms = {expert: hypot(*(layer.norm(expert) for layer in layers)) for expert in experts}
     moved = {expert: norm for expert, norm in norms.items() if norm}
     if len(moved) < 2:
@@ -202,13 +205,13 @@ def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | Non
     )
 
 
-# Experts of a mixture that a module holds packed, and its folder one by one.
+# Experts of a mixture that a module in memory holds packed, and the model's folder holds one by one.
 
 _GATE_AND_UP = re.compile(r"\.experts\.gate_up_proj$")
 
 
 def packed_in_memory(plan: Plan, base: Checkpoint) -> Iterator[Finding]:
-    """Warn where gate and up are merged as one matrix that the model's folder has apart."""
+    """Warn if gate and up are merged as one matrix, while the model's folder has them as two."""
     if not base.is_held or base.config is None or plan.recipe.tensors.fused == "split":
         return
     packed = [
@@ -228,25 +231,25 @@ def packed_in_memory(plan: Plan, base: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_apart_in_files(model_type: object) -> bool:
-    """Whether transformers packs gate and up as it loads such a model."""
+    """Return whether transformers packs gate and up when it loads a model of this type."""
     found: list[Any] = []
-    with suppress(Exception):  # of a version that has no such table, or knows no such model
+    with suppress(Exception):  # a version without such a table, or without this model
         conversion: Any = importlib.import_module("transformers.conversion_mapping")
         found = conversion.get_checkpoint_conversion_mapping(model_type) or []
     return any("gate_up_proj" in name for one in found for name in one.target_patterns)
 
 
-# Which other layer of the base a layer holds, where it does not hold its own.
+# Layers swapped when the expert was saved: which other layer of the base does a layer hold?
 
-_LOOKED_UP = 8  # layers of an expert whose true place is searched for
-_ALIKE = 0.9  # cosine with another layer of the base from which it is that one
+_LOOKED_UP = 8  # most layers of an expert whose true place is searched for
+_ALIKE = 0.9  # cosine with another layer of the base above which the layer is that one
 
 
 def find_swaps(foreign: Sequence[Foreign], base: Model, expert: Model) -> Iterator[Finding]:
-    """Say which other layers of the base an expert's layers hold.
+    """Say which other layers of the base an expert's foreign layers hold.
 
-    A layer that holds no other was trained anew, or is lost: whether a merge is worse for it, who
-    merges must know.
+    A layer that holds no other layer of the base was trained anew, or its weights are lost. It gives a
+    warning only, as the user must know whether it harms the merge.
     """
     for each in foreign[:_LOOKED_UP]:
         yield _find_in_base(each, base, expert)
@@ -285,7 +288,7 @@ def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
 
 
 def _candidates(name: str, base: Model) -> list[str]:
-    """Layers of the same shape in the same block, then the same layer of other blocks."""
+    """Return up to 64 tensors of the base of the same shape, those of the same block first."""
     shape, block = base.headers[name].shape, block_of(name)
     same = [n for n, header in base.headers.items() if header.shape == shape]
     siblings = [n for n in same if block_of(n) == block]
@@ -293,7 +296,7 @@ def _candidates(name: str, base: Model) -> list[str]:
 
 
 def _parts(model: Model, name: str) -> dict[str, Tensor]:
-    """A stored tensor as its projections by name, or as one matrix without a name."""
+    """Return the projections of a fused tensor by name; for another tensor the whole of it, under ""."""
     info = model.description.tensors.get(name)
     if info is None:
         return {}
@@ -311,16 +314,16 @@ def judge(
     experts: Mapping[str, Checkpoint],
     owned: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Say what the sums give away.
+    """Yield the findings that follow from the sums.
 
-    Adapters in files have no weights of their own, so there is nothing to hold against the base's: that
-    one was trained over another base, no number of it says.
+    An adapter in a file has no full weights to compare with the base's. Nothing in its tensors tells
+    whether it was trained over another base.
 
     Args:
-        layers: of all experts.
-        base: the base, to compare with layers that are not its own.
-        experts: by name.
-        owned: what the output has of experts beside their updates; see `owned_by`.
+        layers: sums of all experts.
+        base: the base, whose tensors are compared with the foreign layers of the experts.
+        experts: the experts by name.
+        owned: the experts' own parts of the output, beside their updates; see `owned_by`.
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for name, expert in experts.items():
@@ -343,7 +346,7 @@ def judge(
 
 
 def owned_by(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, str]:
-    """What the output has of experts beside their updates: task heads, and rows of tokens, by expert."""
+    """Return by expert a phrase for its own part of the output: a task head, or rows of tokens."""
     vocabulary = checkpoints.text.vocabulary
     givers: Collection[str] = () if vocabulary is None else vocabulary.givers
     rows, head = "rows of its tokens are", "its task head is"
@@ -357,12 +360,20 @@ def check_fit(
     *,
     written: bool = True,
 ) -> Fit:
-    """Judge the experts by what a run measured; `written`: files of the base lie beside the output.
+    """Judge the experts by the measurements of a run.
+
+    Args:
+        plan: the plan of the merge.
+        done: the results of its items.
+        checkpoints: base and experts.
+        written: whether files of the base, such as config.json, are copied beside the output.
 
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """
-    if not checkpoints.base.is_source:  # there is nothing that they should be fine-tunes of
+    if (
+        not checkpoints.base.is_source
+    ):  # the recipe has no base that the experts should be fine-tunes of
         first = next(iter(checkpoints.experts))
         findings = list(changed_integers(plan, done, f"expert '{first}'"))
     else:
@@ -397,7 +408,7 @@ def check_fit(
 def _untrained_heads(
     plan: Plan, layers: Sequence[LayerSums], experts: Mapping[str, Checkpoint]
 ) -> Iterator[Finding]:
-    """Warn of a merged model whose task head is its base's, as each expert's own is kept beside it."""
+    """Warn of an expert that is a merged model, whose task head is its base's and was never trained."""
     for name, expert in experts.items():
         of_heads = _heads_beside(expert.folder)
         merged = {
@@ -420,17 +431,17 @@ def _untrained_heads(
 
 
 def _heads_beside(folder: Path | None) -> set[str]:
-    """The tensors of the experts' own task heads, of an output of covmerge that has such."""
+    """Return the names of the tensors of task heads in an output of covmerge; none for other folders."""
     found: dict[str, Any] = {}
     if folder is not None and (folder / MANIFEST_NAME).is_file():
-        with suppress(InputError):  # whatever it is, it is no merge's
+        with suppress(InputError):  # not the manifest of a merge
             found = read_manifest(folder)
     heads: Mapping[str, Sequence[str]] = found.get("heads") or {}
     return {name for own in heads.values() for name in own}
 
 
 def _without_method(plan: Plan) -> Iterator[Finding]:
-    """Warn where the recipe's method had nothing to merge, as no tensor is known for a matrix."""
+    """Warn if all tensors were averaged, because none was recognised as a layer's matrix."""
     merged = [tensor for tensor in plan.tensors if tensor.merge is not None]
     used = {tensor.merge.method for tensor in plan.tensors if tensor.merge is not None}
     method = plan.recipe.method
@@ -447,13 +458,13 @@ def _without_method(plan: Plan) -> Iterator[Finding]:
 
 
 def _in_float64(plan: Plan) -> set[str]:
-    """Tensors that are merged to float64, where the computation has fewer digits."""
+    """Return the tensors that are written in float64 but not computed in float64."""
     merged = {tensor.name for tensor in plan.tensors if tensor.output.dtype is torch.float64}
     return set() if plan.compute_dtype is torch.float64 else merged
 
 
 def _coarse(plan: Plan, layers: Sequence[LayerSums]) -> Iterator[Finding]:
-    """Warn where weights in float64 are merged in float32, and that shows in an update."""
+    """Warn if weights in float64 are merged in float32, and an update visibly loses precision."""
     fine = _in_float64(plan)
     lost = {
         (layer.tensor, expert): _HALF_DIGIT * hypot(1, sqrt(layer.base) / layer.norm(expert))

@@ -1,4 +1,4 @@
-"""How long every update of a layer is, and whether it goes along the base."""
+"""Norms of the updates of a layer, and their cosines with the base."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from covmerge.files.tensors.names import layer_name
 from covmerge.maths.measures.sums import cosine_with_base
 from covmerge.plan.planning.types import Plan
 
-# Names of layers for people: which block, and which layer of it.
+# Names of layers: the number of the block, and the layer in the block.
 
 
 def block_of(name: str) -> int | None:
-    """Return the number of the block that a tensor belongs to, None outside all blocks.
+    """Return the number of the block that a tensor belongs to; None if it is outside all blocks.
 
     Example:
         >>> block_of("model.layers.11.mlp.up_proj.weight"), block_of("lm_head.weight")
@@ -29,7 +29,7 @@ def block_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return what a layer is called in each block.
+    """Return a layer's name without its block and `.weight`, the same in every block.
 
     Example:
         >>> kind_of("model.layers.11.mlp.up_proj.weight"), kind_of("model.embed.weight")
@@ -51,7 +51,7 @@ def by_depth(names: Iterable[str]) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers with runs joined.
+    """Return numbers as text, with consecutive numbers joined to ranges.
 
     Example:
         >>> ranges([0, 1, 2, 5])
@@ -71,16 +71,16 @@ TABLES = (Role.EMBEDDING, Role.OUTPUT)
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Sums over the elements of one matrix of all experts, or of a tensor that holds none.
+    """Sums over the elements of one matrix in all experts, or of a tensor that holds no matrix.
 
     Attributes:
-        tensor: its name in the base.
-        name: the same, with the place of the matrix where the tensor holds several.
-        is_matrix: whether it is a layer that has inputs.
+        tensor: the tensor's name in the base.
+        name: the tensor's name, with the index of the matrix if the tensor holds several.
+        is_matrix: whether this is the matrix of a layer that has inputs.
         base: ‖W_0‖².
         squares: ‖Δ_t‖² by expert.
-        along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
-        is_table: whether its rows belong to tokens: an embedding, or an output head.
+        along: ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read.
+        is_table: whether the rows belong to tokens: an embedding, or an output head.
 
     Example:
         >>> layer = LayerSums("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
@@ -97,22 +97,22 @@ class LayerSums:
     is_table: bool = False
 
     def norm(self, expert: str) -> float:
-        """‖Δ_t‖; 0 of an expert that has no part in the layer."""
+        """Return ‖Δ_t‖; 0 for an expert that has no part in the layer."""
         return sqrt(max(0.0, self.squares.get(expert, 0.0)))
 
     def relative(self, expert: str) -> float:
-        """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
+        """Return ‖Δ_t‖ / ‖W_0‖; 0 if the base is zero."""
         return self.norm(expert) / sqrt(self.base) if self.base > 0 else 0.0
 
     def cosine(self, expert: str) -> float | None:
-        """Cosine between W_t and W_0; None where the base is zero, or the weights were not read."""
+        """Return the cosine between W_t and W_0; None if the base is zero or the weights were not read."""
         if self.base <= 0 or expert not in self.along:
             return None
         return cosine_with_base(self.base, self.along[expert], self.squares[expert])
 
 
 def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[LayerSums]:
-    """Join what the items of a finished run measured to one entry a merged tensor."""
+    """Yield the sums of each merged tensor, added over the items of a finished run."""
     parts: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item, facts in zip(plan.items, done, strict=True):
         if "updates" in facts:

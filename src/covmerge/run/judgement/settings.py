@@ -1,4 +1,4 @@
-"""What lies beside an expert's weights and says how they are used, where the output says it otherwise."""
+"""Findings on settings beside an expert's weights that differ from those of the output."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ _PROCESSORS = (
     *("video_preprocessor_config.json", "feature_extractor_config.json"),
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-# Keys that do not change what the weights compute: who wrote the file, training, heads, generation; and
-# what is decided elsewhere, as the vocabulary, ties and the stored dtype are.
+# Keys that are not compared. Most do not change what the weights compute: writer of the file, training,
+# heads, generation. The others are decided elsewhere: vocabulary, ties, the stored dtype.
 _ASIDE = re.compile(
     r"^_|version|dtype|^architectures$|^auto_map$|^name_or_path$|^model_type$|_implementation$|flash|"
     r"drop|initializer|^init_|_init(_|$)|loss|coef|jitter|gradient|^pretraining_tp$|^apply_spec_augment$|"
     r"^mask_(time|feature)_|^ctc_|token_ids?$|^vocab_size$|^tie_|^output_|return_dict$|^use_cache$|"
     r"^tokenizer_|max_length$|^chunk_size_|^(id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params)$|^quantization|"
-    r"^unsloth|^max_window_layers$|"  # which `layer_types` is made of
-    r"^max_position_embeddings$|"  # a limit: what rope computes of it says more, and tables have a shape
+    r"^unsloth|^max_window_layers$|"  # `layer_types` is made from it
+    # Only a limit: the rope settings that depend on it say more, and position tables have a shape.
+    r"^max_position_embeddings$|"
     r"^min_length$|_penalty$|suppress_tokens$|^forced_|no_repeat_ngram_size$|^num_(beam|return_seq)|"
     r"^(early_stopping|do_sample|temperature|top_k|top_p|typical_p|bad_words_ids|remove_invalid_values)$"
 )
 _ASIDE_OF_FILES = re.compile(r"^_|version|_class$|_type$")
 _SHOWN, _LENGTH = 6, 60
-_CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")  # of the Hub's client
+_CACHED = re.compile(
+    r"models--(?:[^/]*--)?([^/]+)/snapshots/"
+)  # a folder in the cache of the Hub's client
 _QUANTISED = re.compile(
     r"([-_.](unsloth|bnb|hf|[48]-?bits?|int[48]|w4a16|nf4|fp8|gptq|awq|gguf))+$"
 )
@@ -49,15 +52,17 @@ _LOOK = "look which of the two the merged model should have"
 
 
 def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> Iterator[Finding]:
-    """Say of each expert how it is used otherwise than the output, which has all of that from the base.
+    """Say which settings of each expert differ from the output's, which are the base's.
 
     Args:
         checkpoints: base and experts.
-        as_model: False: the output is an adapter, beside which nothing lies.
+        as_model: whether the output is a model, with companion files; an adapter has none.
     """
     base, views = checkpoints.base, checkpoints.views
     for name, adapter in checkpoints.adapters.items():
-        if base.decides and not (base.is_held or adapter.under):  # whose weights tell it
+        if base.decides and not (
+            base.is_held or adapter.under
+        ):  # otherwise the weights tell whether the base is right
             yield from _of_another_base(name, adapter, base)
     for name, expert in checkpoints.experts.items():
         if base.config and expert.config and not expert.is_adapter:
@@ -78,7 +83,7 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
 
 
 def _of_another_base(name: str, adapter: AdapterCheckpoint, base: Checkpoint) -> Iterator[Finding]:
-    """Warn where an adapter names a base that is called otherwise: no number of an adapter tells it."""
+    """Warn if an adapter names another base: its tensors do not tell which base is right."""
     named = adapter.base_model
     known = [base.source, str(Path(base.source).expanduser().resolve())]
     known += [
@@ -96,7 +101,7 @@ def _of_another_base(name: str, adapter: AdapterCheckpoint, base: Checkpoint) ->
 
 
 def _bare(source: str) -> str:
-    """The last part of a path or name, without a revision and what says how it was quantised."""
+    """Return the last part of a path or name, in lower case, without revision and quantisation suffix."""
     cached = _CACHED.search(source)
     name = cached[1] if cached else source.partition("@")[0].rstrip("/").rpartition("/")[2]
     return _QUANTISED.sub("", name.lower())
@@ -104,9 +109,9 @@ def _bare(source: str) -> str:
 
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
     if dict(_flat(base, _ASIDE)) == dict(_flat(expert, _ASIDE)):
-        return  # without transformers, whose import takes longer than a small merge
+        return  # avoids importing transformers, which takes longer than a small merge
     ours, theirs = (dict(_flat(with_defaults(config), _ASIDE)) for config in (base, expert))
-    # A key of one alone is none that transformers reads.
+    # transformers reads no key that only one config has: its defaults fill in every key that it reads.
     keys = [
         key
         for key in {**theirs, **ours}
@@ -145,7 +150,7 @@ def _of_files(name: str, base: Path, expert: Path) -> Iterator[Finding]:
 
 
 def _of_template(name: str, output: Path, expert: Path) -> Iterator[Finding]:
-    if not _has_tokenizer(output):  # and so no template could be chosen
+    if not _has_tokenizer(output):  # and so the recipe could choose no chat template
         if _has_tokenizer(expert):
             text = "has a tokenizer, and the output has none: copy the tokenizer's files into the output"
             yield Finding(Severity.NOTE, text, name)
@@ -171,12 +176,12 @@ def _settings(folder: Path, name: str) -> dict[str, Any] | None:
 def _flat(
     config: Mapping[str, Any], aside: re.Pattern[str], before: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Keys with their values, those of inner objects by both keys."""
-    for key, value in ((str(key), value) for key, value in config.items()):  # some are numbers
+    """Yield keys with their values; the keys of an inner object as `outer.inner`."""
+    for key, value in ((str(key), value) for key, value in config.items()):  # some keys are numbers
         if aside.search(key):
             continue
         if key == "type" and before.startswith("rope_"):
-            key = "rope_type"  # its older name
+            key = "rope_type"  # the older name of the key
         if isinstance(value, dict):
             yield from _flat(cast("dict[str, Any]", value), aside, f"{before}{key}.")
         else:
@@ -184,13 +189,13 @@ def _flat(
 
 
 def _is_known(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether a config has a key, or null in place of the object that it is in."""
+    """Return whether a config has a key, or a value such as null for an object that would hold it."""
     parts = key.split(".")
     return any(".".join(parts[:count]) in config for count in range(1, len(parts) + 1))
 
 
 def _differ(one: object, other: object) -> bool:
-    """Whether two values are not the same number, up to rounding to float32, nor equal."""
+    """Return whether two values differ; floats within rounding to float32 do not, nor do two NaN."""
     if isinstance(one, float) and isinstance(other, float):
         return not isclose(one, other, rel_tol=1e-6) and not (isnan(one) and isnan(other))
     return one != other

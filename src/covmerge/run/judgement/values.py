@@ -1,4 +1,4 @@
-"""Experts whose values are not merged: other integers than the base, NaN and Inf nearly everywhere."""
+"""Findings on values that cannot be merged: integers unlike the base's, and NaN or Inf."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from covmerge.plan.planning.operations import Copy
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import TensorPlan
 
-# Tensors that are not floating point are the base's: which experts have others, and what that means.
+# Tensors that are not floating point are copied from the base: which experts differ, and does it matter?
 
-# By the last part of the name. BatchNorm counts its training batches there, and reads the count only if
-# it has no momentum; the others are index tables that the model's code makes from its config.
+# Tensors that no output needs from an expert, by the last part of their names. `num_batches_tracked` is
+# BatchNorm's count of training batches, which it reads only if it has no momentum. The others are index
+# tables that the model's code makes from its config.
 HARMLESS = {
     "num_batches_tracked": "counters of training batches",
     "position_ids": "tables of positions",
     "relative_position_index": "tables of positions",
 }
 _SHOWN = 5
-_LEAST = 0.5  # share of the numbers that must be there: not lost with integers, and finite
+_LEAST = 0.5  # an expert is lost if more than this share of its numbers cannot be merged
 
 
 def changed_integers(
     plan: Plan, done: Sequence[Mapping[str, Json]], whose: str
 ) -> Iterator[Finding]:
-    """Say which experts have other values than the output in tensors that are not merged."""
+    """Say which experts have other values than the output in tensors of integers or truth values."""
     found = _differing(plan, done)
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
@@ -63,7 +64,7 @@ def changed_integers(
 
 
 def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:
-    """By tensor, the experts that have another shape or other values."""
+    """Return by tensor the experts that have another shape or other values, if any do."""
     found = {
         tensor.name: set(tensor.operation.reshaped)
         for tensor in plan.tensors
@@ -76,7 +77,7 @@ def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[
 
 
 def _integers_of_most(expert: str, names: Sequence[str], share: float, whose: str) -> Finding:
-    """What no rule and nothing that is allowed should lead past: hardly anything would be merged."""
+    """Return a fault that no rule and no `allow` lifts: hardly any number would be merged."""
     text = (
         f"has other values than {whose} in {counted(len(names), 'integer tensor')} "
         f"({some(names, _SHOWN, quoted=True)}), {share:.0%} of all numbers, and integers are not merged: "
@@ -112,29 +113,28 @@ def _numbers(tensors: Iterable[TensorPlan]) -> int:
 
 
 def _harmless(tensor: TensorPlan) -> str | None:
-    """What a tensor is that no output needs of an expert; None of others."""
+    """Return what a tensor is if no output needs it from an expert, else None."""
     made_again = (
         "buffers that are made again when the model is loaded" if tensor.info.rebuilt else None
     )
     return HARMLESS.get(tensor.name.rpartition(".")[2], made_again)
 
 
-# Experts that hold NaN or Inf nearly everywhere: no rule helps, as the output would be nearly the base.
+# Experts with NaN or Inf nearly everywhere: no rule helps, as the output would be nearly the base.
 
 _BLOCK_ELEMENTS = 2**20
-_SAMPLED_ELEMENTS = (
-    2**16
-)  # of a tensor that a rule leaves to the base, and that is not read otherwise
+# Elements that are read from a tensor that a rule leaves to the base; otherwise it would not be read.
+_SAMPLED_ELEMENTS = 2**16
 _LISTED = 3
 
 
 @contextmanager
 def naming_lost(experts: Mapping[str, Checkpoint]) -> Generator[None]:
-    """Look an expert over whose tensor is not finite, before a rule for this tensor is advised.
+    """Check a whole expert once one of its tensors is not finite, before the error advises a rule.
 
     Raises:
-        TensorError: it is so nearly everywhere; no rule is advised.
-        NotFiniteError: it is so in a part of it.
+        TensorError: the expert is not finite nearly everywhere; no rule is advised.
+        NotFiniteError: the expert is not finite in some tensors.
     """
     try:
         yield
@@ -148,9 +148,9 @@ def naming_lost(experts: Mapping[str, Checkpoint]) -> Generator[None]:
 
 
 def left_for_nan(plan: Plan, experts: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Say which experts have NaN or Inf in most of what rules of the recipe leave to the base.
+    """Yield a fault for each expert with NaN or Inf in most of its weights, which rules leave to the base.
 
-    Of each such tensor the first rows are read.
+    Only the first rows of each of these tensors are read.
     """
     left = [tensor.name for tensor in plan.tensors if tensor.operation.copies]
     for key, expert in experts.items():
@@ -161,7 +161,7 @@ def left_for_nan(plan: Plan, experts: Mapping[str, Checkpoint]) -> Iterator[Find
 
 
 def _not_finite_of_most(key: str, expert: Checkpoint, bad: list[str]) -> Finding | None:
-    """What is said if the other tensors are less than half, or none of the layers' matrices."""
+    """Return a fault if `bad` has over half of the expert's numbers, or every layer's matrix, else None."""
     sizes = _sizes(expert)
     share = sum(sizes[name] for name in bad) / max(1, sum(sizes.values()))
     matrices = {name for name in sizes if layer_name(name) is not None and _is_matrix(expert, name)}
@@ -177,7 +177,7 @@ def _not_finite_of_most(key: str, expert: Checkpoint, bad: list[str]) -> Finding
 
 
 def _sizes(expert: Checkpoint) -> dict[str, int]:
-    """How many numbers are stored of each tensor, of those that can be NaN."""
+    """Return the number of stored elements of each floating-point tensor and each low-rank update."""
     sizes = {n: prod(h.shape) for n, h in expert.headers.items() if h.dtype.is_floating_point}
     return sizes | {name: factors.elements for name, factors in expert.low_rank.items()}
 
