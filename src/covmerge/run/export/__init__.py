@@ -1,1 +1,1 @@
-"""What an output needs besides its weights: config, tokenizer, index, heads, manifest, model card."""
+"""The files of an output beside its weights: config, tokenizer, index, heads, manifest, model card."""

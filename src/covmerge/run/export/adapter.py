@@ -1,4 +1,4 @@
-"""adapter_config.json of a merged adapter, as PEFT reads it."""
+"""adapter_config.json of a merged adapter, as PEFT reads it, and the program that loads an output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covmerge.files.stores.store import Store, StoredFile, WritableFile, Writabl
 from covmerge.plan.planning.adapter import left_out
 from covmerge.plan.planning.types import Plan
 
-# Which library loads an output, and how.
+# The library that loads an output, and the program that does it.
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
 SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
@@ -30,12 +30,12 @@ _CLASS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FOLDER = 'folder = "."  # this folder, or the name of this repository'
 _SENTENCE_CLASSES = ("SentenceTransformer", "SparseEncoder", "CrossEncoder", "MultiVectorEncoder")
 _MOST_VALUES = 100_000  # prompts may be many
-# Of a model that takes more than text its class alone does not say what it is for.
+# Keys of a config whose model takes more than text, or has its own code: its class does not tell its task.
 _MORE_THAN_TEXT = ("vision_config", "audio_config", "auto_map")
 
 
 def library_of(output: Store, config: Mapping[str, Any], *, adapter: bool) -> str | None:
-    """Return what the Hub calls the library of an output, where it is certain."""
+    """Return the Hub's name of the library that loads an output; None if it is not certain."""
     if adapter:
         return DIFFUSERS if output.is_file(LORA_NAME) else PEFT
     if output.is_file(MODULES):
@@ -48,20 +48,20 @@ def library_of(output: Store, config: Mapping[str, Any], *, adapter: bool) -> st
 
 
 def architecture(config: Mapping[str, Any]) -> str | None:
-    """Return the class of transformers that a config names first, if it names any."""
+    """Return the first class of transformers that a config names, or None."""
     named: object = config.get("architectures")
     first = next(iter(cast("list[object]", named)), None) if isinstance(named, list) else None
     return first if isinstance(first, str) and _CLASS.fullmatch(first) else None
 
 
 def part_class(config: Mapping[str, Any]) -> str | None:
-    """Return the class of diffusers that the config of a pipeline's part names, if it names one."""
+    """Return the class of diffusers that the config of a pipeline's part names, or None."""
     named: object = config.get("_class_name")
     return named if isinstance(named, str) and _CLASS.fullmatch(named) else None
 
 
 def sentence_class(output: Store) -> str:
-    """Return the class of sentence-transformers that an output is loaded by, as its config says."""
+    """Return the class of sentence-transformers that loads an output; by default SentenceTransformer."""
     file = StoredFile(output, "config_sentence_transformers.json")
     if output.is_file(file.name):
         named = read_object(file, _MOST_VALUES).get("model_type")
@@ -71,7 +71,7 @@ def sentence_class(output: Store) -> str:
 
 
 def pipeline_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Hub's name of what the model does, where it is certain.
+    """Return the Hub's name of the model's task; None if it is not certain.
 
     Example:
         >>> pipeline_of({"architectures": ["LlamaForCausalLM"]})
@@ -85,7 +85,7 @@ def pipeline_of(config: Mapping[str, Any]) -> str | None:
 def how_to_load(
     output: Store, library: str | None, config: Mapping[str, Any], base: HubModel | None
 ) -> Iterator[str]:
-    """The lines of a program that loads an output."""
+    """Yield the lines of a program that loads an output."""
     loader = architecture(config) or "AutoModel"
     if library == PEFT:
         source = '"BASE"'
@@ -114,7 +114,7 @@ def how_to_load(
         packed, tokenizer = (output.is_file(n) for n in (GGUF_NAME, "tokenizer_config.json"))
         names = (*["AutoConfig"] * packed, *["AutoTokenizer"] * tokenizer, loader)
         yield from (f"from transformers import {', '.join(names)}", "", _FOLDER)
-        if packed:  # of the file alone it makes a config without the sizes of experts
+        if packed:  # the config that transformers makes from a GGUF file lacks the sizes of experts
             yield "config = AutoConfig.from_pretrained(folder)"
         more = f', config=config, gguf_file="{GGUF_NAME}"' if packed else ""
         yield f"model = {loader}.from_pretrained(folder{more})"
@@ -128,7 +128,7 @@ def how_to_load(
 
 
 def _only_llama_cpp(config: Mapping[str, Any]) -> bool:
-    """Whether transformers takes a GGUF file of this model for another's: Mixtral's for a Llama's."""
+    """Return whether only llama.cpp loads the GGUF file: transformers takes a Mixtral's for a Llama's."""
     return config.get("model_type") == "mixtral"
 
 
@@ -143,19 +143,21 @@ def write_adapter_config(
     parents: Sequence[Mapping[str, Any]],
     base: Checkpoint,
 ) -> str:
-    """Write the configuration: what all parents agree on; without parents, of the base; return its name.
+    """Write adapter_config.json and return its name.
+
+    Base, revision and task are those that all parents agree on; without parents, they are the base's.
 
     Args:
-        store: where the adapter lies.
-        tensors: what the adapter updates.
-        whole: what it replaces.
+        store: the store of the adapter's files.
+        tensors: the tensors that the adapter updates.
+        whole: the tensors that the adapter replaces.
         parameters: names of all tensors of the model.
         parents: configurations of the adapters that were merged.
-        base: what the adapter is loaded over.
+        base: the model that the adapter is loaded over.
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
-    largest = max(ranks.values())  # which servers hold against their limit
-    # The scale alpha / r is 1 in every layer: it is in the factors.
+    largest = max(ranks.values())  # servers compare this rank with their limit
+    # The factors include the scale, so alpha / r is 1 in every layer.
     wrapped = _parameters(ranks, parents)
     special: dict[str, Json] = {
         _pattern(module): rank for module, rank in ranks.items() if rank != largest
@@ -188,7 +190,7 @@ def write_adapter_config(
 
 
 def bases_that_differ(adapters: Sequence[AdapterCheckpoint]) -> Iterator[str]:
-    """Say that adapters name different bases, so that the merged one names none."""
+    """Say that the adapters name different bases, so that the merged adapter names none."""
     named = sorted({adapter.base_model or "none" for adapter in adapters})
     if len(named) > 1:
         yield (
@@ -198,7 +200,7 @@ def bases_that_differ(adapters: Sequence[AdapterCheckpoint]) -> Iterator[str]:
 
 
 def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
-    """Say which tensors an adapter does not have, of those whose merged update is not zero."""
+    """Say which tensors with a merged update that is not zero the adapter leaves out."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.name in changed and not tensor.form.places(tensor.output, None):
@@ -214,7 +216,7 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
 
 
 def _parameters(modules: Collection[str], parents: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The modules that a parent names by their weight, as PEFT must of those that are no layers to it."""
+    """Return the modules that a parent has in `target_parameters`: PEFT does not see them as layers."""
     named = [name for parent in parents for name in parent.get("target_parameters") or ()]
     return {
         module
@@ -224,7 +226,7 @@ def _parameters(modules: Collection[str], parents: Sequence[Mapping[str, Any]]) 
 
 
 def _targets(modules: Sequence[str], parameters: Sequence[str]) -> Json:
-    """The layers by name, or as one expression where a name is the end of another's."""
+    """Return the layers as a list, or as one expression if a name also ends that of another layer."""
     others = {name.rpartition(".")[0] for name in parameters} - set(modules)
     if any(other.endswith(f".{module}") for other in others for module in modules):
         return "|".join(map(re.escape, modules))
@@ -232,19 +234,19 @@ def _targets(modules: Sequence[str], parameters: Sequence[str]) -> Json:
 
 
 def _pattern(module: str) -> str:
-    """A key that matches this module alone; PEFT asks for a router by the name of its weight."""
+    """Return a pattern that matches only this module; PEFT looks a router up by the name of its weight."""
     return rf"^{re.escape(module)}(\.weight)?"
 
 
 def _named(base: Checkpoint) -> tuple[str | None, str | None]:
-    """Return name and revision by which a base can be loaded, if it can."""
+    """Return the name and revision that load a base; no name if the base was in memory."""
     if base.hub is not None:
         return base.hub.name, base.hub.commit
     return (None if base.identity()["kind"] == "memory" else base.source), None
 
 
 def _task_type(parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> Json:
-    """What PEFT calls a language model; to a classifier it would add a head, which is not there."""
+    """Return PEFT's task if PEFT adds no head for it, else None: the adapter has no head."""
     if parents:
         task = _agreed(parents, "task_type")
         return task if task in _WITHOUT_HEAD else None

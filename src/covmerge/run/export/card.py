@@ -1,4 +1,4 @@
-"""README.md: the model card, for those who meet the merged model and were not there."""
+"""README.md: the model card, for readers who did not make the merge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from covmerge.run.export.parents import Parent, Parents, licence_notes, shared_l
 
 _MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _STATISTICS = {"gram": "Gram matrices of their layers' inputs", "fisher": "Fisher information"}
-_HASH = 12  # digits of a hash that tell enough
+_HASH = 12  # digits of a hash that identify a version
 
 
 def write_card(
@@ -41,7 +41,7 @@ def write_card(
     config: Mapping[str, Any] | None,
     manifest: Mapping[str, Json],
 ) -> str:
-    """Write README.md into a finished output and return its name: of one merge always the same."""
+    """Write README.md into a finished output and return its name; the same merge gives the same bytes."""
     card = _Card(store, plan, parents, config or {}, manifest)
     content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
     WritableFile(store, CARD_NAME).put(content)
@@ -50,7 +50,7 @@ def write_card(
 
 @dataclass(frozen=True)
 class _Card:
-    """What `write_card` was given, and the parts of the card that follow from it."""
+    """The arguments of `write_card`, and the parts of the card that are made from them."""
 
     output: Store
     plan: Plan
@@ -68,30 +68,30 @@ class _Card:
 
     @property
     def base(self) -> Parent:
-        """The base; without one, the expert whose config and tokenizer the output has."""
+        """Return the base; without a base, the expert whose config and tokenizer the output has."""
         return next(iter(self.parents.by_key.values()))
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The methods of the recipe, its own first."""
+        """Return the recipe's method, then those of its rules."""
         recipe = self.plan.recipe
         names = (recipe.method, *(rule.method for rule in recipe.rules if rule.method))
         return tuple(map(registry.get, dict.fromkeys(names)))
 
     @property
     def called(self) -> str:
-        """What people call the recipe's method."""
+        """Return the common name of the recipe's method, such as "mergekit's ties"."""
         return called(self.plan.recipe.method, self.plan.recipe.parameters)
 
     @property
     def steps(self) -> tuple[StepUse, ...]:
-        """The steps around the recipe's method."""
+        """Return the steps before and after the recipe's method."""
         recipe = self.plan.recipe
         before, after = steps_around(recipe.before, recipe.after)
         return (*before, *after)
 
     def metadata(self) -> dict[str, Any]:
-        """What the Hub reads of the card; only what is certain."""
+        """Return the metadata that the Hub reads; only entries that are certain."""
         named = [parent.hub.name for parent in self.parents.by_key.values() if parent.hub]
         data: dict[str, Any] = {}
         if named:
@@ -115,7 +115,7 @@ class _Card:
         return {**data, "tags": ["merge", "covmerge", method, *([family] if known else [])]}
 
     def text(self) -> str:
-        """Everything below the metadata."""
+        """Return the text of the card below its metadata."""
         sections = {
             "What was merged": self._parents(),
             "Licence": self._licence(),
@@ -171,7 +171,7 @@ class _Card:
             return f"`{parent.hub.commit[:_HASH]}`"
         content: Mapping[str, str] = self.manifest["sources"][key]["content"]
         name, digest = next(iter(content.items()))
-        kind, _, value = digest.partition(":")  # a version is whatever its server calls it
+        kind, _, value = digest.partition(":")  # a server may call a version anything
         short = value[:_HASH]
         return f"{kind} {f'`{short}`' if short.isalnum() else inline(short)} ({inline(name)})"
 
@@ -222,14 +222,14 @@ class _Card:
         )
 
     def _public_recipe(self) -> dict[str, Any]:
-        """The recipe, but for its defaults, and with no path of this machine."""
+        """Return the recipe without defaults and without paths of this machine."""
         recipe = self.plan.recipe
         given = recipe.model_dump(mode="json", exclude_defaults=True)
         for name, expert in given["experts"].items():
             expert["source"] = self.parents.by_key[f"expert {name}"].source
             if "statistics" in expert:
                 expert["statistics"] = Path(expert["statistics"]).name
-        # First what is always there, in the order in which one thinks of it.
+        # The three keys that every recipe has come first.
         base = None if recipe.base is None else self.base.source
         first = {"base": base, "experts": given["experts"], "method": recipe.method}
         return {**first, **{key: value for key, value in given.items() if key not in first}}
@@ -301,5 +301,5 @@ def _citation(name: str, paper: Reference) -> str:
 
 
 def _yaml(data: Mapping[str, Any]) -> str:
-    """YAML with its keys in order and a line for each text."""
+    """Return YAML with the keys in their order and each text on one line."""
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=float("inf"))

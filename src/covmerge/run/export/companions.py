@@ -1,4 +1,4 @@
-"""The files that make weights a model: its config, tokenizer and processors, taken from the base."""
+"""Companion files of a model's weights, copied from the base: config, tokenizer, processors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import NO_CHANGES, ConfigChanges
 
 MAX_FILE_BYTES = 512 << 20
-_MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
+_MAX_CONFIG_BYTES = 16 << 20  # parsing a config takes several times its size in memory
 
 _COMPANIONS = (
     "config.json",
@@ -58,22 +58,22 @@ _WEIGHTS = (
 _LOADED = "for transformers pass the model's folder as the base, or copy them into the output"
 _NO_CONFIG = f"the base has no folder: the output has no config; {_LOADED}"
 _NOTHING = f"the base has no folder: the output has no config or tokenizer; {_LOADED}"
-_NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
+_NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # weights, and files about the base
 
 
 @dataclass(frozen=True)
 class Companions:
-    """What was copied, as paths inside the output, and what the user should know."""
+    """The files that were copied, as paths inside the output, and notes for the user."""
 
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def with_config(self, name: str, *, held: bool) -> Companions:
-        """The same where a config was written that the base has in no file of its own.
+        """Return these companions with a config that was written although the base has no file of it.
 
         Args:
-            name: of the config.
-            held: the base was in memory; else a GGUF file says what is in it.
+            name: file name of the config.
+            held: whether the base was in memory; otherwise the config is made from its GGUF file.
         """
         said = (
             f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
@@ -85,7 +85,7 @@ class Companions:
                 "`tokenizer.save_pretrained(FOLDER)`"
             )
         notes = [note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)]
-        if not (held and self.copied):  # nothing but a tokenizer is written of a base in memory
+        if not (held and self.copied):  # the only file copied for a base in memory is a tokenizer
             notes.append(said)
         return Companions((*self.copied, name), tuple(notes))
 
@@ -116,20 +116,20 @@ def copy_companions(
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for what config.json says of dtype, layers, ties and quantisation, and
-    for what belongs to another tokenizer. Code is never copied: it should be read before it lies where
-    `trust_remote_code` finds it.
+    Files are copied byte for byte, with two exceptions: configs change as `changes` says (dtype, layers,
+    ties, quantisation, tokens), and the files of a new tokenizer replace the base's. Code is never
+    copied: the user should read it before it lies where `trust_remote_code` finds it.
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
-        output: where the output is written; files of the same names are replaced.
-        changes: in what its configs differ from the base's.
-        known: what the files were when the merge was planned, as `hash_companions` returns it; None
-            takes them as they are.
+        output: the store of the output; files of the same names are replaced.
+        changes: the differences of the output's configs from the base's.
+        known: hashes of the files when the merge was planned, as `hash_companions` returns them; None
+            accepts the files as they are.
 
     Raises:
-        CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
-            what it was.
+        CheckpointError: a companion file leaves the folder, is too large, cannot be read, or has
+            changed since the plan.
         ResourceError: the disk is full.
     """
     tokens = changes.tokens
@@ -171,7 +171,7 @@ def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name is taken for weights, or for an index of them."""
+    """Return whether a file of this name is taken for weights, or for an index of weights."""
     return matches_any(name, _WEIGHTS)
 
 
@@ -186,7 +186,7 @@ def _listing(source: Path) -> Generator[None, None, None]:
 
 
 def _companion_names(source: Path) -> list[str]:
-    """Paths relative to `source`, sorted, `/` between their parts."""
+    """Return the companions' paths relative to `source`, sorted, with `/` between the parts."""
     with _listing(source):
         return list(_companions_in(source))
 
@@ -207,7 +207,7 @@ def _companions_in(source: Path) -> Iterator[str]:
 
 
 def _modules(source: Path) -> list[Folder]:
-    """The folders of its modules, if it is a model of sentence-transformers."""
+    """Return the folders of a sentence-transformers model's modules; none for other models."""
     store = LocalFolder(source)
     return module_folders(store, store.names())
 
@@ -217,7 +217,7 @@ def _is_beside(name: str) -> bool:
 
 
 def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tuple[str, bytes]:
-    """Copy a config; return its hash and its content, as it was."""
+    """Copy a config with changes; return the hash and the content of the original."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
     copy.put(changes.made_to(content, str(source)))
@@ -225,7 +225,7 @@ def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tu
 
 
 def _copy(source: Path, copy: WritableFile) -> str:
-    """Copy a file; return the hash of what was copied."""
+    """Copy a file; return its hash."""
     digest, done = hashlib.sha256(), 0
     with _opened(source, MAX_FILE_BYTES) as file:
         size = source.stat().st_size

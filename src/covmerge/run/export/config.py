@@ -1,4 +1,4 @@
-"""The output's configs: the base's own bytes, unless they would be wrong about weights or vocabulary."""
+"""The output's configs: the base's bytes, changed only if wrong about weights or vocabulary."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older
 
 @dataclass(frozen=True)
 class ConfigChanges:
-    r"""In what the output's configs differ from the base's.
+    r"""The differences of the output's configs from the base's.
 
     Attributes:
-        dtype: of the output's weights; None if they keep the base's.
-        layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and read as plain.
-        quantisation: the format that the output's weights are packed in; None: they are plain.
+        dtype: dtype of the output's weights; None if they keep the base's.
+        layers: the base's layers that the output is stacked from; None if it has the layers of the base.
+        plain: whether the base is quantised, and read dequantised.
+        quantisation: the quantised format of the output's weights; None if they are not quantised.
         tokens: the output's tokenizer; None if it is the base's.
-        untied: the base ties tensors that the output stores one by one.
-        other: the output's config, where its architecture is not the base's.
+        untied: whether the output stores tensors one by one that the base ties.
+        other: the output's config if its architecture is not the base's, else None.
 
     Example:
         >>> ConfigChanges(torch.bfloat16).made_to(b'{"a": 1, "dtype": "float32"}', "config.json")
@@ -49,10 +49,14 @@ class ConfigChanges:
     other: Mapping[str, Any] | None = None
 
     def made_to(self, content: bytes, origin: str) -> bytes:
-        """Return the base's config.json, or generation_config.json, changed; the same bytes if nothing is.
+        """Return a config of the base with the changes made; the same bytes if nothing changes.
 
-        The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
-        config that states none stays as it is: transformers then goes by the weights.
+        The dtype is changed in nested configs (`text_config`, ...) too. A config without a dtype gets
+        none: transformers then uses the dtype of the weights.
+
+        Args:
+            content: the bytes of config.json or generation_config.json.
+            origin: path of the file, for messages; its name decides how token settings change.
 
         Raises:
             CheckpointError: `content` is not a JSON object.
@@ -84,16 +88,16 @@ NO_CHANGES = ConfigChanges()
 
 
 def write_config(store: WritableStore, config: Mapping[str, Any], changes: ConfigChanges) -> None:
-    """Write the config of a base that has no file of it."""
+    """Write config.json for a base that has no such file."""
     text = json.dumps(config, indent=2) + "\n"
     content = changes.made_to(text.encode(), store.where(CONFIG))
     WritableFile(store, CONFIG).put(content)
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config and the model configs nested in it."""
+    """Yield the config and the model configs nested in it."""
     yield config
     for key, value in config.items():
-        # A quantisation's dtypes are not those of the stored weights.
+        # The dtypes in a quantisation's config are not those of the stored weights.
         if key.endswith("_config") and key != QUANTISATION and isinstance(value, dict):
             yield from _parts(cast("dict[str, Any]", value))

@@ -1,4 +1,4 @@
-"""Models per expert beside a unified one: masks and factors (EMR-Merging), and how to load them."""
+"""Each expert's own masks and rescaler beside a unified model (EMR-Merging), and their loading."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from covmerge.maths.linalg.stored import stored_as
 from covmerge.plan.statistics.file import probe
 
 _FILE = "rescalers.json"
-BASE_PROBE = "base_probe"  # in covmerge.json: what tells the base from others of its shapes
+BASE_PROBE = "base_probe"  # key in covmerge.json of the hash that identifies the base
 
 
 def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
-    """Write masks/rescalers.json, each expert's factor and the hash of its masks; return its path."""
+    """Write masks/rescalers.json with each expert's factor and the hash of its masks; return its path."""
     masks = store.inside(MASKS_FOLDER)
     records: dict[str, Json] = {
         expert: {"rescaler": factor, "sha256": sha256_of(StoredFile(masks, _masks_of(expert)))}
@@ -55,11 +55,11 @@ def load_expert(
 
     W_t = W_0 + γ_t m_t ⊙ (W̄ − W_0)  (EMR-Merging, Mask and Rescale)
 
-    Tensors that were not merged by EMR are those of the unified model. The unified update is as
-    precise as the dtype that the model was stored in.
+    Tensors that EMR did not merge are taken from the unified model. The unified update has the
+    precision of the dtype that the unified model is stored in.
 
     Args:
-        folder: output of `covmerge merge --method emr`.
+        folder: an output of `covmerge merge --method emr`.
         expert: name of the expert.
         base: the base that the experts were merged over.
 
@@ -68,8 +68,8 @@ def load_expert(
         kept.
 
     Raises:
-        InputError: no masks there, or none of this expert; another base.
-        CheckpointError: masks, factors or weights are not those of the merge.
+        InputError: the folder has no masks, or none of this expert; or the base is another.
+        CheckpointError: masks, factors or weights are not those that the merge wrote.
 
     Departs from the paper: nowhere.
 
@@ -127,11 +127,11 @@ def load_expert(
 
 
 def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
-    """Return an expert's factor and the file of its masks, which are those of the merge.
+    """Return an expert's factor and the file of its masks, after checking that the merge wrote them.
 
     Raises:
-        InputError: no masks there, or none of this expert.
-        CheckpointError: masks or factors are not those of the merge.
+        InputError: the store has no masks, or none of this expert.
+        CheckpointError: masks or factors are not those that the merge wrote.
     """
     path = file_at(store, f"{MASKS_FOLDER}/{_FILE}")
     if not path.store.is_file(_FILE):
@@ -154,7 +154,7 @@ def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
     masks = file_at(store, f"{MASKS_FOLDER}/{_masks_of(expert)}")
     why = ""
     if masks.store.is_file(masks.name):
-        try:  # by its header first: hashing one that goes on after its tensors may have no end
+        try:  # the header first: hashing a file that goes on after its tensors may never end
             open_file(str(masks), masks).close()
             if sha256_of(masks) == digest:
                 return factor, masks
@@ -164,7 +164,7 @@ def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
 
 
 def _check_base(folder: Path, manifest: Mapping[str, Any], base: Checkpoint) -> None:
-    """Refuse another base, whatever its files are called."""
+    """Raise if the base is not the one that was merged, by its files' hashes or else by its probe."""
     known = manifest.get(BASE_PROBE)
     if known is None:
         raise CheckpointError(
@@ -172,7 +172,7 @@ def _check_base(folder: Path, manifest: Mapping[str, Any], base: Checkpoint) -> 
         )
     content: Mapping[str, str] = manifest["sources"].get("base", {}).get("content", {})
     found = fingerprint(base)
-    # The probe is of the base as the merge saw it, whose rows may be those of other tokens.
+    # The probe is of the base as the merge read it, whose rows may have followed another vocabulary.
     same = found == content if found.keys() == content.keys() else probe(base) == known
     if not same:
         raise InputError(
@@ -181,7 +181,7 @@ def _check_base(folder: Path, manifest: Mapping[str, Any], base: Checkpoint) -> 
 
 
 def _check_weights(manifest: Mapping[str, Any], model: Checkpoint, at: str = "") -> None:
-    """Refuse weights that were put there since the merge: masks fit no others."""
+    """Raise if a file of weights is not the one that the merge wrote: the masks fit no others."""
     for name, found in fingerprint(model).items():
         if name.endswith(".safetensors"):
             recorded = manifest.get("files", {}).get(f"{at}{name}", {}).get("sha256")

@@ -21,13 +21,13 @@ from covmerge.run.engine.outputs import FileOutput
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:
-    """Lay out every part of an output."""
+    """Return the layout of files of every part of an output."""
     output, modules = plan.recipe.output, plan.modules
     layouts: dict[str, Layout] = {}
     for part, headers in plan.parts.items():
         if part in modules and modules[part].is_of_transformers:
             layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, STEM)
-        elif part in modules:  # sentence-transformers reads one file of it
+        elif part in modules:  # sentence-transformers reads a single file of weights
             layouts[part] = Layout((plan_shard(f"{STEM}.safetensors", headers, plan.metadata),))
         elif part != MODEL:
             file_name = f"{part.rpartition('/')[2]}.safetensors"
@@ -54,11 +54,11 @@ def files_of(layouts: Mapping[str, Layout]) -> list[str]:
 def open_output(
     store: WritableStore, layouts: Mapping[str, Layout], *, made: bool = False
 ) -> FileOutput:
-    """Reserve the space of all files; those of an earlier run are kept.
+    """Create all files at their full size and open them for writing; files of an earlier run are kept.
 
     Raises:
         ResourceError: the disk is full.
-        CheckpointError: files that were made are not there, or others.
+        CheckpointError: a file differs from the layout, or is missing although `made` says it exists.
     """
     writers = {
         part: ShardWriter(store.inside(folder_of(part)), layout, made=made)
@@ -68,12 +68,12 @@ def open_output(
 
 
 def folder_of(part: str) -> str:
-    """Return the folder of a part, as a path in that of the output; "" for that itself."""
+    """Return the folder of a part, as a path in the output's folder; "" for the output's folder itself."""
     return part.rpartition("/")[0]
 
 
 def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
-    """Write the index of each part in several files as transformers does; return their paths."""
+    """Write an index, as transformers does, for each part with several files; return the paths."""
     found: list[str] = []
     for part, layout in layouts.items():
         folder = folder_of(part)

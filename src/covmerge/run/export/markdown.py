@@ -1,4 +1,4 @@
-"""Text of users and strangers in Markdown, where it must show and do nothing."""
+"""Untrusted text in Markdown, where it must be shown and have no effect; metadata of model cards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from covmerge.base.text import printable
 from covmerge.base.yaml_events import yaml_events
 from covmerge.files.stores.regular_file import open_regular, read_some
 
-_MEANT = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")  # inside a word _ is nothing
+_MEANT = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")  # inside a word, _ has no meaning
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def one_line(text: str) -> str:
-    r"""Return text as one line of what can be printed.
+    r"""Return text as one line of printable characters.
 
     Example:
         >>> one_line("a\n---\nb\x1b[2J")
@@ -37,7 +37,7 @@ def one_line(text: str) -> str:
 
 
 def inline(text: str) -> str:
-    r"""Return text that Markdown shows as it is, in a paragraph or in the cell of a table.
+    r"""Return text escaped so that Markdown shows it unchanged, in a paragraph or the cell of a table.
 
     Example:
         >>> print(inline("a|b <img> _c_"))
@@ -48,7 +48,7 @@ def inline(text: str) -> str:
 
 
 def row(*cells: str) -> str:
-    """Return a row of a table; cells are Markdown, of one line.
+    """Return a row of a table; the cells are Markdown without line breaks.
 
     Example:
         >>> row("a", "")
@@ -58,7 +58,7 @@ def row(*cells: str) -> str:
 
 
 def fenced(text: str, language: str) -> str:
-    """Return a block of code that nothing in the code ends.
+    """Return a block of code with a fence longer than any run of backticks in the code.
 
     Example:
         >>> fenced("x = 1", "python").splitlines()
@@ -71,12 +71,12 @@ def fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
-# The metadata at the head of a model card: some keys of it, read as text from strangers' files.
+# Metadata at the head of a model card: some keys are read as text, from files that are not trusted.
 
-_MAX_DEPTH = 64  # the parser's work grows with the square of it
-_MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of it
+_MAX_DEPTH = 64  # the parser's work grows with the square of the depth
+_MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of this
 _BLOCK = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
-# A mapping counts for two, so that texts at less than two are the node's own.
+# A mapping counts for two levels, so that texts below depth 2 are the node's text or the items of its list.
 _NESTING: dict[type[Event], int] = {
     **{SequenceStartEvent: 1, SequenceEndEvent: -1},
     **{MappingStartEvent: 2, MappingEndEvent: -2},
@@ -84,12 +84,12 @@ _NESTING: dict[type[Event], int] = {
 
 
 def read_front_matter(card: Path, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return what stands under some keys of a card's metadata: one text, or those of a list.
+    """Return the texts under some keys of a card's metadata: a single text, or the texts of a list.
 
-    Only the syntax is read: no value is made of it and no alias followed, so that nothing grows.
+    Only the YAML syntax is read: no value is built and no alias is followed, so that memory stays bounded.
 
     Raises:
-        CheckpointError: the card cannot be read, or its metadata is no YAML or too long.
+        CheckpointError: the card cannot be read, or its metadata is not YAML or is too long.
     """
     try:
         with open_regular(card) as file:
@@ -114,7 +114,7 @@ def _texts(text: str, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
     for event in events:
         if isinstance(event, MappingStartEvent):
             nodes = _nodes(events)
-            # Keys and values by turns.
+            # The nodes of a mapping are keys and values in turn.
             pairs = zip(nodes, nodes, strict=False)
             return {key[0]: value for key, value in pairs if len(key) == 1 and key[0] in keys}
         if isinstance(event, ScalarEvent | SequenceStartEvent):
@@ -123,7 +123,7 @@ def _texts(text: str, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _nodes(events: Iterator[Event]) -> Iterator[tuple[str, ...]]:
-    """The nodes of the mapping that has begun, each as the texts in it; of a mapping it has none."""
+    """Yield the texts of each node of the mapping that has begun; an inner mapping has no texts."""
     texts: list[str] = []
     depth = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""The models that were merged, as far as strangers may know of them: no path of this machine."""
+"""The models that were merged, described without paths of this machine, and their licences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.run.export.markdown import one_line, read_front_matter
 
-# What the parents' licences mean for the merged model, as far as their cards say it.
+# Licences of the parents, read from their model cards, and their meaning for the merged model.
 
 _KEYS = ("license", "license_name", "license_link")
-_IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # what the Hub has for a licence
+_IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # the Hub's form of a licence identifier
 _LONGEST = 200  # characters of a name or a link
 _UNNAMED = "other"  # the Hub's word for a licence that has no identifier
 
-# What a licence asks that others do not, recognised by its name.
+# Terms that not every licence has, recognised by the name of the licence.
 _TERMS = (
     (re.compile(r"(^|-)nc(-|$)|non-?commercial|research"), "forbids commercial use"),
     (re.compile(r"(^|-)nd(-|$)"), "forbids passing on what is derived"),
@@ -31,12 +31,12 @@ _FORBIDS_MERGES = _TERMS[1][1]
 
 @dataclass(frozen=True)
 class Licence:
-    """What a model card says of its licence.
+    """The licence that a model card names.
 
     Attributes:
-        names: as the Hub calls it; several are a choice.
-        title: what it is called, where the Hub has no name for it.
-        link: to its text.
+        names: the Hub's identifiers; the user may choose among several.
+        title: name of a licence that has no identifier on the Hub.
+        link: address of the licence's text.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Licence:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """What it asks that others do not."""
+        """Return the terms of this licence that not every licence has."""
         names = (*self.names, (self.title or "").lower())
         return tuple(term for known, term in _TERMS if any(map(known.search, names)))
 
@@ -76,7 +76,7 @@ def _address(link: str | None, model: HubModel | None) -> str | None:
 
 
 def shared_licence(licences: Mapping[str, Licence | None]) -> Licence | None:
-    """Return the licence that all parents have, or None if they differ or one is not known."""
+    """Return the licence that all parents have; None if licences differ or one is unknown."""
     distinct = {licence and replace(licence, link=None) for licence in licences.values()}
     first = next(iter(licences.values()))
     if len(distinct) > 1 or first is None or (_UNNAMED in first.names and not first.title):
@@ -85,7 +85,7 @@ def shared_licence(licences: Mapping[str, Licence | None]) -> Licence | None:
 
 
 def licence_notes(licences: Mapping[str, Licence | None]) -> Iterator[str]:
-    """Say which parent has which licence, if they do not agree, and where one binds the others."""
+    """Say which parent has which licence if these differ, and which terms bind the merged model."""
     holders: dict[str, list[str]] = {}
     for parent, licence in licences.items():
         holders.setdefault("unknown" if licence is None else str(licence), []).append(parent)
@@ -113,9 +113,9 @@ class Parent:
     """The base or an expert.
 
     Attributes:
-        title: its name on the Hub; the last part of its path where it is not known there.
-        hub: which model of the Hub it is, where that is known.
-        licence: what its card says; None where nothing is known.
+        title: the model's name on the Hub; for other models, the last part of the path.
+        hub: the model of the Hub, if known.
+        licence: the licence that the model's card names; None if it is unknown.
     """
 
     title: str
@@ -124,17 +124,17 @@ class Parent:
 
     @property
     def source(self) -> str:
-        """How a recipe for others names it."""
+        """Return the source that a published recipe names."""
         return self.title if self.hub is None else f"{self.hub.name}@{self.hub.commit}"
 
 
 @dataclass(frozen=True)
 class Parents:
-    """All that were merged.
+    """The base and the experts of a merge.
 
     Attributes:
-        by_key: the base and the experts, by their keys in reports, the base first.
-        notes: what a user should know of their licences.
+        by_key: the parents by their keys in reports, the base first.
+        notes: notes for the user on the parents' licences.
     """
 
     by_key: Mapping[str, Parent]
@@ -142,12 +142,12 @@ class Parents:
 
     @property
     def licences(self) -> dict[str, Licence | None]:
-        """What is known of the licence of each."""
+        """Return the licence of each parent; None if it is unknown."""
         return {key: parent.licence for key, parent in self.by_key.items()}
 
 
 def read_parents(checkpoints: Iterable[tuple[str, Checkpoint]]) -> Parents:
-    """Find out who the parents are, and read their licences; a card that cannot be read is a note."""
+    """Return the parents with their licences; a card that cannot be read gives a note."""
     parents: dict[str, Parent] = {}
     notes: list[str] = []
     for key, checkpoint in checkpoints:
@@ -161,6 +161,6 @@ def read_parents(checkpoints: Iterable[tuple[str, Checkpoint]]) -> Parents:
         path = Path(checkpoint.source).expanduser().resolve()
         parents[key] = Parent(one_line(path.name) if hub is None else hub.name, hub, licence)
     found = Parents(parents, ())
-    # Where no parent says anything, as mostly of folders, the card says so and the user is not nagged.
+    # If no parent names a licence, as local folders rarely do, only the card says so, and no note is added.
     of_licences = licence_notes(found.licences) if any(found.licences.values()) else ()
     return replace(found, notes=(*notes, *of_licences))

@@ -42,9 +42,7 @@ STRANGER = 0.5
 SCALED = 2.0
 _HALF_DIGIT = 2.0**-24  # the largest relative error of rounding a number to float32
 _SHOWS = 1e-3  # share of an update from which its loss is reported
-_COMPARED = (
-    2**20
-)  # entries of each weight that are compared to identify the base of an adapter in memory
+_COMPARED = 2**20  # entries of each weight that show which base an adapter in memory has
 UNEVEN = 10.0  # ratio of update norms above which the largest update dominates plain sums
 
 
@@ -371,9 +369,7 @@ def check_fit(
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """
-    if (
-        not checkpoints.base.is_source
-    ):  # the recipe has no base that the experts should be fine-tunes of
+    if not checkpoints.base.is_source:  # no base that the experts should be fine-tunes of
         first = next(iter(checkpoints.experts))
         findings = list(changed_integers(plan, done, f"expert '{first}'"))
     else:

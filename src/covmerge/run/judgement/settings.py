@@ -42,9 +42,7 @@ _ASIDE = re.compile(
 )
 _ASIDE_OF_FILES = re.compile(r"^_|version|_class$|_type$")
 _SHOWN, _LENGTH = 6, 60
-_CACHED = re.compile(
-    r"models--(?:[^/]*--)?([^/]+)/snapshots/"
-)  # a folder in the cache of the Hub's client
+_CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")  # in the cache of the Hub's client
 _QUANTISED = re.compile(
     r"([-_.](unsloth|bnb|hf|[48]-?bits?|int[48]|w4a16|nf4|fp8|gptq|awq|gguf))+$"
 )
@@ -60,9 +58,7 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
     """
     base, views = checkpoints.base, checkpoints.views
     for name, adapter in checkpoints.adapters.items():
-        if base.decides and not (
-            base.is_held or adapter.under
-        ):  # otherwise the weights tell whether the base is right
+        if base.decides and not (base.is_held or adapter.under):  # else the weights tell the base
             yield from _of_another_base(name, adapter, base)
     for name, expert in checkpoints.experts.items():
         if base.config and expert.config and not expert.is_adapter:
