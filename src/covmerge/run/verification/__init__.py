@@ -1,8 +1,8 @@
-"""What a merge did, checked: re-reading an output and holding it against its manifest.
+"""Verification of an output: re-reading its files and comparing them with its manifest.
 
-outcome  the outcome of checks, and what all outputs have in common
-files    every file against its recorded hash, and what is checked of one of weights as it is hashed
-verify   all of it, in one reading of the output
+outcome  the outcome of checks, and the check of task heads, which every output has
+files    the check of every file's hash, and the checks of a weight file's tensors while it is hashed
+verify   all checks, in one reading of the output
 """
 
 from covmerge.run.verification.files import WeightsCheck

@@ -1,4 +1,4 @@
-"""The files of an output, held against the hashes in its manifest."""
+"""Comparison of an output's files with the hashes in its manifest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from covmerge.maths.linalg.stored import all_finite
 from covmerge.run.export.companions import is_weights
 from covmerge.run.verification.outcome import Check
 
-# By file: its hashes, or why it has none.
+# By file: its hashes, or the reason why it has none.
 Found = Mapping[str, FileHashes | str]
 
 
 def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashes | str:
-    """Read a file of an output once, and return its hashes, or what is wrong with it."""
+    """Read a file of an output once, and return its hashes, or a text that says what is wrong with it."""
     try:
         return hash_file(store, name, inspect)
     except FileNotFoundError:
@@ -38,15 +38,15 @@ def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashe
 
 
 def hash_files(store: Store, names: Iterable[str]) -> dict[str, FileHashes | str]:
-    """Return the hashes of files of an output, or what is wrong with each."""
+    """Return by file of an output its hashes, or a text that says what is wrong with it."""
     return {name: hashes_of(store, name) for name in names}
 
 
 def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Check:
     """Check that the files of an output are those that the merge wrote.
 
-    The model card is for people, who may edit or remove it. Files that were laid beside are named, and a
-    failure where they could be loaded in place of the merge's.
+    A model card that was edited or removed is named, and is no failure, as it is for people. Added files
+    are named too; they are a failure if a loader could take them in place of the merge's.
     """
     recorded: Mapping[str, Mapping[str, Any]] | None = manifest.get("files")
     if recorded is None:
@@ -112,27 +112,27 @@ def _folder_of(name: str) -> str:
 
 
 def _is_loaded(name: str, places: Collection[str]) -> bool:
-    """Whether a loader may take a file for a part of the output, in folders where weights lie."""
+    """Return whether a loader may take a file for a part of the output; `places` are folders of weights."""
     file = name.rpartition("/")[2]
     return _folder_of(name) in places and (is_weights(file) or file == ADAPTER_CONFIG)
 
 
-# What is checked of one file of an output while it is hashed, the same in every process.
+# Checks of one file of an output while it is hashed, the same in every process.
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Onlooker:
-    """Checks tensors as they are read: which are not finite, and which are not the base's.
+    """A check of tensors as they are read: which are not finite, and which differ from the base's.
 
     Args:
-        base: what they are compared with; None: nothing is.
+        base: the base to compare tensors with; None to compare none.
         apart: names of tensors that are not compared.
 
     Attributes:
         not_finite: names of tensors that have NaN or Inf.
-        changed: names of tensors that are not the base's.
-        error: the base could not be read.
+        changed: names of tensors that differ from the base's.
+        error: the error of reading the base, after which no tensor is compared; None without an error.
     """
 
     def __init__(self, base: Checkpoint | None, apart: Collection[str] = ()) -> None:
@@ -143,7 +143,7 @@ class Onlooker:
         self.error: InputError | None = None
 
     def inspect(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
-        """Compare some rows of a tensor."""
+        """Check that some rows of a tensor are finite, and compare them with the base's."""
         name = header.name
         if block.is_complex():
             block = torch.view_as_real(block)
@@ -153,7 +153,7 @@ class Onlooker:
             return
         try:
             same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
-        except InputError as error:  # of the base, and not of what is checked
+        except InputError as error:  # an error of the base, not of the file that is checked
             self.error = error
             return
         if not same:
@@ -162,13 +162,13 @@ class Onlooker:
 
 @dataclass(frozen=True)
 class WeightsCheck:
-    """What is checked of a file of weights, by any process; see `engine.FileCheck`.
+    """The check of one file of weights, by any process; an `engine.FileCheck`.
 
     Attributes:
-        store: the output.
-        compared: whether with the base.
-        apart: tensors that are not compared.
-        parts: of packed tensors, which are not numbers by themselves.
+        store: the store of the output.
+        compared: whether tensors are compared with the base's.
+        apart: names of tensors that are not compared.
+        parts: names of stored tensors that are parts of quantised ones, and no weights by themselves.
     """
 
     store: Store
@@ -177,7 +177,7 @@ class WeightsCheck:
     parts: frozenset[str] = frozenset()
 
     def __call__(self, base: Checkpoint, name: str) -> dict[str, Json]:
-        """Read a file once, for its hashes and for what is in it."""
+        """Read a file once; return its hashes, and names of tensors that are not finite or are changed."""
         onlooker = Onlooker(base if self.compared else None, self.apart)
         prefix = _prefix(name)
 
@@ -210,7 +210,7 @@ class WeightsCheck:
         raise ValueError("it is nothing that is found in a file")
 
     def as_json(self) -> dict[str, Json]:
-        """See `FileCheck`; where the output lies other ranks know."""
+        """Return the check as JSON for other ranks, which know the store; see `FileCheck`."""
         return {
             "compared": self.compared,
             "apart": sorted(self.apart),
@@ -219,18 +219,18 @@ class WeightsCheck:
 
     @classmethod
     def from_json(cls, store: Store, data: Mapping[str, Any]) -> WeightsCheck:
-        """The check that another rank describes."""
+        """Return the check that another rank wrote as JSON."""
         return cls(store, data["compared"], frozenset(data["apart"]), frozenset(data["parts"]))
 
 
 def _prefix(file: str) -> str:
-    """What stands before the names of a file's tensors in the whole model."""
+    """Return the prefix that the names of a file's tensors have in the whole model."""
     folder = file.rpartition("/")[0]
     return Module(folder).prefix if folder else ""
 
 
 def hashes_in(found: Json) -> FileHashes | str:
-    """The hashes of a file in what was found in it, or what is wrong with it."""
+    """Return the hashes in a result of `WeightsCheck`, or its text on what is wrong with the file."""
     fields = cast("Mapping[str, Any]", found)
     if "problem" in fields:
         return cast("str", fields["problem"])

@@ -1,4 +1,4 @@
-"""The outcome of checks on an output, and what all outputs have in common."""
+"""The outcome of checks on an output, and the check of task heads, which every output has."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from covmerge.files.checkpoints.folder import open_file
 from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.stores.store import Store, file_at
 
-DIFFERS = "differs from base"  # the check that a merge changed anything
+DIFFERS = "differs from base"  # name of the check that the merge changed anything
 
 
 def all_there(count: int) -> str:
-    """Say of so many tensors that none is missing, and none too many."""
+    """Return a text saying that all of this many tensors are there, and no others."""
     return f"{f'all {count} tensors are' if count > 1 else 'its one tensor is'} there, and no other"
 
 
@@ -29,9 +29,9 @@ class Check:
     Attributes:
         name: what was checked.
         ok: whether nothing wrong was found.
-        detail: what was found, or why nothing could be.
-        made: whether there was what it takes to make the check.
-        noted: whether it passed with something that a reader should know.
+        detail: what was found, or why the check could not be made.
+        made: whether the check could be made.
+        noted: whether the detail has something that a reader should know, although the check passed.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Check:
 
     @property
     def result(self) -> str:
-        """The outcome in a word."""
+        """Return the outcome: ok, not made, or FAILED."""
         return ("ok" if self.made else "not made") if self.ok else "FAILED"
 
 
 @dataclass(frozen=True, repr=False)
 class Verification(Tabular):
-    """Outcome of all checks on one output.
+    """The outcome of all checks on one output.
 
     Attributes:
-        folder: where it is, or another store.
-        checks: in the order in which they were made.
+        folder: the output's folder, or the store that holds the output.
+        checks: the checks, in the order in which they were made.
     """
 
     folder: Path | Store
@@ -63,17 +63,17 @@ class Verification(Tabular):
 
     @property
     def ok(self) -> bool:
-        """Whether every check passed."""
+        """Return whether no check failed; a check that could not be made is no failure."""
         return all(check.ok for check in self.checks)
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the checks that failed."""
+        """Return the names of the checks that failed."""
         return tuple(check.name for check in self.checks if not check.ok)
 
     @property
     def verdict(self) -> str:
-        """The outcome in a line."""
+        """Return the outcome in one line."""
         count, failed = len(self.checks), len(self.failed)
         if failed:
             return f"{failed} of {count} checks failed"
@@ -90,7 +90,7 @@ class Verification(Tabular):
             raise CheckFailed(f"{self.folder} fails its verification. " + "; ".join(failed))
 
     def summary(self) -> dict[str, Json]:
-        """The report as plain JSON."""
+        """Return the outcome as plain JSON."""
         return {
             "folder": str(self.folder),
             "ok": self.ok,
@@ -98,17 +98,17 @@ class Verification(Tabular):
         }
 
     def table(self) -> Table:
-        """One row for each check."""
+        """Return a table with one row for each check."""
         columns = ("check", "result", "detail")
         return Table(columns, tuple((one.name, one.result, one.detail) for one in self.checks))
 
     def html(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return paragraph(f"{self.folder}: {self.verdict}") + table_html(self.table())
 
 
 def check_heads(store: Store, manifest: Mapping[str, Any]) -> Check:
-    """Check that every task head of the manifest is there and can be read."""
+    """Check that every task head of the manifest is there, can be read, and has its tensors."""
     wrong: list[str] = []
     heads: Mapping[str, list[str]] = manifest["heads"]
     for expert, names in heads.items():

@@ -1,4 +1,4 @@
-"""Re-read an output folder and check what its manifest claims."""
+"""Re-reading of an output, to check the claims of its manifest."""
 
 from __future__ import annotations
 
@@ -46,22 +46,27 @@ from covmerge.run.verification.files import (
 )
 from covmerge.run.verification.outcome import DIFFERS, Check, Verification, all_there, check_heads
 
-# What is checked of a merged adapter.
+# Checks of a merged adapter.
 
 
 def check_adapter(
     store: Store, manifest: Mapping[str, Any], written: Checkpoint
 ) -> tuple[Check, ...]:
-    """Check an adapter that covmerge merged, which was just opened.
+    """Check an adapter that covmerge merged.
 
-    Coverage (each update of the manifest with its rank, each tensor that is held whole, no other),
-    finite values, that it changes anything, and the task heads.
+    The checks are coverage (each update of the manifest is there with its rank, each tensor that is held
+    whole is there, and no other), finite values, any change of the base, and the task heads.
+
+    Args:
+        store: the store of the output.
+        manifest: the output's manifest.
+        written: the opened adapter.
     """
     if not isinstance(written, AdapterCheckpoint):
         return (Check("coverage", ok=False, detail="there is no adapter in the folder"),)
     entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
     places = [entry["adapter"] for entry in entries.values() if "adapter" in entry]
-    # Of a tensor that is held whole the rank is None.
+    # A tensor that is held whole has rank None.
     wanted = {
         name: place.get("rank")
         for place in places
@@ -92,7 +97,7 @@ def check_adapter(
 
 
 def _sizes(written: AdapterCheckpoint) -> dict[str, float]:
-    """Norms: of an update a bound, which is zero, or not finite, where the update is."""
+    """Return norms of whole tensors, and bounds for updates, which are 0 or not finite if the update is."""
 
     def of_factors(name: str) -> float:
         factors = written.read_factors(name)
@@ -101,36 +106,43 @@ def _sizes(written: AdapterCheckpoint) -> dict[str, float]:
     def of_whole(name: str) -> float:
         return norm(written.read(name).float())
 
-    # Factors are too thin to share a sum among cores: each core has tensors of its own.
+    # Factors are too thin to divide one sum among cores, so each core takes other tensors.
     with ThreadPool(torch.get_num_threads(), initializer=use_threads, initargs=(1,)) as pool:
         low_rank = dict(zip(written.low_rank, pool.map(of_factors, written.low_rank), strict=True))
         whole = dict(zip(written.headers, pool.map(of_whole, written.headers), strict=True))
     return low_rank | whole
 
 
-_BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
+_BLOCK_ELEMENTS = 2**20  # elements of a quantised tensor that are read at a time
 _NO_BASE = "the recipe has no base"
 
 
 def verify(folder: str | Path | Store, *, base: Checkpoint | Source | None = None) -> Verification:
     """Re-read an output of covmerge and check it.
 
-    Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
-    the manifest, no other, with its shape and dtype), finite values, copied tensors equal to the
-    base's, "differs from base", rounding loss of the output dtype, the task heads, and masks. Of an
-    adapter its updates with their ranks.
+    The checks are:
+
+    - files: every file has its recorded hash, and no other weights lie beside them;
+    - coverage: each tensor of the manifest, and no other, is there with its shape and dtype;
+    - values are finite;
+    - copied tensors equal the base's, and the output "differs from base";
+    - the rounding loss of the output dtype;
+    - the task heads, and masks.
+
+    For an adapter, coverage compares the updates and their ranks.
 
     Args:
         folder: the output, by path or address, or the store that holds it.
-        base: the base checkpoint, or as `merge` takes it; None opens the source that the manifest
-            names, and fetches it if it is on the Hub. Where that is not to be had, or is another by
-            now, the comparison falls back on the recorded norms and says so.
+        base: the base checkpoint, or a source as `merge` takes it. None opens the source that the
+            manifest names, and fetches it if it is on the Hub. If that source cannot be opened, or has
+            changed, the comparison uses the recorded norms and says so.
 
     Raises:
-        InputError: the folder is not an output of covmerge, or `base` is not what was merged over.
+        InputError: the folder is not an output of covmerge, or `base` is not the base of the merge.
+        CheckpointError: the store cannot be read.
     """
     store = store_at(folder) if isinstance(folder, str | Path) else folder
-    if not callable(getattr(store, "names", None)):  # of callers without a type checker
+    if not callable(getattr(store, "names", None)):  # for callers without a type checker
         raise InputError(
             f"what is to be verified is a {type(folder).__name__}: pass the folder of an output, as "
             "result.path is of a merge to disk"
@@ -143,7 +155,7 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | Source | None = Non
             _check_base(start, store, manifest)
         checks, found = examine(store, manifest, manifest.get("files", ()), base=start)
         files = check_files(store, manifest, found)
-    except OSError as error:  # of a server, which may fail at any moment
+    except OSError as error:  # a server may fail at any moment
         raise CheckpointError(f"{store} cannot be read: {error.strerror or error}") from error
     return Verification(store.folder or store, (files, *checks))
 
@@ -156,17 +168,17 @@ def examine(
     base: Checkpoint | None = None,
     read: ReadFiles = read_files,
 ) -> tuple[tuple[Check, ...], Found]:
-    """Read an output once, for all checks but that of its files, and for the hashes of these.
+    """Read an output once; return the hashes of its files, and all checks except that of these hashes.
 
     Args:
-        store: the output.
-        manifest: what is known of it.
-        names: the files to hash, as paths in it; weights are read in any case.
-        base: see `verify`.
-        read: reads the files of a model's weights, here or wherever it was merged.
+        store: the store of the output.
+        manifest: the output's manifest.
+        names: the files to hash, as paths in the output; weights are read too if coverage passes.
+        base: the base checkpoint; None opens the source that the manifest names, as in `verify`.
+        read: the function that reads the files of weights, in this process or in those of the merge.
 
     Returns:
-        The checks, and by file its hashes.
+        The checks; and by file its hashes, or a text that says what is wrong with it.
     """
     try:
         stored = open_store(str(store), store)
@@ -186,7 +198,7 @@ def examine(
             try:
                 opened = open_plain(pinned_source(manifest, "base", manifest["recipe"]["base"]))
                 opened.materialize()
-                if _is_another(opened, manifest):  # the path may hold it by now
+                if _is_another(opened, manifest):  # the path may hold another model by now
                     missing = f"the base at {opened.source} is another than was merged"
                 else:
                     mixture = _mixed(seen_untied(opened, manifest.get("untied")), manifest)
@@ -212,7 +224,7 @@ def examine(
         }
         values.take(inspected.values())
         if coverage.ok:
-            values.inspect_rows(output, packed)  # read once more, as a client does
+            values.inspect_rows(output, packed)  # read again, dequantised as for a client
         checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(store, manifest)]
         if "rescalers" in manifest:
@@ -225,7 +237,7 @@ def examine(
 
 
 def _check_base(base: Checkpoint, store: Store, manifest: Mapping[str, Any]) -> None:
-    """Refuse another base; one in other files, or in memory, has no hashes that could be compared."""
+    """Raise if a base has other hashes than the merged one; a base in other files, or memory, passes."""
     known = _content_of_base(manifest).keys()
     if known >= {file.name for file in _weights_of(base)} and _is_another(base, manifest):
         raise InputError(
@@ -234,7 +246,7 @@ def _check_base(base: Checkpoint, store: Store, manifest: Mapping[str, Any]) -> 
 
 
 def _is_another(base: Checkpoint, manifest: Mapping[str, Any]) -> bool:
-    """Whether its weights have other hashes than were recorded; what lies beside them may change."""
+    """Return whether a base's weights have other hashes than recorded; other files may change."""
     recorded = _content_of_base(manifest)
     return bool(recorded) and any(
         file.hash(at_once) != recorded.get(file.name) for file in _weights_of(base)
@@ -253,7 +265,7 @@ def _content_of_base(manifest: Mapping[str, Any]) -> Mapping[str, str]:
 def _size(store: Store, name: str) -> int:
     try:
         size, *_ = file_at(store, name).stamp()
-    except FileNotFoundError:  # since it was opened: whoever reads it will say so
+    except FileNotFoundError:  # removed since it was opened: reading it gives the error
         return 0
     return size
 
@@ -271,7 +283,7 @@ def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
 
 
 def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Tensors whose rows are other tokens than the base's, as far as the manifest alone can tell."""
+    """Return tensors whose rows may be other tokens than the base's, guessed from the manifest alone."""
     decided: Mapping[str, Any] = manifest.get("vocabulary") or {}
     roles = (Role.EMBEDDING, Role.OUTPUT, Role.BIAS)
     return frozenset(
@@ -282,7 +294,7 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _of_experts(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Routers of a mixture that the base as it is stored does not tell."""
+    """Return routers computed from experts or a run of the base; the stored base has none to compare."""
     recorded = manifest["recipe"].get("moe")
     if recorded is None or not (moe := Mixture.model_validate(recorded)).late:
         return frozenset()
@@ -331,7 +343,7 @@ def _coverage(
 
 
 def _badly_tied(output: Checkpoint) -> Iterator[str]:
-    """What config.json says of tied tensors that the files contradict."""
+    """Say where config.json and the stored tensors contradict each other about ties."""
     found = describe_checkpoint(output)
     if found.lacks_head is not None:
         yield f"'{found.lacks_head}' is not stored, and config.json ties it to no other tensor"
@@ -342,7 +354,7 @@ def _badly_tied(output: Checkpoint) -> Iterator[str]:
 
 
 class _Values:
-    """What was found of all tensors: finite, copied where copied, changed where changed."""
+    """The findings on all tensors: which are not finite, and which differ from the base's."""
 
     def __init__(
         self,
@@ -373,14 +385,14 @@ class _Values:
         self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
 
     def take(self, results: Iterable[Json]) -> None:
-        """Note what was found in files."""
+        """Add the results of `WeightsCheck` on files."""
         for found in results:
             fields = cast("Mapping[str, Any]", found)
             self._not_finite.update(fields.get("not_finite", ()))
             self._changed.update(fields.get("changed", ()))
 
     def inspect_rows(self, output: Checkpoint, names: Iterable[str]) -> None:
-        """Read tensors of the output.
+        """Read tensors of the output and check them.
 
         Raises:
             InputError: the output, or the base, could not be read.
@@ -397,12 +409,12 @@ class _Values:
 
     @property
     def lost(self) -> list[str]:
-        """Tensors that were copied from the base as they are, and do not equal it."""
+        """Return tensors that were copied unrounded from the base, and differ from the base's."""
         return sorted(n for n in self._changed if n not in self._rounded and not self._is_merged(n))
 
     @property
     def _rounded(self) -> set[str]:
-        """Tensors that were copied from the base, and rounded to a quantised format."""
+        """Return tensors that were copied from the base, and changed by rounding to a quantised format."""
         return {
             name
             for name, entry in self._entries.items()
@@ -424,7 +436,7 @@ class _Values:
         return "were the experts trained?"
 
     def checks(self) -> list[Check]:
-        """The outcome, when all of them were read."""
+        """Return the checks, after all tensors were read."""
         entries = self._entries
         if self.base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
@@ -461,7 +473,7 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
     totals = manifest["totals"]
     loss = float(totals["rounding_loss"])
     packed: Mapping[str, Any] | None = totals.get("quantised")
-    if packed is not None and "lost" in packed:  # what is plain beside it is nothing to speak of
+    if packed is not None and "lost" in packed:  # the loss of other tensors is negligible beside it
         left, lost = packed["kept"], packed["lost"]
         detail = f"{left:.2%} of the update is left in quantised tensors, beside noise of {lost:.2%} of it"
         return Check("rounding", ok=True, detail=detail, noted=lost >= 1.0)
