@@ -149,7 +149,7 @@ def copy_companions(
         elif name == "generation_config.json":
             of_tokens = ConfigChanges(tokens=tokens)
             hashes[name], _ = _copy_config(safe_path(source, name), copy, of_tokens)
-        elif file == "config.json":  # of a module
+        elif file == "config.json":  # the config of a module
             of_dtype = ConfigChanges(changes.dtype)
             hashes[name], _ = _copy_config(safe_path(source, name), copy, of_dtype)
         else:

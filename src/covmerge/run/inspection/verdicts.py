@@ -132,7 +132,7 @@ def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
     if None in (config.get(key), other.get(key)):
         return
     alike = has_own_head(config) == has_own_head(other)
-    if not alike and base.checkpoint.untied is None:  # else a note says it
+    if not alike and base.checkpoint.untied is None:  # otherwise a note says so
         yield Finding(
             Severity.WARNING,
             f"{key} is {other[key]} in its config.json and {config[key]} in the base's: the merged "
