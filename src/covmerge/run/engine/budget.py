@@ -25,8 +25,8 @@ _NO_PROCESS = 10**6  # bytes; no process runs with so few: the user forgot the u
 
 # Bytes that the process holds beside the tensors of the plan: BLAS packing buffers, and blocks that malloc
 # keeps for each thread. The most found was 51 MiB, by `ace` with memory for its largest item only. Where
-# one thread frees what another allocated, malloc kept up to 230 MiB (`dare_ties`). Above `_KEPT`, the
-# process therefore makes malloc return freed memory.
+# one thread frees memory of another, malloc kept up to 230 MiB (`dare_ties`). Malloc therefore has to
+# return freed memory once a process holds `_KEPT` bytes beside the tensors of the plan.
 _OVERHEAD = 160 * 2**20
 _KEPT = 40 * 2**20
 # Bytes that malloc keeps for each further thread that computes: glibc returns freed blocks above 32 MiB
@@ -76,7 +76,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory of a run is divided.
+    """The division of the memory of a run.
 
     Attributes:
         resident: bytes that the process holds before the run, with BLAS buffers and allocator slack.

@@ -1,4 +1,4 @@
-"""Where results go: tensors in memory, or files at planned places with room on the disk."""
+"""The outputs of a run: tensors in memory, or files at planned places; and the room on the disk."""
 
 from __future__ import annotations
 
