@@ -18,7 +18,7 @@ from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.selection import counters_of
 from covmerge.run.engine.transfer import pinned_bytes
 
-# Bytes that a process is assumed to hold beside its item before it has started (Python, torch, the
+# Bytes that a process that has not started yet is assumed to hold beside its item (Python, torch, the
 # buffers of BLAS): a guess, from a small merge on the development machine.
 PROCESS_HOLDS = 512 * 2**20
 _NO_PROCESS = 10**6  # bytes; no process runs with so few: the user forgot the unit

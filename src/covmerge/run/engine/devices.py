@@ -192,7 +192,7 @@ def _free_on(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    # Memory that torch keeps of freed tensors is used for the device, but free for this process.
+    # Memory that torch keeps of freed tensors counts as used on the device, but is free for this process.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
